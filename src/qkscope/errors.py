@@ -1,0 +1,10 @@
+"""The one exception that means "the input is wrong, and here is what to do".
+
+The command line turns it into a sentence on stderr and exit code 2; everything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class BadInput(ValueError):
+    """Something the user gave cannot be used; the message is one sentence that says why and what to do."""
