@@ -1,0 +1,45 @@
+"""Tiny models: the same weights for the same seed, no trace in the global RNG, attention that is not uniform."""
+
+import pytest
+import torch
+
+from qkscope.capture.families import FAMILIES, tiny_batch, tiny_model
+from qkscope.errors import BadInput
+
+
+def test_same_seed_same_weights_and_the_global_rng_is_untouched():
+    before = torch.get_rng_state()
+    first, again, other = tiny_model("qwen3"), tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    pairs = zip(first.parameters(), again.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in pairs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt2", "cohere", "gpt_oss", "bert"])
+def test_no_parameter_is_left_at_a_constant(family):
+    assert all(weight.std() > 0.1 for weight in tiny_model(family).parameters())
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mamba"])
+def test_tiny_models_run_and_their_attention_is_far_from_uniform(family):
+    model = tiny_model(family)
+    if model.config._attn_implementation != "eager":
+        model.set_attn_implementation("eager")
+    inputs = tiny_batch(model)
+    with torch.no_grad():
+        output = model(**inputs, output_attentions=True)
+    assert output.logits.isfinite().all()
+    rows = output.attentions[-1][0, :, -1]  # the first, unpadded sequence: [head, key]
+    assert (rows - 1 / rows.shape[-1]).abs().sum(-1).mean() > 0.3
+
+
+def test_the_batch_is_padded_on_the_side_the_family_pads():
+    decoder = tiny_batch(tiny_model("llama"))["attention_mask"]
+    encoder = tiny_batch(tiny_model("bert"))["attention_mask"]
+    assert decoder[1].tolist() == [0] * 4 + [1] * 7
+    assert encoder[1].tolist() == [1] * 7 + [0] * 4
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(BadInput, match="llama"):
+        tiny_model("lama")
