@@ -1,0 +1,257 @@
+"""Ask a layer for its queries and keys directly, whatever its projections look like.
+
+From the normalised input z to the rotation a layer is affine, up to QK-norm's scalars: ``q = s(z) (A z + a) + c``.
+One forward of a single token shows how the model calls each attention module; `project` makes that call again with
+any z, without rotation (cos = 1, sin = 0), and stops where the attention function would start. So fused, interleaved
+or transposed projections and pre-scaled queries need no table: the layer's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from qkscope.capture.probe import forward_arguments, short_inputs
+from qkscope.capture.tap import Call, Stop, tap
+from qkscope.errors import BadInput
+
+QKNorm = Literal["whole", "linear", "bias"]
+
+
+class Projected(NamedTuple):
+    """Queries and keys of n inputs, keys once per KV head, and the scale the attention call passes."""
+
+    q: Float[Tensor, "n h d_head"]
+    k: Float[Tensor, "n g d_head"]
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How a model calls the attention of one layer.
+
+    Attributes
+    ----------
+    model, attention : nn.Module
+        The model, and the module in it that calls the attention function.
+    args, kwargs
+        The module's arguments in the recorded forward.
+    input_norm : nn.Module or None
+        The norm whose output enters the attention; None where the residual stream enters as it is (post-norm models).
+    qk_norms : dict
+        Norms that run inside the attention module before its attention function, with the width they normalise.
+    """
+
+    model: PreTrainedModel
+    attention: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    input_norm: nn.Module | None
+    qk_norms: dict[nn.Module, int]
+
+    @property
+    def hidden(self) -> Float[Tensor, "1 t d_model"]:
+        """The recorded input: its width, dtype and device are the layer's."""
+        return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
+
+
+def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerCall]:
+    """Run one token and note, in order of execution, how each attention module is called.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Any model that calls transformers' attention interface.
+    last : int, optional
+        The deepest layer wanted: the forward stops there.
+
+    Raises
+    ------
+    BadInput
+        If the model does not call transformers' attention interface once per layer, or feeds it something other than
+        a normalised residual stream.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    made_by: dict[int, list[nn.Module]] = {}
+    alive: list[Tensor] = []  # an id means something only while its tensor lives
+    qk_norms: dict[nn.Module, dict[nn.Module, int]] = {}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[module] = (args, kwargs)
+
+    def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            made_by.setdefault(id(output), []).append(module)
+            alive.append(output)
+
+    def visit(call: Call) -> None:
+        if call.module in qk_norms:
+            raise BadInput(f"{names[call.module]} calls its attention function more than once.")
+        ran = [part for part in call.module.modules() if _is_norm(part) and part in inputs]
+        qk_norms[call.module] = {norm: inputs[norm][0][0].shape[-1] for norm in ran}
+        if call.layer == last:
+            raise Stop
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
+    hooks += [module.register_forward_hook(after) for module in names]
+    try:
+        with torch.no_grad(), tap(model, visit):
+            model.base_model(**_one_token(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not qk_norms:
+        raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
+
+    calls = []
+    for attention, norms in qk_norms.items():
+        call = LayerCall(model, attention, *inputs[attention], input_norm=None, qk_norms=norms)
+        block = _block(names[attention], model)
+        inside = set(block.modules())
+        makers = [module for module in made_by.get(id(call.hidden), []) if module in inside]
+        block_args, block_kwargs = inputs[block]
+        if not makers and not any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
+            raise BadInput(f"{names[attention]} is fed neither by a norm of its layer nor by the residual stream.")
+        calls.append(replace(call, input_norm=makers[0] if makers else None))
+    return calls
+
+
+def project(
+    call: LayerCall, z: Float[Tensor, "n d_model"], qk_norm: QKNorm = "whole", rotated: bool = False
+) -> Projected:
+    """Push inputs through one layer's own projections.
+
+    Parameters
+    ----------
+    call : LayerCall
+        From `record_calls`.
+    z : Float[Tensor, "n d_model"]
+        What the attention module is given: the hidden state after the input norm.
+    qk_norm : {"whole", "linear", "bias"}
+        What is left of each QK-norm ``gain ⊙ C x / σ(x) + bias``: all of it; ``gain ⊙ C x``, which is linear (C centres
+        where the norm is a LayerNorm); or the bias alone.
+    rotated : bool
+        Keep the rotation of the recorded position, without any scaling it carries; otherwise none.
+    """
+    args, kwargs = call.args, dict(call.kwargs)
+    if "position_embeddings" in kwargs:
+        kwargs["position_embeddings"] = _rotation(kwargs["position_embeddings"], rotated)
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = z[:, None]
+    else:
+        args = (z[:, None], *args[1:])
+    found: list[Call] = []
+
+    def take(attention_call: Call) -> None:
+        found.append(attention_call)
+        raise Stop
+
+    hooks = []
+    if qk_norm != "whole":
+        part = _linear_part if qk_norm == "linear" else _bias_part
+        hooks = [norm.register_forward_hook(part(norm, width, z.device)) for norm, width in call.qk_norms.items()]
+    try:
+        with tap(call.model, take):
+            call.attention(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
+
+
+def norm_unit(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+    """Normalise without gain and bias, in float32: ``N(x; w=1, b=0) − N(x; w=0, b=0)``.
+
+    The difference is ``x / rms`` (or ``(x − mean) / std``) both where the gain is ``w`` and where it is ``1 + w``.
+    """
+    if not _gain_names(norm):
+        return _norm_at(norm, x, gain=None)
+    return _norm_at(norm, x, gain=1.0) - _norm_at(norm, x, gain=0.0)
+
+
+def norm_affine(
+    norm: nn.Module, width: int, device: torch.device
+) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
+    """Gain and bias of a norm, ``N(x) = gain ⊙ unit(x) + bias``, in float32, whatever convention it stores them in."""
+    names = _gain_names(norm)
+    shape = norm.get_parameter(names[0]).shape if names else torch.Size([width])
+    signs = 1.0 - 2.0 * (torch.arange(shape[-1], device=device) % 2)
+    signs = signs.expand(shape)  # alternating ±1: no entry of its normalised form vanishes
+    gain = _norm_at(norm, signs, gain=None) / norm_unit(norm, signs)
+    bias = [value.detach().float() for name, value in norm.named_parameters() if name not in names]
+    return gain, bias[0] if bias else torch.zeros_like(gain)
+
+
+def _norm_at(norm: nn.Module, x: Tensor, gain: float | None) -> Tensor:
+    """The norm with zero bias and its gain parameter filled with a number (None: as it is), in float32."""
+    parameters = {}
+    for name, parameter in norm.named_parameters():
+        value = parameter.detach().float()
+        if name not in _gain_names(norm):
+            value = torch.zeros_like(value)
+        elif gain is not None:
+            value = torch.full_like(value, gain)
+        parameters[name] = value
+    return functional_call(norm, parameters, (x.float(),))
+
+
+def _gain_names(norm: nn.Module) -> list[str]:
+    return [name for name, _ in norm.named_parameters() if "bias" not in name]
+
+
+def _linear_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
+    gain, _ = norm_affine(norm, width, device)
+    centred = bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+
+    def linear(_norm: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        x = args[0].float()
+        return (gain * (x - x.mean(-1, keepdim=True) if centred else x)).to(args[0].dtype)
+
+    return linear
+
+
+def _bias_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
+    _, bias = norm_affine(norm, width, device)
+    return lambda _norm, args, _output: bias.to(args[0].dtype).expand_as(args[0])
+
+
+def _one_token(model: PreTrainedModel) -> dict[str, Any]:
+    inputs: dict[str, Any] = short_inputs(model, lengths=(1,))
+    accepted = forward_arguments(model.base_model)
+    if "position_ids" in accepted and "input_ids" in inputs:
+        inputs["position_ids"] = torch.full_like(inputs["input_ids"], 7)  # any position that has a rotation to see
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _rotation(embeddings: Any, rotated: bool) -> Any:
+    """The model's cos and sin (or one complex tensor) brought to unit length, or no rotation at all."""
+    if embeddings is None:
+        return None
+    if isinstance(embeddings, Tensor):
+        return embeddings / embeddings.abs() if rotated else torch.ones_like(embeddings)
+    cos, sin = embeddings
+    length = (cos.square() + sin.square()).sqrt()
+    return (cos / length, sin / length) if rotated else (torch.ones_like(cos), torch.zeros_like(sin))
+
+
+def _block(name: str, model: PreTrainedModel) -> nn.Module:
+    """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        if isinstance(model.get_submodule(".".join(parts[: end - 1])), nn.ModuleList):
+            return model.get_submodule(".".join(parts[:end]))
+    raise BadInput(f"{name} is not part of a list of layers.")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(module.children())
