@@ -1,0 +1,201 @@
+"""What a rank is worth: the same number under the null, and how much of it is only the mean.
+
+A contrast of averages has a rank whatever the head does, so each ΔC is tested component by component. The j-th singular
+value is compared with the largest one of null replicates from which the components already found are projected out::
+
+    p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1),     stop at the first p_j > α
+
+Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
+differ, but not in a way that depends on the query* (query shuffle, on the query-centred ΔC). Mean dominance is the
+share of ‖ΔC‖² along ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query sees alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.moments import Moments
+from qkscope.maths.replicates import NullKind
+from qkscope.maths.svd import checked_svd, energy_rank
+
+Verdict = Literal["interaction", "mean only", "not above null"]
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """Components of one ΔC tested in order against null replicates."""
+
+    rank: int
+    p_values: tuple[float, ...]  # one per component tested: the last one failed, unless all dimensions passed
+    null_median: tuple[float, ...]
+    null_high: tuple[float, ...]  # 95% quantile of the null's largest singular value, at the same stage
+
+
+def rank_above(
+    delta: Float[Tensor, "d d"], nulls: Float[Tensor, "r d d"], alpha: float = 0.05, max_rank: int | None = None
+) -> RankTest:
+    """Number of components of ΔC above the null, tested in order with the found ones deflated."""
+    u, s, v = checked_svd(delta)
+    limit = min(s.shape[0], max_rank or s.shape[0])
+    p_values, medians, highs = [], [], []
+    for j in range(limit):
+        left, right = u[:, :j], v[:, :j]
+        rest = nulls - left @ (left.mT @ nulls)
+        rest = rest - (rest @ right) @ right.mT
+        largest = torch.linalg.matrix_norm(rest, ord=2)
+        # Both are rounding noise where queries or keys do not vary at all: a tie there is no evidence, so ≥ has slack.
+        reached = largest >= s[j] - 1e-12 * s[0]
+        p_values.append((1 + int(reached.sum())) / (len(nulls) + 1))
+        medians.append(float(largest.median()))
+        highs.append(float(largest.quantile(0.95)))
+        if p_values[-1] > alpha:
+            return RankTest(j, tuple(p_values), tuple(medians), tuple(highs))
+    return RankTest(limit, tuple(p_values), tuple(medians), tuple(highs))
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What stands beside a rank; ``q_*`` are first-component p-values after false-discovery control over heads."""
+
+    energy_rank: int
+    null_rank: int
+    centred_energy_rank: int
+    interaction_rank: int
+    mean_dominance: float
+    p_difference: float
+    p_interaction: float
+    q_difference: float
+    q_interaction: float
+    verdict: Verdict
+    spectrum: tuple[float, ...]
+    null_median: tuple[float, ...]
+    null_high: tuple[float, ...]
+    positive_pairs: float
+    negative_pairs: float
+    replicates: int
+    null: str
+
+    def lines(self) -> list[str]:
+        """The controls in words, one per line."""
+        return [
+            f"99% rank {self.energy_rank}; above the {self.null.replace('_', ' ')} null {self.null_rank}"
+            f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
+            f"query-centred: 99% rank {self.centred_energy_rank}; above the query shuffle {self.interaction_rank}"
+            f" (p {self.p_interaction:.3g})",
+            f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a manifest."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Controls:
+        """Inverse of `to_json`."""
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**plain)
+
+
+def run_controls(
+    moments: Moments,
+    contrast: str,
+    heads: Sequence[Head | str] | None = None,
+    *,
+    alpha: float = 0.05,
+    max_rank: int | None = None,
+) -> dict[Head, Controls]:
+    """Controls of one contrast for every head that carries null replicates (or those named).
+
+    The verdict takes the first component's p-value after Benjamini-Hochberg over the heads asked for together:
+    ``not above null`` unless the difference is there, then ``interaction`` if it depends on the query, else
+    ``mean only``.
+    """
+    chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
+    difference = _difference_null(moments)
+    if not chosen or "query_shuffle" not in moments.nulls:
+        raise BadInput(
+            "controls need query_shuffle replicates: make the moments with nulls=('sign_flip', 'query_shuffle')."
+        )
+    found = {head: _controls_of(moments, contrast, head, difference, alpha, max_rank) for head in chosen}
+    q_difference = false_discovery([c.p_difference for c in found.values()])
+    q_interaction = false_discovery([c.p_interaction for c in found.values()])
+    return {
+        head: replace(c, q_difference=q_d, q_interaction=q_i, verdict=_verdict(q_d, q_i, alpha))
+        for (head, c), q_d, q_i in zip(found.items(), q_difference, q_interaction, strict=True)
+    }
+
+
+def _difference_null(moments: Moments) -> NullKind:
+    kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
+    for kind in kinds:
+        if kind in moments.nulls:
+            return kind
+    raise BadInput("controls need sign_flip or label_permutation replicates: ask for them when the moments are made.")
+
+
+def _controls_of(
+    moments: Moments, contrast: str, head: Head, difference: NullKind, alpha: float, max_rank: int | None
+) -> Controls:
+    row = moments.heads.index(head)
+    delta, centred = (moments.delta(contrast, center)[row] for center in ("none", "query"))
+    spectrum = torch.linalg.svdvals(delta)
+    above = rank_above(delta, moments.null_deltas(difference, contrast, head), alpha, max_rank)
+    interaction = rank_above(centred, moments.null_deltas("query_shuffle", contrast, head, "query"), alpha, max_rank)
+    positive, negative = moments.count(contrast)[row].tolist()
+    p_d, p_i = above.p_values[0], interaction.p_values[0]
+    return Controls(
+        energy_rank=int(energy_rank(spectrum)),
+        null_rank=above.rank,
+        centred_energy_rank=int(energy_rank(torch.linalg.svdvals(centred))),
+        interaction_rank=interaction.rank,
+        mean_dominance=float(mean_dominance(moments, contrast)[row]),
+        p_difference=p_d,
+        p_interaction=p_i,
+        q_difference=p_d,
+        q_interaction=p_i,
+        verdict=_verdict(p_d, p_i, alpha),
+        spectrum=tuple(spectrum.tolist()),
+        null_median=above.null_median,
+        null_high=above.null_high,
+        positive_pairs=positive,
+        negative_pairs=negative,
+        replicates=moments.replicates,
+        null=difference,
+    )
+
+
+def _verdict(p_difference: float, p_interaction: float, alpha: float) -> Verdict:
+    if p_difference > alpha:
+        return "not above null"
+    return "interaction" if p_interaction <= alpha else "mean only"
+
+
+def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
+    """Share of ‖ΔC‖² along ``q̄ (μ⁺ − μ⁻)ᵀ``: the squared cosine between the two matrices, in [0, 1]."""
+    delta = moments.delta(contrast)
+    queries, keys = moments.means(contrast)
+    mean_part = queries.mean(dim=1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None, :]
+    inner = (delta * mean_part).sum(dim=(1, 2))
+    norms = delta.square().sum(dim=(1, 2)) * mean_part.square().sum(dim=(1, 2))
+    return torch.where(norms > 0, inner.square() / norms, torch.zeros_like(norms))
+
+
+def false_discovery(p_values: Sequence[float]) -> list[float]:
+    """Benjamini-Hochberg adjusted p-values: calling those ≤ α keeps the expected share of false calls ≤ α.
+
+    >>> [round(q, 3) for q in false_discovery([0.01, 0.04, 0.03, 0.5])]
+    [0.04, 0.053, 0.053, 0.5]
+    """
+    p = torch.tensor(list(p_values), dtype=torch.float64)
+    order = p.argsort()
+    scaled = p[order] * len(p) / torch.arange(1, len(p) + 1, dtype=torch.float64)
+    adjusted = scaled.flip(0).cummin(dim=0).values.flip(0).clamp_max(1.0) if len(p) else scaled
+    return torch.empty_like(p).index_copy(0, order, adjusted).tolist()

@@ -1,0 +1,384 @@
+"""The streaming sums of a contrast, for many heads at once.
+
+With a constant 1 appended to queries and keys, everything ΔC needs is one matrix per head, contrast and sign::
+
+    M± = Σ w [q; 1] [k; 1]ᵀ  =  [ Σ w q kᵀ   Σ w q ]
+                                [ Σ w kᵀ     Σ w   ]
+
+It grows by addition, so batches, shards and machines merge exactly, and its size does not depend on how much data went
+in. Conditional averages are ``M± / Σw``; centring is the shear ``[I, −q̄] M [I, −k̄]ᵀ``; and
+
+    ΔC = E[q kᵀ | +] − E[q kᵀ | −]        (averages over (query, key) pairs of the condition)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
+from qkscope.maths.store import read_tensors, write_tensors
+
+Center = Literal["none", "query", "both"]
+SIGNS = ("positive", "negative")
+
+
+class Moments:
+    """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in float64.
+
+    Parameters
+    ----------
+    heads : heads to accumulate, in the order in which results come back.
+    contrasts : names of the contrasts.
+    d_head : width of queries and keys.
+    group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
+    nulls : null replicates to carry beside the sums (see `qkscope.maths.replicates`).
+    null_heads : the heads that carry them; all by default. Each costs ``2 · replicates · (d_head + 1)² · 8`` bytes
+        per contrast and kind of null.
+    replicates, seed : how many draws of each null, and their seed.
+    about : what the sums were made from (model, weights hash, tokenizer, …); kept in the file, compared on merge.
+
+    Examples
+    --------
+    >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
+    >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
+    >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
+    >>> moments.delta("order").shape
+    torch.Size([2, 4, 4])
+    """
+
+    def __init__(
+        self,
+        heads: str | Sequence[Head | str],
+        contrasts: Sequence[str],
+        d_head: int,
+        *,
+        group_size: int = 1,
+        nulls: Sequence[NullKind] = (),
+        null_heads: str | Sequence[Head | str] | None = None,
+        replicates: int = 199,
+        seed: int = 0,
+        about: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.heads = parse_heads(heads)
+        self.contrasts = list(contrasts)
+        self.d_head = d_head
+        self.group_size = group_size
+        self.nulls = list(nulls)
+        self.null_heads = (self.heads if null_heads is None else parse_heads(null_heads)) if self.nulls else []
+        self.replicates = replicates
+        self.seed = seed
+        self.about = dict(about or {})
+        self._check_parameters()
+
+        self.key_heads = list(dict.fromkeys(self._key_head(i) for i in range(len(self.heads))))
+        a = d_head + 1
+        shape = (len(self.heads), a, 2, a)
+        null_shape = (len(self.null_heads), a, replicates, 2, a)
+        self.sums: dict[str, Tensor] = {
+            contrast: torch.zeros(shape, dtype=torch.float64, device=device) for contrast in self.contrasts
+        }
+        self.null_sums: dict[tuple[str, str], Tensor] = {
+            (kind, contrast): torch.zeros(null_shape, dtype=torch.float64, device=device)
+            for kind in self.nulls
+            for contrast in self.contrasts
+        }
+
+    def _check_parameters(self) -> None:
+        if not self.contrasts or len(set(self.contrasts)) < len(self.contrasts):
+            raise BadInput(f"a contrast needs a name of its own, but got {self.contrasts}.")
+        if self.d_head < 1 or self.group_size < 1:
+            raise BadInput(f"d_head and group_size must be at least 1, but got {self.d_head} and {self.group_size}.")
+        for kind in self.nulls:
+            if kind not in NULL_KINDS:
+                raise BadInput(f"there is no null called {kind!r}: take one of {', '.join(NULL_KINDS)}.")
+        if self.nulls and self.replicates < 1:
+            raise BadInput(f"a null needs replicates, but got {self.replicates}: take 199 or more.")
+        for head in self.null_heads:
+            if head not in self.heads:
+                raise BadInput(f"null replicates were asked for {head}, which is not among the accumulated heads.")
+
+    def _key_head(self, i: int) -> tuple[int, int]:
+        return self.heads[i].layer, self.heads[i].kv(self.group_size)
+
+    # ------------------------------------------------------------------ data in
+
+    def update(
+        self,
+        q: Float[Tensor, "b h d"],
+        k: Float[Tensor, "b g k d"],
+        labels: Mapping[str, Int[Tensor, "b k"]],
+        *,
+        weights: Float[Tensor, "b k"] | None = None,
+        prompts: Int[Tensor, " b"] | None = None,
+        layer: int | None = None,
+    ) -> None:
+        """Add one batch of rows: a query and its labelled keys.
+
+        Parameters
+        ----------
+        q : queries, one column per accumulated head (of ``layer``, where one is given), in the order of ``heads``.
+        k : keys, once per key head, in the order of ``key_heads``; slots with label 0 are ignored.
+        labels : for each contrast, +1, −1 or 0 per key. A contrast left out gets nothing from this batch.
+        weights : weight of each (query, key) pair; 1 by default.
+        prompts : which prompt each row belongs to, the random unit of the nulls. Needed when nulls are carried, with
+            numbers that are unique over all shards.
+        layer : the layer these queries and keys come from, when a batch brings one layer at a time.
+        """
+        where = [i for i, head in enumerate(self.heads) if layer is None or head.layer == layer]
+        key_heads = [g for g in self.key_heads if layer is None or g[0] == layer]
+        self._check_batch(q, k, labels, weights, prompts, len(where), len(key_heads), layer)
+
+        queries, keys = augmented(q), k.to(torch.float64)
+        kv_of_head = [key_heads.index(self._key_head(i)) for i in where]
+        nulled = [(n, i) for n, i in enumerate(where) if self.heads[i] in self.null_heads]
+
+        for contrast, label in labels.items():
+            label = label.to(keys.device)
+            sums, keys = self._key_sums(keys, label, weights, q, where, key_heads, prompts)
+            _add_outer(self.sums[contrast], where, queries, sums.flatten(2), kv_of_head)
+            for kind in self.nulls if nulled else ():
+                assert prompts is not None
+                drawn = replicate_sums(
+                    kind, self.seed, self.replicates,
+                    keys=keys, sums=sums, labels=label, weights=weights, prompts=prompts.to(keys.device),
+                )  # fmt: skip
+                state = self.null_sums[kind, contrast]
+                for n, i in nulled:  # a head at a time: replicates of all heads at once would not fit in memory
+                    row = self.null_heads.index(self.heads[i])
+                    _add_outer(state, [row], queries[:, n : n + 1], drawn[:, kv_of_head[n], None].flatten(2), [0])
+
+    def _key_sums(
+        self,
+        keys: Float[Tensor, "b g k d"],
+        label: Int[Tensor, "b k"],
+        weights: Float[Tensor, "b k"] | None,
+        q: Float[Tensor, "b h d"],
+        where: list[int],
+        key_heads: list[tuple[int, int]],
+        prompts: Int[Tensor, " b"] | None,
+    ) -> tuple[Float[Tensor, "b g 2 a"], Float[Tensor, "b g k d"]]:
+        """Label-weighted sums of each row's keys, and the keys with NaN and Inf out of the ignored ones."""
+        sums = key_sums(signed_weights(label, weights), keys)
+        if bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
+            return sums, keys
+        # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out); elsewhere it is named.
+        keys = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
+        for side, vectors in (("query", q), ("key", keys)):
+            bad = (~torch.isfinite(vectors)).any(dim=-1).nonzero()
+            if len(bad):
+                row, column, *slot = bad[0].tolist()
+                readers = where if side == "query" else [i for i in where if self._key_head(i) == key_heads[column]]
+                head = self.heads[readers[column if side == "query" else 0]]
+                example = row if prompts is None else int(prompts[row])
+                place = f", key {slot[0]}" if slot else ""
+                raise BadInput(
+                    f"the {side} of {head} at example {example}{place} is NaN or infinite: "
+                    "check the model's dtype (float16 can overflow; try bfloat16 or float32)."
+                )
+        return key_sums(signed_weights(label, weights), keys), keys
+
+    def _check_batch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        labels: Mapping[str, Tensor],
+        weights: Tensor | None,
+        prompts: Tensor | None,
+        h: int,
+        g: int,
+        layer: int | None,
+    ) -> None:
+        if h == 0:
+            raise BadInput(f"no head of layer {layer} is accumulated here: the layers are "
+                           f"{sorted({head.layer for head in self.heads})}.")  # fmt: skip
+        b, slots = q.shape[0], k.shape[2] if k.ndim == 4 else -1
+        _check_shape("queries", q, (b, h, self.d_head), "rows, heads, d_head")
+        _check_shape("keys", k, (b, g, slots, self.d_head), "rows, key heads, keys, d_head")
+        for contrast, label in labels.items():
+            if contrast not in self.contrasts:
+                raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
+            _check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
+        if weights is not None:
+            _check_shape("weights", weights, (b, slots), "rows, keys")
+            if bool((weights < 0).any()) or not bool(torch.isfinite(weights).all()):
+                raise BadInput("pair weights must be finite and not negative: put the sign into the labels.")
+        if prompts is not None:
+            _check_shape("prompts", prompts, (b,), "rows")
+        elif self.nulls:
+            raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
+
+    # ------------------------------------------------------------------ results out
+
+    def count(self, contrast: str) -> Float[Tensor, "h 2"]:
+        """Total pair weight of + and of − for every head."""
+        return self._sums_of(contrast)[:, -1, :, -1]
+
+    def means(self, contrast: str) -> tuple[Float[Tensor, "h 2 d"], Float[Tensor, "h 2 d"]]:
+        """Mean query and mean key of + and of −."""
+        sums, count = self._filled(contrast), self.count(contrast)[..., None]
+        return sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
+
+    def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
+        """ΔC of every head, rows in query space and columns in key space.
+
+        ``center="none"`` is the papers'. ``"query"`` takes out ``q̄ (μ⁺ − μ⁻)ᵀ``, what every query sees alike, with
+        ``q̄`` halfway between the conditions' mean queries; ``"both"`` is the difference of the two covariances.
+        """
+        return centred_delta(self._filled(contrast), center)
+
+    def null_deltas(self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none") -> Tensor:
+        """ΔC of every null replicate of one head, shape (replicates, d_head, d_head)."""
+        head = Head.parse(head)
+        if kind not in self.nulls or head not in self.null_heads:
+            raise BadInput(f"no {kind} replicates were carried for {head}: ask for them when the moments are made.")
+        observed = self._filled(contrast)[self.heads.index(head)]
+        drawn = self.null_sums[kind, contrast][self.null_heads.index(head)].transpose(0, 1)
+        # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
+        return centred_delta(drawn, center, reference=observed[None] if kind == "sign_flip" else drawn)
+
+    def _sums_of(self, contrast: str) -> Tensor:
+        if contrast not in self.sums:
+            raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
+        return self.sums[contrast]
+
+    def _filled(self, contrast: str) -> Tensor:
+        sums = self._sums_of(contrast)
+        empty = (sums[:, -1, :, -1] <= 0).nonzero()
+        if len(empty):
+            head, sign = empty[0].tolist()
+            raise BadInput(f"contrast {contrast!r} has no {SIGNS[sign]} pairs for {self.heads[head]}: "
+                           "it needs both + and − keys.")  # fmt: skip
+        return sums
+
+    # ------------------------------------------------------------------ together and apart
+
+    def merge(self, *others: Moments) -> Moments:
+        """A new `Moments` with the data of all: addition, so neither order nor grouping matters (to rounding)."""
+        merged = self.copy()
+        for other in others:
+            merged._check_same_job(other)
+            for mine, theirs in zip(merged.tensors().values(), other.tensors().values(), strict=True):
+                mine += theirs.to(mine.device)
+        return merged
+
+    def _check_same_job(self, other: Moments) -> None:
+        mine, theirs = self.manifest(), other.manifest()
+        for field, value in mine.items():
+            if value != theirs[field]:
+                raise BadInput(f"these moments cannot be merged: {field} is {_short(value)} in one "
+                               f"and {_short(theirs[field])} in the other.")  # fmt: skip
+
+    def copy(self) -> Moments:
+        """An independent copy."""
+        twin = Moments.from_manifest(self.manifest(), device=next(iter(self.sums.values())).device)
+        for mine, theirs in zip(twin.tensors().values(), self.tensors().values(), strict=True):
+            mine.copy_(theirs)
+        return twin
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        state = {f"sums/{contrast}": tensor for contrast, tensor in self.sums.items()}
+        return state | {f"{kind}/{contrast}": tensor for (kind, contrast), tensor in self.null_sums.items()}
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        return {
+            "heads": [str(head) for head in self.heads],
+            "contrasts": self.contrasts,
+            "d_head": self.d_head,
+            "group_size": self.group_size,
+            "nulls": self.nulls,
+            "null_heads": [str(head) for head in self.null_heads],
+            "replicates": self.replicates,
+            "seed": self.seed,
+            "about": json.loads(json.dumps(self.about)),
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Moments:
+        """An empty `Moments` for the same job."""
+        given = dict(manifest)
+        given["null_heads"] = given["null_heads"] or None
+        return cls(**given, device=device)
+
+    def save(self, path: str | Path) -> None:
+        """Write sums and manifest to one safetensors file."""
+        write_tensors(path, "moments", self.tensors(), self.manifest())
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Moments:
+        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
+        tensors, manifest = read_tensors(path, "moments", expect)
+        moments = cls.from_manifest(manifest)
+        for name, mine in moments.tensors().items():
+            if name not in tensors or tensors[name].shape != mine.shape:
+                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; make it again.")
+            mine.copy_(tensors[name])
+        return moments
+
+
+def centred_delta(
+    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
+) -> Float[Tensor, "*n d d"]:
+    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
+    if center not in get_args(Center):
+        raise BadInput(f"center is one of {', '.join(get_args(Center))}, but got {center!r}.")
+    reference = sums if reference is None else reference
+    count = reference[..., -1:, :, -1:]
+    conditional = sums / count
+    delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
+    if center == "none":
+        return delta[..., :-1, :-1]
+    means = reference / count
+    mean_query = means[..., :-1, :, -1:].mean(dim=-2)  # d × 1, halfway between the conditions
+    mean_key = means[..., -1:, :, :-1].mean(dim=-2)  # 1 × d
+    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
+
+
+def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
+    """``[v; 1]`` in float64."""
+    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
+    out[..., :-1] = vectors
+    return out
+
+
+def _add_outer(
+    state: Float[Tensor, "n a *x"],
+    where: list[int],
+    queries: Float[Tensor, "b h a"],
+    keys: Float[Tensor, "b g x"],
+    kv_of_head: list[int],
+) -> None:
+    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
+    heads, groups = len(where), keys.shape[1]
+    flat, first = state.flatten(2), where[0]
+    neighbours = where == list(range(first, first + heads))
+    size = heads // groups
+    if neighbours and kv_of_head == [h // size for h in range(heads)]:
+        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
+        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
+        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+        return
+    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
+    flat[where] += product
+
+
+def _check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:
+    if tuple(tensor.shape) != want:
+        raise BadInput(f"{what} should have shape {want} ({axes}), but have {tuple(tensor.shape)}.")
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

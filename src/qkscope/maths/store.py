@@ -1,0 +1,67 @@
+"""Tensors and a manifest in one safetensors file, written whole or not at all, and never read as something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qkscope.errors import BadInput
+
+SCHEMA = 1
+
+
+def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
+    path = Path(path)
+    header = {"schema": str(SCHEMA), "kind": kind, "manifest": json.dumps(manifest, sort_keys=True)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
+    os.close(handle)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, header)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def read_tensors(
+    path: str | Path, kind: str, expect: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of this kind; refuse another kind, a newer schema, or one made from something else than expected."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_header(path, kind, header)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            manifest = json.loads(header["manifest"])
+    except (SafetensorError, json.JSONDecodeError, KeyError):
+        raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
+    about = manifest.get("about", {})
+    for field, want in (expect or {}).items():
+        if about.get(field) != want:
+            raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
+    return tensors, manifest
+
+
+def _check_header(path: Path, kind: str, header: Mapping[str, str]) -> None:
+    schema = header.get("schema", "")
+    if schema.isdecimal() and int(schema) > SCHEMA:
+        raise BadInput(
+            f"{path} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update qkscope."
+        )
+    if header.get("kind") != kind:
+        raise BadInput(f"{path} holds {header.get('kind') or 'something else'}, not {kind}.")

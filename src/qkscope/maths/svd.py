@@ -1,0 +1,60 @@
+"""An SVD that is checked: the fast driver has been silently wrong on real heads, so every result is multiplied out."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+
+
+def checked_svd(
+    matrix: Float[Tensor, "*n a b"],
+) -> tuple[Float[Tensor, "*n a m"], Float[Tensor, "*n m"], Float[Tensor, "*n b m"]]:
+    """Thin SVD ``U, S, V`` with ``matrix = U diag(S) Vᵀ``, in float64, verified, with signs that do not wander.
+
+    Each matrix is rebuilt from its factors and the bases are tested for orthonormality; those that fail are done again
+    with LAPACK's slower QR driver, and if that fails too, the error says so. Signs are fixed so that the largest entry
+    of each column of U is positive.
+    """
+    matrix = matrix.to(torch.float64)
+    if not bool(torch.isfinite(matrix).all()):
+        raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    v = vh.mH
+    for index in _failures(matrix, u, s, v):
+        u[index], s[index], v[index] = _robust_svd(matrix[index])
+    if _failures(matrix, u, s, v):
+        raise ArithmeticError("the singular vectors of a head could not be verified by multiplying them out again")
+    signs = u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)).sign()
+    signs = torch.where(signs == 0, torch.ones_like(signs), signs)
+    return u * signs, s, v * signs
+
+
+def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99) -> Tensor:
+    """Smallest rank whose squared singular values hold this share of their sum (0 where all are 0)."""
+    if not 0 < energy <= 1:
+        raise BadInput(f"energy is a share between 0 and 1, but got {energy}.")
+    held = s.to(torch.float64).square().cumsum(dim=-1)
+    total = held[..., -1:]
+    # The last cumulative sum may miss `energy * total` by rounding when energy is 1, so the rank is capped.
+    rank = ((held < energy * total) & (total > 0)).sum(dim=-1) + (total[..., 0] > 0)
+    return rank.clamp_max(s.shape[-1])
+
+
+def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int, ...]]:
+    """Indices of the matrices whose factors do not multiply out, or whose bases are not orthonormal."""
+    tolerance = 64 * torch.finfo(s.dtype).eps * max(matrix.shape[-2:])
+    scale = s[..., :1, None].clamp_min(torch.finfo(s.dtype).tiny)
+    residual = ((u * s[..., None, :]) @ v.mT - matrix) / scale
+    eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+    worst = torch.stack([x.abs().amax(dim=(-2, -1)) for x in (residual, u.mT @ u - eye, v.mT @ v - eye)]).amax(dim=0)
+    return [tuple(index) for index in (~(worst <= tolerance)).nonzero().tolist()]
+
+
+def _robust_svd(matrix: Float[Tensor, "a b"]) -> tuple[Tensor, Tensor, Tensor]:
+    from scipy.linalg import svd
+
+    u, s, vh = svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
+    return tuple(torch.from_numpy(x.copy()).to(matrix.device) for x in (u, s, vh.T))  # type: ignore[return-value]

@@ -1,0 +1,173 @@
+"""The causal test: exchange two keys' coordinates in a subspace, see where attention goes (Lee et al., Eq. 8-10).
+
+``k̃_a = k_a + P (k_b − k_a)``, ``k̃_b = k_b + P (k_a − k_b)``. Only two logits of the row move, by opposite amounts
+``δ = scale · qᵀ P (k_b − k_a)``, so the edited attention has a closed form: no second forward pass, and a thousand
+random subspaces cost a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.attention import AttentionRows
+from qkscope.maths.bases import Projector
+from qkscope.maths.intervals import clustered_bootstrap
+
+
+def swapped_keys(
+    k_orig: Float[Tensor, "*n d"], k_target: Float[Tensor, "*n d"], projector: Projector
+) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n d"]]:
+    """The two keys after the exchange (Eq. 9, 10): what a patched forward pass writes."""
+    difference = k_target - k_orig
+    moved = (difference @ projector.right.to(difference)) @ projector.left.to(difference).mT
+    return k_orig + moved, k_target - moved
+
+
+@dataclass(frozen=True)
+class SwapEffect:
+    """Attention on the original and the target key, before and after; ``draws`` > 1 for random subspaces."""
+
+    orig_before: Float[Tensor, "n h"]
+    target_before: Float[Tensor, "n h"]
+    orig_after: Float[Tensor, "draws n h"]
+    target_after: Float[Tensor, "draws n h"]
+    flipped: Bool[Tensor, "draws n h"]
+    rank: Int[Tensor, " h"]
+    d_head: int
+
+    @property
+    def shift(self) -> Float[Tensor, "n h"]:
+        """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws; 1 is from none to all."""
+        before = self.target_before / (self.orig_before + self.target_before)
+        after = self.target_after / (self.orig_after + self.target_after)
+        return after.mean(dim=0) - before
+
+    @property
+    def vacuous(self) -> Bool[Tensor, " h"]:
+        """Whether the subspace fills the head: then any subspace of its rank swaps everything, and nothing is shown."""
+        return self.rank >= self.d_head
+
+
+def swap_attention(
+    rows: AttentionRows, orig: Int[Tensor, " n"], target: Int[Tensor, " n"], projector: Projector
+) -> SwapEffect:
+    """Swap slots ``orig`` and ``target`` of every row in the subspace of each head.
+
+    Parameters
+    ----------
+    projector : factors of shape (h, d, r), or (draws, h, d, r) for many subspaces of the same rank at once.
+    """
+    _check_slots(rows, orig, target)
+    left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
+    difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
+    scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
+    moved = torch.einsum("nhd,shdr->snhr", difference, right)
+    to_orig = scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(orig), left, moved)
+    to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, moved)
+
+    before = rows.products()
+    slots = torch.arange(before.shape[-1], device=before.device)
+    is_orig, is_target = (slots == orig[:, None])[:, None], (slots == target[:, None])[:, None]
+    attention = rows.attention(before)
+
+    def pick(values: Tensor, slot: Tensor) -> Tensor:
+        return (values * slot).sum(dim=-1)
+
+    orig_after, target_after, flipped = [], [], []
+    for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
+        after = rows.attention(before + up[..., None] * is_orig + down[..., None] * is_target)
+        orig_after.append(pick(after, is_orig))
+        target_after.append(pick(after, is_target))
+        flipped.append((attention.argmax(-1) == orig[:, None]) & (after.argmax(-1) == target[:, None]))
+    rank = projector.rank
+    return SwapEffect(
+        orig_before=pick(attention, is_orig),
+        target_before=pick(attention, is_target),
+        orig_after=torch.stack(orig_after),
+        target_after=torch.stack(target_after),
+        flipped=torch.stack(flipped),
+        rank=rank[0] if rank.ndim == 2 else rank,
+        d_head=rows.d_head,
+    )
+
+
+def _check_slots(rows: AttentionRows, orig: Tensor, target: Tensor) -> None:
+    slots = rows.k.shape[2]
+    for name, chosen in (("orig", orig), ("target", target)):
+        if chosen.shape != (len(rows.q),) or bool((chosen < 0).any()) or bool((chosen >= slots).any()):
+            raise BadInput(f"{name} should name one of {slots} keys for each of {len(rows.q)} rows, "
+                           f"but has shape {tuple(chosen.shape)}, values {chosen.unique().tolist()[:8]}.")  # fmt: skip
+    if bool((orig == target).any()):
+        raise BadInput("a key cannot be swapped with itself: target must differ from orig in every row.")
+
+
+def draw_targets(orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], seed: int) -> Int[Tensor, " n"]:
+    """One other key per row, uniform over the allowed ones; drawn once, so all conditions swap the same pairs."""
+    weights = allowed.to(torch.float64).scatter(1, orig[:, None], 0.0)
+    if bool((weights.sum(dim=1) == 0).any()):
+        row = int((weights.sum(dim=1) == 0).nonzero()[0])
+        raise BadInput(f"row {row} has no other key to swap with: give each example at least two keys.")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights.cpu(), 1, generator=generator)[:, 0].to(orig.device)
+
+
+def swap_table(
+    effects: Mapping[str, SwapEffect],
+    heads: list[Head],
+    prompts: Int[Tensor, " n"],
+    *,
+    against: Mapping[str, str] | None = None,
+    draws: int = 2000,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """One row per head and condition, with intervals clustered by prompt.
+
+    ``against`` names, for a condition, the baseline its shift is compared with on the same examples and resamples:
+    ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
+    """
+    table = []
+    for column, head in enumerate(heads):
+        shifts = torch.stack([effect.shift[:, column] for effect in effects.values()], dim=1)
+        pairs = dict(against or {})
+        names = list(effects)
+        gains = torch.stack(
+            [
+                shifts[:, i] - (shifts[:, names.index(pairs[name])] if name in pairs else 0)
+                for i, name in enumerate(names)
+            ],
+            dim=1,
+        )
+        low, high = clustered_bootstrap(torch.stack([shifts, gains]).permute(1, 0, 2), prompts, draws=draws, seed=seed)
+        for i, (name, effect) in enumerate(effects.items()):
+            row = {
+                "head": str(head),
+                "condition": name,
+                "rank": int(effect.rank[column]),
+                "orig_before": float(effect.orig_before[:, column].mean()),
+                "target_before": float(effect.target_before[:, column].mean()),
+                "orig_after": float(effect.orig_after[..., column].mean()),
+                "target_after": float(effect.target_after[..., column].mean()),
+                "shift": float(shifts[:, i].mean()),
+                "shift_low": float(low[0, i]),
+                "shift_high": float(high[0, i]),
+                "flip": float(effect.flipped[..., column].double().mean()),
+                "n": len(prompts),
+                "draws": effect.orig_after.shape[0],
+                "vacuous": bool(effect.vacuous[column]),
+            }
+            compared = name in pairs
+            row |= {
+                "gain": float(gains[:, i].mean()) if compared else None,
+                "gain_low": float(low[1, i]) if compared else None,
+                "gain_high": float(high[1, i]) if compared else None,
+            }
+            table.append(row)
+    return table

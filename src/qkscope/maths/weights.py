@@ -1,0 +1,38 @@
+"""The singular basis of a head's QK matrix, from its thin factors.
+
+``Ω = W_Qᵀ W_K`` is d_model × d_model but of rank ≤ d_head, so it is never formed: with ``W_Qᵀ = Q_1 R_1`` and
+``W_Kᵀ = Q_2 R_2``, the SVD of the small ``R_1 R_2ᵀ = A S Bᵀ`` gives ``U = Q_1 A`` and ``V = Q_2 B``.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.maths.svd import checked_svd
+
+
+def thin_svd(
+    w_q: Float[Tensor, "*h d_head d_model"], w_k: Float[Tensor, "*h d_head d_model_k"]
+) -> tuple[Float[Tensor, "*h d_model m"], Float[Tensor, "*h m"], Float[Tensor, "*h d_model_k m"]]:
+    """Singular vectors and values of ``W_Qᵀ W_K`` for a batch of heads; m ≤ d_head.
+
+    Parameters
+    ----------
+    w_q, w_k : the query and key weights of each head, biases appended as a last column where there are any.
+
+    Examples
+    --------
+    >>> u, s, v = thin_svd(torch.randn(3, 4, 20), torch.randn(3, 4, 20))
+    >>> u.shape, s.shape
+    (torch.Size([3, 20, 4]), torch.Size([3, 4]))
+    """
+    if w_q.shape[:-1] != w_k.shape[:-1]:
+        raise BadInput(f"query and key weights should agree in all but the last size, but have shapes "
+                       f"{tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
+    q_1, r_1 = torch.linalg.qr(w_q.to(torch.float64).mT)
+    q_2, r_2 = torch.linalg.qr(w_k.to(torch.float64).mT)
+    a, s, b = checked_svd(r_1 @ r_2.mT)
+    return q_1 @ a, s, q_2 @ b

@@ -1,0 +1,1 @@
+"""Models with known features: where every method, and every control, is proved."""
