@@ -101,6 +101,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "nanochat": {},
     "diffllama": {},
+    "hunyuan_v1_dense": {"head_dim": 12},
     "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
     "bert": {},
     "roberta": {},

@@ -1,0 +1,257 @@
+"""W_Q and W_K of every head, with everything that stands before them folded in.
+
+With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended (`normalised_input`),
+
+    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale · (R_m q)·(R_n k)``,
+
+where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring; s is
+1, or the one scalar per token and head that QK-norm leaves (`qk_norm_scale`); c is 0, or QK-norm's own bias. The rows
+of W are gradients of the layer's own projections at ``z = 0``: ``W_j = ∂q_j/∂z``, exact in the model's dtype because
+each is picked out by a one-hot vector, at no more memory than the factors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qkscope.capture.projection import LayerCall, norm_affine, norm_unit, project, record_calls
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of some heads, in float32, keys once per KV head.
+
+    Attributes
+    ----------
+    heads : tuple of Head
+        The query heads, in the order asked for.
+    W_Q : Float[Tensor, "h d_head d_model+1"]
+        One per query head.
+    W_K : Float[Tensor, "g d_head d_model+1"]
+        One per key head that at least one of the heads reads.
+    key_of : tuple of int
+        For each query head the row of `W_K` it reads.
+    scale : Float[Tensor, "h"]
+        What the attention call multiplies ``q·k`` by (1 where a family scales its queries instead).
+    c_Q, c_K : Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]
+        QK-norm's own bias: zero in nearly every family.
+    """
+
+    heads: tuple[Head, ...]
+    W_Q: Float[Tensor, "h d_head d_model+1"]
+    W_K: Float[Tensor, "g d_head d_model+1"]
+    key_of: tuple[int, ...]
+    scale: Float[Tensor, "h"]
+    c_Q: Float[Tensor, "h d_head"]
+    c_K: Float[Tensor, "g d_head"]
+
+    def __getitem__(
+        self, head: str | Head
+    ) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, "d_head d_model+1"]]:
+        """``W_Q`` and ``W_K`` of one head."""
+        head = Head.parse(head)
+        if head not in self.heads:
+            raise BadInput(f"{head} is not among the heads whose weights were read.")
+        row = self.heads.index(head)
+        return self.W_Q[row], self.W_K[self.key_of[row]]
+
+
+def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = None) -> HeadWeights:
+    """Read the folded query and key weights of some heads.
+
+    Parameters
+    ----------
+    model : Scope or PreTrainedModel
+        Any supported model.
+    heads : str, Head or iterable of them, optional
+        The heads wanted, all by default.
+
+    Returns
+    -------
+    HeadWeights
+        On the device of the first layer asked for.
+
+    Raises
+    ------
+    BadInput
+        If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
+        a norm on a part of the key, a gain applied after the rotation, clipped projections).
+    """
+    model = _model_of(model)
+    wanted = None if heads is None else parse_heads(heads)
+    calls = record_calls(model, last=None if wanted is None else max(head.layer for head in wanted))
+    shapes = [_Shape.of(call) for call in calls]
+    if wanted is None:
+        wanted = [Head(layer, index) for layer, shape in enumerate(shapes) for index in range(shape.heads)]
+    for head in wanted:
+        if head.layer >= len(calls):
+            raise BadInput(f"{head} does not exist: the model has {len(calls)} layers, counted from 0.")
+        if head.index >= shapes[head.layer].heads:
+            raise BadInput(f"{head} does not exist: layer {head.layer} has {shapes[head.layer].heads} heads.")
+    if len({shapes[head.layer].width for head in wanted}) > 1:
+        raise BadInput("the heads asked for differ in width: ask for those of one width at a time.")
+
+    # one numbering for the vectors of a layer: its query heads, then its key heads
+    queries = [(head.layer, head.index) for head in wanted]
+    keys_read = [(head.layer, shapes[head.layer].heads + head.kv(shapes[head.layer].group)) for head in wanted]
+    keys = list(dict.fromkeys(keys_read))
+    device = calls[wanted[0].layer].hidden.device
+    parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for layer in sorted({head.layer for head in wanted}):
+        _check_form(calls[layer], layer)
+        blocks = [part for part in queries + keys if part[0] == layer]
+        W, c = _fold(calls[layer], [index for _, index in blocks], shapes[layer].width)
+        parts |= zip(blocks, zip(W.to(device), c.to(device), strict=True), strict=True)
+    return HeadWeights(
+        heads=tuple(wanted),
+        W_Q=torch.stack([parts[query][0] for query in queries]),
+        W_K=torch.stack([parts[key][0] for key in keys]),
+        key_of=tuple(keys.index(key) for key in keys_read),
+        scale=torch.tensor([shapes[head.layer].scale for head in wanted], device=device),
+        c_Q=torch.stack([parts[query][1] for query in queries]),
+        c_K=torch.stack([parts[key][1] for key in keys]),
+    )
+
+
+def normalised_input(model: Any, layer: int, hidden: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model+1"]:
+    """x̂: the residual stream entering a layer, normalised without gain and bias, and a constant 1 appended.
+
+    Parameters
+    ----------
+    model : Scope or PreTrainedModel
+        The model.
+    layer : int
+        The layer.
+    hidden : Float[Tensor, "*b d_model"]
+        The layer's input. Where no norm stands before the attention (post-norm models) it stays as it is.
+    """
+    norm = _call(model, layer).input_norm
+    unit = hidden.float() if norm is None else norm_unit(norm, hidden)
+    return torch.cat([unit, torch.ones_like(unit[..., :1])], dim=-1)
+
+
+@torch.no_grad()
+def qk_norm_scale(
+    model: Any, layer: int, hidden: Float[Tensor, "*b d_model"]
+) -> tuple[Float[Tensor, "*b h"], Float[Tensor, "*b g"]]:
+    """s_q and s_k: the scalar QK-norm leaves for each token and head; all 1 without QK-norm.
+
+    Parameters
+    ----------
+    model : Scope or PreTrainedModel
+        The model.
+    layer : int
+        The layer.
+    hidden : Float[Tensor, "*b d_model"]
+        The layer's input.
+    """
+    call = _call(model, layer)
+    norm = call.input_norm
+    z = hidden if norm is None else norm(hidden)
+    s_q, s_k = _scales(call, z.flatten(0, -2))
+    return s_q.unflatten(0, hidden.shape[:-1]), s_k.unflatten(0, hidden.shape[:-1])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    heads: int
+    group: int
+    width: int
+    scale: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, call: LayerCall) -> _Shape:
+        at_zero = project(call, torch.zeros_like(call.hidden[0, :1]))
+        heads, keys = at_zero.q.shape[1], at_zero.k.shape[1]
+        return cls(heads, heads // keys, at_zero.q.shape[-1], at_zero.scale)
+
+
+def _model_of(model: Any) -> PreTrainedModel:
+    return model if isinstance(model, PreTrainedModel) else model.model
+
+
+def _call(model: Any, layer: int) -> LayerCall:
+    calls = record_calls(_model_of(model), last=layer)
+    if not 0 <= layer < len(calls):
+        raise BadInput(f"layer {layer} does not exist: the model has {len(calls)} layers, counted from 0.")
+    return calls[layer]
+
+
+def _fold(call: LayerCall, blocks: list[int], width: int) -> tuple[Tensor, Tensor]:
+    """W ``[n, width, d_model+1]`` and c ``[n, width]`` of a layer's heads; key heads are counted after query heads."""
+    rows = torch.cat([torch.arange(block * width, (block + 1) * width) for block in blocks]).to(call.hidden.device)
+    jacobian, at_zero = [], []
+    for part in rows.split(_ROWS_AT_ONCE):
+        z = torch.zeros_like(call.hidden[0, :1]).expand(len(part), -1).clone().requires_grad_()
+        with torch.enable_grad():
+            out = project(call, z, qk_norm="linear")
+            picked = torch.cat([out.q.flatten(1), out.k.flatten(1)], dim=1).gather(1, part[:, None])
+            (gradient,) = torch.autograd.grad(picked.sum(), z)
+        jacobian.append(gradient.float())
+        at_zero.append(picked.detach().float())
+    A, a = torch.cat(jacobian), torch.cat(at_zero)
+    if call.input_norm is not None:
+        gain, bias = norm_affine(call.input_norm, A.shape[-1], A.device)
+        a = a + A @ bias[:, None]
+        A = A * gain
+    offsets = torch.cat([c.flatten() for c in _offsets(call)])[rows]
+    return torch.cat([A, a], dim=-1).unflatten(0, (-1, width)), offsets.unflatten(0, (-1, width))
+
+
+@torch.no_grad()
+def _offsets(call: LayerCall) -> tuple[Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]]:
+    at_zero = project(call, torch.zeros_like(call.hidden[0, :1]), qk_norm="bias")
+    found = at_zero.q[0].float(), at_zero.k[0].float()
+    return found if call.qk_norms else (torch.zeros_like(found[0]), torch.zeros_like(found[1]))
+
+
+@torch.no_grad()
+def _scales(call: LayerCall, z: Float[Tensor, "n d_model"]) -> tuple[Float[Tensor, "n h"], Float[Tensor, "n g"]]:
+    """``s = ⟨q − c, W x̂⟩ / |W x̂|²``: the layer's own vectors against their linear part, so no layout is assumed."""
+    whole = project(call, z)
+    if not call.qk_norms:
+        return torch.ones_like(whole.q[..., 0]).float(), torch.ones_like(whole.k[..., 0]).float()
+    linear = project(call, z, qk_norm="linear")
+
+    def ratio(true: Tensor, offset: Tensor, part: Tensor) -> Tensor:
+        part = part.float()
+        return ((true.float() - offset) * part).sum(-1) / part.square().sum(-1).clamp_min(torch.finfo(part.dtype).tiny)
+
+    c_Q, c_K = _offsets(call)
+    return ratio(whole.q, c_Q, linear.q), ratio(whole.k, c_K, linear.k)
+
+
+@torch.no_grad()
+def _check_form(call: LayerCall, layer: int) -> None:
+    """Refuse a layer whose q and k are not ``s (A z + a) + c``, or whose rotation does more than rotate."""
+    generator = torch.Generator().manual_seed(layer)
+    z = torch.randn((8, call.hidden.shape[-1]), generator=generator).to(call.hidden)
+    tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
+    whole, turned = project(call, z), project(call, z, rotated=True)
+    zero, once, twice = (project(call, factor * z, qk_norm="linear") for factor in (0, 1, 2))
+    for name, offset, s in zip("qk", _offsets(call), _scales(call, z), strict=True):
+        at = [getattr(projected, name).float() for projected in (whole, turned, zero, once, twice)]
+        size = at[0].norm(dim=-1).mean()
+        straight = (at[4] - 2 * at[3] + at[2]).norm(dim=-1).max() <= tolerance * at[3].norm(dim=-1).mean()
+        one_scalar = (at[0] - s[..., None] * at[3] - offset).norm(dim=-1).max() <= tolerance * size
+        turns = (at[0].norm(dim=-1) - at[1].norm(dim=-1)).abs().max() <= tolerance * size
+        what = "queries" if name == "q" else "keys"
+        kind = f"{call.model.config.model_type} layer {layer}: its {what}"
+        if not straight:
+            raise BadInput(f"{kind} are no linear function of its input, so they have no single weight matrix.")
+        if not one_scalar:
+            raise BadInput(f"{kind} are normalised in parts, so they are not one scalar times a linear map.")
+        if not turns:
+            raise BadInput(f"{kind} are scaled unevenly after the rotation, so no weight matrix stands before it.")

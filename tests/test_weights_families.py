@@ -1,0 +1,168 @@
+"""Folded weights: s · W x̂ + c, rotated by the model's own cos and sin, is the q and k the attention was given."""
+
+import pytest
+import torch
+
+from qkscope.capture.families import FAMILIES, tiny_batch, tiny_model
+from qkscope.capture.tap import tap
+from qkscope.capture.weights import head_weights, normalised_input, qk_norm_scale
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+OWN_ATTENTION = ["falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba"]
+NOT_OF_THE_FORM = {
+    "deepseek_v3": "normalised in parts",
+    "hunyuan_v1_dense": "after the rotation",
+    "diffllama": "more than once",
+}
+ROTATION_OUT_OF_SIGHT = ["llama4_text"]  # rotates by complex numbers, in a function of its own
+SUPPORTED = [f for f in FAMILIES if f not in [*OWN_ATTENTION, *NOT_OF_THE_FORM, *ROTATION_OUT_OF_SIGHT]]
+VARIANTS = [
+    ("cohere", {"use_qk_norm": False}),
+    ("stablelm", {"qk_layernorm": False}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("phi", {"qk_layernorm": False}),
+    ("opt", {"do_layer_norm_before": False}),
+    ("opt", {"enable_bias": False}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False}),
+    ("llama", {"attention_bias": True}),
+    ("qwen3", {"attention_bias": True}),
+    ("vit", {"qkv_bias": False}),
+]
+
+
+def capture(model):
+    """Every layer's attention call on a padded batch, and the hidden state that entered each layer."""
+    calls = []
+    with torch.no_grad(), tap(model, calls.append, rotary=True):
+        hidden = model(**tiny_batch(model), output_hidden_states=True).hidden_states
+    return calls, hidden
+
+
+def rebuild(model, weights, layer, hidden):
+    """q and k before the rotation, from the weights alone: [b, h, t, d_head] and [b, g, t, d_head]."""
+    x_hat = normalised_input(model, layer, hidden)
+    s_q, s_k = qk_norm_scale(model, layer, hidden)
+    queries = [row for row, head in enumerate(weights.heads) if head.layer == layer]
+    keys = sorted({weights.key_of[row] for row in queries})
+    q = torch.einsum("btx,hdx->bhtd", x_hat, weights.W_Q[queries]) * s_q.transpose(1, 2)[..., None]
+    k = torch.einsum("btx,gdx->bgtd", x_hat, weights.W_K[keys]) * s_k.transpose(1, 2)[..., None]
+    return q + weights.c_Q[queries][:, None], k + weights.c_K[keys][:, None], weights.scale[queries]
+
+
+def rotate(rotary, q, k):
+    if rotary is None:
+        return q, k
+    width = rotary.q.shape[-1]
+    turned = rotary.function(q[..., :width], k[..., :width], rotary.cos, rotary.sin)
+    return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True))
+
+
+def logits(q, k, scale):
+    return scale.view(-1, 1, 1) * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2))
+
+
+def relative_error(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def check_reproduces(model):
+    weights = head_weights(model)
+    calls, hidden = capture(model)
+    assert weights.W_Q.shape[-1] == model.config.get_text_config().hidden_size + 1
+    for call in calls:
+        q, k, scale = rebuild(model, weights, call.layer, hidden[call.layer])
+        q, k = rotate(call.rotary, q, k)
+        assert relative_error(q, call.q) < 1e-4
+        assert relative_error(k, call.k) < 1e-4
+        assert relative_error(logits(q, k, scale), logits(call.q, call.k, torch.tensor(call.scale))) < 1e-4
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_weights_reproduce_the_captured_queries_keys_and_logits(family):
+    check_reproduces(tiny_model(family))
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_weights_reproduce_every_variant_of_a_family(family, overrides):
+    check_reproduces(tiny_model(family, seed=1, **overrides))
+
+
+@pytest.mark.parametrize("family", ROTATION_OUT_OF_SIGHT)
+def test_weights_reproduce_what_no_rotation_changes(family):
+    model = tiny_model(family)
+    weights = head_weights(model)
+    calls, hidden = capture(model)
+    for call in calls:
+        q, k, scale = rebuild(model, weights, call.layer, hidden[call.layer])
+        assert relative_error(q.norm(dim=-1), call.q.norm(dim=-1)) < 1e-4
+        own, theirs = logits(q, k, scale), logits(call.q, call.k, torch.tensor(call.scale))
+        # a token's rotation cancels against itself
+        assert relative_error(own.diagonal(dim1=-2, dim2=-1), theirs.diagonal(dim1=-2, dim2=-1)) < 1e-4
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+def test_families_with_attention_code_of_their_own_are_refused(family):
+    with pytest.raises(BadInput, match="attention interface"):
+        head_weights(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", NOT_OF_THE_FORM)
+def test_layers_without_one_matrix_per_head_are_refused_with_the_reason(family):
+    with pytest.raises(BadInput, match=NOT_OF_THE_FORM[family]):
+        head_weights(tiny_model(family))
+
+
+def test_clipped_projections_are_refused():
+    with pytest.raises(BadInput, match="no linear function"):
+        head_weights(tiny_model("olmo", clip_qkv=0.5))
+
+
+def test_without_qk_norm_the_scalar_is_one_and_with_it_depends_on_the_token():
+    hidden = torch.randn((2, 5, 64), generator=torch.Generator().manual_seed(0))
+    plain = qk_norm_scale(tiny_model("llama"), 1, hidden)
+    normed = qk_norm_scale(tiny_model("qwen3"), 1, hidden)
+    assert [s.shape for s in normed] == [(2, 5, 4), (2, 5, 2)]
+    assert all((s == 1).all() for s in plain)
+    assert all(s.std(dim=1).min() > 0.01 for s in normed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "starcoder2"])
+def test_half_precision_weights_are_read_without_rounding_again(family):
+    half = tiny_model(family).to(torch.bfloat16)
+    exact = head_weights(tiny_model(family).to(torch.bfloat16).float())
+    read = head_weights(half)
+    assert read.W_Q.dtype == torch.float32
+    torch.testing.assert_close(read.W_Q[..., :-1], exact.W_Q[..., :-1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(read.W_K[..., :-1], exact.W_K[..., :-1], rtol=1e-6, atol=1e-6)
+
+
+def test_some_heads_are_the_same_as_all_heads_in_the_order_asked_for():
+    model = tiny_model("qwen3")
+    everything, some = head_weights(model), head_weights(model, "L1H3,L0H0,L1H2")
+    assert some.heads == (Head(1, 3), Head(0, 0), Head(1, 2))
+    assert some.W_K.shape[0] == 2  # L1H2 and L1H3 read the same key head
+    for head in some.heads:
+        for ours, theirs in zip(some[head], everything[head], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("heads", "sentence"), [("L9H0", "2 layers"), ("L0H4", "4 heads")])
+def test_a_head_that_does_not_exist_is_refused(heads, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        head_weights(tiny_model("llama"), heads)
+
+
+def test_reading_leaves_no_trace_on_the_model():
+    model = tiny_model("gemma3")
+    inputs = tiny_batch(model)
+    with torch.no_grad():
+        before = model(**inputs).logits
+    implementation = model.config._attn_implementation
+    head_weights(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, before)
+    assert model.config._attn_implementation == implementation
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(weight.grad is None for weight in model.parameters())
