@@ -216,7 +216,7 @@ def bad(call):
 
 
 def test_bad_input_gets_a_sentence(tmp_path):
-    q, k, labels, weights, prompts = batch(0)
+    q, k, labels, weights, _ = batch(0)
     moments = Moments(HEADS, ["c"], 3, group_size=2)
     assert "(6, 8, 3)" in bad(lambda: moments.update(q[..., :2], k, labels))
     assert "(6, 4, 5, 3)" in bad(lambda: moments.update(q, k[:, :3], labels))

@@ -60,6 +60,14 @@ def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) ->
     return torch.linalg.svdvals(a.mT @ b.to(a)).clamp_max(1.0)
 
 
+def principal_angles(a: Float[Tensor, "d r"], b: Float[Tensor, "d s"]) -> Float[Tensor, " m"]:
+    """Principal angles in radians, smallest first; small ones through their sine, where the cosine has no digits left."""
+    cosines = principal_cosines(a, b)
+    a, b = (a, b.to(a)) if a.shape[-1] >= b.shape[-1] else (b.to(a), a)
+    sines = torch.linalg.svdvals(b - a @ (a.mT @ b)).flip(-1).clamp_max(1.0)
+    return torch.where(cosines.square() > 0.5, sines.arcsin(), cosines.arccos())
+
+
 def joint_basis(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d r_joint"]:
     """Orthonormal basis of the sum of several subspaces; shared directions count once."""
     _check_bases(bases)

@@ -7,7 +7,7 @@ value is compared with the largest one of null replicates from which the compone
 
 Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
 differ, but not in a way that depends on the query* (query shuffle, on the query-centred ΔC). Mean dominance is the
-share of ‖ΔC‖² along ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query sees alike.
+share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query sees alike.
 """
 
 from __future__ import annotations
@@ -179,13 +179,12 @@ def _verdict(p_difference: float, p_interaction: float, alpha: float) -> Verdict
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
-    """Share of ‖ΔC‖² along ``q̄ (μ⁺ − μ⁻)ᵀ``: the squared cosine between the two matrices, in [0, 1]."""
-    delta = moments.delta(contrast)
-    queries, keys = moments.means(contrast)
-    mean_part = queries.mean(dim=1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None, :]
-    inner = (delta * mean_part).sum(dim=(1, 2))
-    norms = delta.square().sum(dim=(1, 2)) * mean_part.square().sum(dim=(1, 2))
-    return torch.where(norms > 0, inner.square() / norms, torch.zeros_like(norms))
+    """Share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ`` is taken out: 1 if ΔC is nothing but the mean.
+
+    Not clipped: below 0 the mean part and the interaction work against each other.
+    """
+    whole, centred = (moments.delta(contrast, center).square().sum(dim=(1, 2)) for center in ("none", "query"))
+    return torch.where(whole > 0, 1 - centred / whole, torch.zeros_like(whole))
 
 
 def false_discovery(p_values: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.bases import joint_basis, principal_cosines
+from qkscope.maths.bases import joint_basis, principal_angles
 from qkscope.maths.controls import Controls
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.svd import checked_svd, energy_rank
@@ -138,7 +138,7 @@ class Subspace:
 
     def angles(self, other: Subspace, side: Side = "key") -> Float[Tensor, " m"]:
         """Principal angles to another subspace, in radians, smallest first."""
-        return principal_cosines(self.basis(side), other.basis(side)).clamp(-1, 1).arccos()
+        return principal_angles(self.basis(side), other.basis(side))
 
     def join(self, *others: Subspace, side: Side = "key") -> Float[Tensor, "d r_joint"]:
         """Orthonormal basis of this subspace and others together; shared directions count once."""

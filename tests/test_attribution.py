@@ -1,0 +1,110 @@
+"""Facts about attribution: parts sum to the logit, order matters only where features overlap."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkscope import BadInput
+from qkscope.maths.attribution import attribute_logits
+
+seeds = st.integers(0, 10**6)
+
+
+def randn(seed, *shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def orthonormal(seed, d, r):
+    return torch.linalg.qr(randn(seed, d, r))[0]
+
+
+def features(seed, d=16, ranks=(2, 5, 3)):
+    return {f"f{i}": orthonormal(seed + i, d, r) for i, r in enumerate(ranks)}
+
+
+@given(seeds, st.sampled_from(["sequential", "average", "oblique"]))
+@settings(max_examples=40, deadline=None)
+def test_shares_sum_to_the_logit_in_float32(seed, split):
+    q, k = randn(seed, 3, 16, dtype=torch.float32), randn(seed + 1, 3, 40, 16, dtype=torch.float32)
+    found = attribute_logits(q, k, 0.25, features(seed), split)
+    exact = 0.25 * torch.einsum("nd,nkd->nk", q.double(), k.double())
+    total = sum(part.double() for part in found.parts.values())
+    size = 0.25 * q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)
+    assert ((total - exact).abs() <= 1e-5 * size).all()
+    assert ((found.logits.double() - exact).abs() <= 1e-5 * size).all()
+
+
+@given(seeds)
+@settings(max_examples=20, deadline=None)
+def test_order_does_not_matter_for_orthogonal_features(seed):
+    whole = orthonormal(seed, 16, 7)
+    bases = {"a": whole[:, :2], "b": whole[:, 2:7]}
+    q, k = randn(seed, 16), randn(seed + 1, 9, 16)
+    one = attribute_logits(q, k, 1.0, bases)
+    for other in (
+        attribute_logits(q, k, 1.0, dict(reversed(bases.items()))),
+        attribute_logits(q, k, 1.0, bases, "average"),
+        attribute_logits(q, k, 1.0, bases, "oblique"),
+    ):
+        for name in ("a", "b", "residual"):
+            torch.testing.assert_close(one.parts[name], other.parts[name], rtol=0, atol=1e-9)
+    assert one.overlap["a", "b"] < 1e-9
+
+
+def test_what_features_share_goes_to_the_first_and_the_order_free_splits_do_not_care():
+    bases = features(0, ranks=(3, 4))
+    back = dict(reversed(bases.items()))
+    q, k = randn(1, 16), randn(2, 6, 16)
+    first = attribute_logits(q, k, 1.0, bases)
+    assert (first.parts["f0"] - attribute_logits(q, k, 1.0, back).parts["f0"]).abs().max() > 0.1
+    torch.testing.assert_close(first.parts["f0"], k @ bases["f0"] @ bases["f0"].mT @ q)
+    for split in ("average", "oblique"):
+        one, other = (attribute_logits(q, k, 1.0, b, split) for b in (bases, back))
+        torch.testing.assert_close(one.parts["f0"], other.parts["f0"])
+    cosine = torch.linalg.svdvals(bases["f0"].mT @ bases["f1"])[0].item()
+    assert first.overlap["f0", "f1"] == pytest.approx(cosine)
+
+
+def test_a_planted_query_is_given_to_its_own_feature():
+    """A query inside one feature belongs wholly to it in the oblique split, although the features overlap."""
+    bases = features(3, ranks=(3, 4))
+    q, k = bases["f1"] @ randn(4, 4), randn(5, 6, 16)
+    found = attribute_logits(q, k, 1.0, bases, "oblique")
+    torch.testing.assert_close(found.parts["f1"], found.logits)
+    assert found.parts["f0"].abs().max() < 1e-9
+    assert attribute_logits(q, k, 1.0, bases).parts["f0"].abs().max() > 0.1
+
+
+def test_the_oblique_residual_is_what_no_feature_reaches():
+    bases = features(6, ranks=(3, 4))
+    q, k = randn(7, 16), randn(8, 6, 16)
+    joint = torch.linalg.qr(torch.cat(list(bases.values()), dim=1))[0]
+    found = attribute_logits(q, k, 1.0, bases, "oblique")
+    torch.testing.assert_close(found.parts["residual"], k @ (q - joint @ (joint.mT @ q)))
+
+
+def test_the_table_has_a_row_per_token():
+    found = attribute_logits(randn(0, 16), randn(1, 2, 16), 1.0, features(0, ranks=(1,)))
+    table = found.table(["hat", "jam"])
+    assert [row["token"] for row in table] == ["hat", "jam"]
+    assert table[0]["logit"] == pytest.approx(table[0]["f0"] + table[0]["residual"])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda q, k: attribute_logits(q, k, 1.0, {}), "at least one"),
+        (lambda q, k: attribute_logits(q, k, 1.0, {"residual": torch.eye(16)}), "residual"),
+        (lambda q, k: attribute_logits(q, k, 1.0, {"a": torch.eye(8)}), "(16, rank)"),
+        (lambda q, k: attribute_logits(q, k, 1.0, features(0), "best"), "'best'"),
+        (lambda q, k: attribute_logits(q, k, 1.0, {str(i): torch.eye(16)[:, i : i + 1] for i in range(7)}, "average"),
+         "too many orders"),
+        (lambda q, k: attribute_logits(q, k, 1.0, {"a": torch.eye(16), "b": torch.eye(16)}, "oblique"), "independent"),
+        (lambda q, k: attribute_logits(q, k, 1.0, features(0)).table(["x"]), "1 tokens"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_sentence(call, says):
+    with pytest.raises(BadInput) as error:
+        call(randn(0, 16), randn(1, 4, 16))
+    assert says in str(error.value)

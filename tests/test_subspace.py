@@ -1,0 +1,205 @@
+"""Facts about subspaces: verified factors, ranks, angles, joint and oblique projectors."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.linalg import subspace_angles
+
+from qkscope import BadInput, Head
+from qkscope.maths import svd
+from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.svd import checked_svd, energy_rank
+from qkscope.maths.weights import thin_svd
+
+seeds = st.integers(0, 10**6)
+
+
+def randn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthonormal(seed, d, r):
+    return torch.linalg.qr(randn(seed, d, r))[0]
+
+
+@given(seeds, st.integers(1, 9), st.integers(1, 9))
+@settings(max_examples=25, deadline=None)
+def test_svd_multiplies_out_and_its_signs_are_fixed(seed, a, b):
+    matrix = randn(seed, 3, a, b)
+    u, s, v = checked_svd(matrix)
+    torch.testing.assert_close((u * s[:, None]) @ v.mT, matrix)
+    assert (u.gather(1, u.abs().argmax(dim=1, keepdim=True)) > 0).all()
+    flipped = checked_svd(-matrix)
+    torch.testing.assert_close(flipped[0].abs(), u.abs())
+
+
+def test_a_silently_wrong_svd_is_caught_and_done_again(monkeypatch):
+    matrices = randn(0, 4, 6, 6)
+    honest = torch.linalg.svd
+
+    def wrong(matrix, **kwargs):
+        u, s, vh = honest(matrix, **kwargs)
+        u[2], s[2, 1] = u[2].roll(1, dims=0), s[2, 1] * 1.01
+        return u, s, vh
+
+    monkeypatch.setattr(torch.linalg, "svd", wrong)
+    u, s, v = checked_svd(matrices)
+    torch.testing.assert_close((u * s[:, None]) @ v.mT, matrices)
+    monkeypatch.setattr(svd, "_robust_svd", lambda m: (torch.eye(6), torch.ones(6), torch.eye(6)))
+    with pytest.raises(ArithmeticError, match="could not be verified"):
+        checked_svd(matrices)
+
+
+def test_zero_and_tiny_matrices_pass_the_check():
+    eye = torch.eye(4, dtype=torch.float64)
+    for matrix in (0 * eye, 1e-300 * eye, 1e200 * (1 + eye)):
+        u, s, v = checked_svd(matrix)
+        torch.testing.assert_close((u * s) @ v.mT, matrix, rtol=1e-12, atol=0)
+
+
+def test_energy_rank_is_the_smallest_that_holds_the_share():
+    s = torch.tensor([[3.0, 1.0, 0.1, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1e-9, 0.0, 0.0]])
+    assert energy_rank(s).tolist() == [2, 4, 0, 1]
+    assert energy_rank(s, 0.5).tolist() == [1, 2, 0, 1]
+    assert energy_rank(s, 1.0).tolist()[1] == 4
+
+
+def test_a_subspace_recovers_planted_directions():
+    u, v = orthonormal(1, 8, 3), orthonormal(2, 8, 3)
+    delta = u @ torch.diag(torch.tensor([5.0, 4.0, 3.0], dtype=torch.float64)) @ v.mT
+    feature = Subspace.from_delta(delta + 1e-3 * randn(3, 8, 8), head="L3H1", contrast="order")
+    assert feature.rank == 3
+    for side, truth in (("query", u), ("key", v)):
+        cosines = torch.linalg.svdvals(feature.basis(side).mT @ truth)
+        assert cosines.min() > 0.999
+    x = randn(4, 10, 8)
+    torch.testing.assert_close(feature.project(x), x @ feature.projector())
+    torch.testing.assert_close(feature.coordinates(x) @ feature.basis().mT, feature.project(x))
+    torch.testing.assert_close(feature.project(feature.project(x)), feature.project(x))
+
+
+def test_many_heads_at_once_equal_one_by_one():
+    deltas = randn(0, 5, 6, 6)
+    heads = [Head(0, i) for i in range(5)]
+    many = Subspace.from_deltas(deltas, heads, rank=2, contrast="c")
+    for i, head in enumerate(heads):
+        one = Subspace.from_delta(deltas[i], rank=2)
+        torch.testing.assert_close(many[head].projector(), one.projector())
+        assert many[head].head == head
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=20, deadline=None)
+def test_angles_agree_with_scipy(seed, r, s):
+    a = Subspace.from_delta(randn(seed, 6, 6), rank=r)
+    b = Subspace.from_delta(randn(seed + 1, 6, 6), rank=s)
+    ours = a.angles(b).numpy()
+    theirs = np.sort(subspace_angles(a.basis().numpy(), b.basis().numpy()))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    np.testing.assert_allclose(ours, b.angles(a).numpy(), atol=1e-12)
+
+
+@given(seeds)
+@settings(max_examples=20, deadline=None)
+def test_joint_basis_counts_shared_directions_once(seed):
+    whole = orthonormal(seed, 9, 5)
+    joint = joint_basis([whole[:, :3], whole[:, 1:5]])
+    assert joint.shape == (9, 5)
+    torch.testing.assert_close(joint @ joint.mT, whole @ whole.mT)
+
+
+@given(seeds)
+@settings(max_examples=20, deadline=None)
+def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
+    bases = [orthonormal(seed, 10, 3), orthonormal(seed + 1, 10, 2), orthonormal(seed + 2, 10, 1)]
+    projectors, condition = oblique_projectors(bases)
+    assert condition >= 1
+    for i, p in enumerate(projectors):
+        torch.testing.assert_close(p.matrix() @ p.matrix(), p.matrix(), atol=1e-8, rtol=0)
+        for j, basis in enumerate(bases):
+            torch.testing.assert_close(p.matrix() @ basis, basis if i == j else 0 * basis, atol=1e-8, rtol=0)
+    joint = joint_basis(bases)
+    total = sum(p.matrix() for p in projectors)
+    torch.testing.assert_close(total, joint @ joint.mT, atol=1e-8, rtol=0)
+
+
+def test_orthogonal_subspaces_have_orthogonal_oblique_projectors():
+    whole = orthonormal(0, 6, 5)
+    projectors, condition = oblique_projectors([whole[:, :2], whole[:, 2:]])
+    assert condition == pytest.approx(1)
+    torch.testing.assert_close(projectors[0].matrix(), whole[:, :2] @ whole[:, :2].mT)
+
+
+def test_random_bases_are_orthonormal_seeded_and_uniform():
+    bases = random_bases(8, 3, 500, seed=4)
+    torch.testing.assert_close(bases.mT @ bases, torch.eye(3, dtype=torch.float64).expand(500, 3, 3))
+    torch.testing.assert_close(bases, random_bases(8, 3, 500, seed=4))
+    assert not torch.equal(bases, random_bases(8, 3, 500, seed=5))
+    mean = (bases @ bases.mT).mean(dim=0)
+    torch.testing.assert_close(mean, 3 / 8 * torch.eye(8, dtype=torch.float64), atol=0.05, rtol=0)
+
+
+def test_projectors_of_different_rank_stack():
+    stacked = Projector.stack([Projector.orthogonal(orthonormal(0, 6, 2)), Projector.orthogonal(orthonormal(1, 6, 4))])
+    assert stacked.rank.tolist() == [2, 4]
+    torch.testing.assert_close(stacked.matrix()[0], orthonormal(0, 6, 2) @ orthonormal(0, 6, 2).mT)
+
+
+@given(seeds, st.integers(1, 5), st.integers(6, 20))
+@settings(max_examples=20, deadline=None)
+def test_thin_svd_equals_the_dense_one(seed, d_head, d_model):
+    w_q, w_k = randn(seed, 2, d_head, d_model), randn(seed + 1, 2, d_head, d_model)
+    u, s, v = thin_svd(w_q, w_k)
+    omega = w_q.mT @ w_k
+    torch.testing.assert_close((u * s[:, None]) @ v.mT, omega)
+    torch.testing.assert_close(s, torch.linalg.svdvals(omega)[:, :d_head])
+    eye = torch.eye(d_head, dtype=torch.float64).expand(2, -1, -1)
+    torch.testing.assert_close(u.mT @ u, eye)
+    torch.testing.assert_close(v.mT @ v, eye)
+
+
+def test_saved_and_loaded_is_the_same(tmp_path):
+    feature = Subspace.from_delta(randn(0, 5, 5), rank=2, head="L1H2", contrast="order", about={"weights": "abc"})
+    feature.save(tmp_path / "s")
+    again = Subspace.load(tmp_path / "s", expect={"weights": "abc"})
+    assert (again.rank, again.head, again.contrast, again.about) == (2, Head(1, 2), "order", {"weights": "abc"})
+    torch.testing.assert_close(again.V, feature.V, rtol=0, atol=0)
+    with pytest.raises(BadInput, match="another weights"):
+        Subspace.load(tmp_path / "s", expect={"weights": "xyz"})
+
+
+def test_the_summary_can_be_read():
+    feature = Subspace.from_delta(
+        torch.diag(torch.tensor([3.0, 2.0, 0.1, 0.0, 0.0, 0.0])), head="L18H6", contrast="order"
+    )
+    lines = feature.summary().splitlines()
+    assert lines[0] == "order at L18H6: rank 2 of 6"
+    assert sum(line.endswith("|") for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Subspace.from_delta(torch.eye(4), rank=0), "at least 1"),
+        (lambda: Subspace.from_delta(torch.zeros(4, 4)), "at least 1"),
+        (lambda: Subspace.from_delta(torch.eye(4), rank=5, head="L3H1"), "4 dimensions of the head for L3H1"),
+        (lambda: Subspace.from_delta(torch.eye(4), rank="null"), "needs controls"),
+        (lambda: Subspace.from_delta(torch.eye(4), rank="best"), "'best'"),
+        (lambda: Subspace.from_delta(torch.eye(4), energy=0.0), "between 0 and 1"),
+        (lambda: Subspace.from_delta(torch.full((4, 4), float("nan"))), "NaN"),
+        (lambda: Subspace.from_delta(torch.eye(4)).basis("value"), "'value'"),
+        (lambda: Subspace.from_delta(torch.eye(4)).angles(Subspace.from_delta(torch.eye(5))), "d_head 4"),
+        (lambda: oblique_projectors([torch.eye(4)[:, :3], torch.eye(4)[:, 2:]]), "independent"),
+        (lambda: joint_basis([]), "at least one"),
+        (lambda: random_bases(4, 5, 1, 0), "does not fit"),
+        (lambda: thin_svd(torch.ones(2, 3, 8), torch.ones(2, 4, 8)), "(2, 3, 8)"),
+    ],
+)
+def test_bad_input_gets_a_sentence(call, says):
+    with pytest.raises(BadInput) as error:
+        call()
+    assert says in str(error.value)
+    assert str(error.value).endswith(".")

@@ -1,0 +1,215 @@
+"""Facts about swaps: the closed form equals doing it, twice is never, and everything is everything."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkscope import BadInput, Head
+from qkscope.maths.attention import AttentionRows
+from qkscope.maths.baselines import Covariance, cov_qk, key_pca
+from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
+from qkscope.toys.planted import PlantedHead
+
+seeds = st.integers(0, 10**6)
+
+
+def randn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthonormal(seed, d, r):
+    return torch.linalg.qr(randn(seed, d, r))[0]
+
+
+def random_rows(seed, n=7, h=4, g=2, keys=5, d=6, capped=True):
+    softcap = torch.tensor([3.0, torch.inf, 5.0, torch.inf], dtype=torch.float64) if capped else None
+    bias = torch.zeros(n, h, keys, dtype=torch.float64)
+    bias[:, 0, 4] = -torch.inf  # a sliding window hides the last key from the first head
+    return AttentionRows(
+        q=randn(seed, n, h, d),
+        k=randn(seed + 1, n, g, keys, d),
+        scale=torch.tensor([0.4, 0.4, 1.0, 1.0]),
+        kv_of_head=torch.tensor([0, 0, 1, 1]),
+        softcap=softcap,
+        bias=bias,
+        rest=randn(seed + 2, n, h),
+    )
+
+
+@given(seeds)
+@settings(max_examples=25, deadline=None)
+def test_the_closed_form_equals_editing_the_keys(seed):
+    """Masks, soft-caps, sinks (in ``rest``) and grouped keys take part; the edit is done key by key beside it."""
+    rows = random_rows(seed)
+    orig, target = torch.arange(7) % 4, (torch.arange(7) + 1) % 4
+    left, right = randn(seed + 3, 4, 6, 2), randn(seed + 4, 4, 6, 2)
+    effect = swap_attention(rows, orig, target, Projector(left, right))
+    keys = rows.k[:, rows.kv_of_head].clone()
+    for n in range(7):
+        for h in range(4):
+            pair = swapped_keys(keys[n, h, orig[n]], keys[n, h, target[n]], Projector(left[h], right[h]))
+            keys[n, h, orig[n]], keys[n, h, target[n]] = pair
+    logits = torch.einsum("nhd,nhkd->nhk", rows.q, keys) * rows.scale[:, None]
+    for h, cap in enumerate(rows.softcap.tolist()):
+        if cap < 100:
+            logits[:, h] = cap * torch.tanh(logits[:, h] / cap)
+    whole = torch.cat([logits + rows.bias, rows.rest[..., None]], dim=-1).softmax(dim=-1)
+    for slots, got in ((orig, effect.orig_after[0]), (target, effect.target_after[0])):
+        expected = whole[torch.arange(7)[:, None], torch.arange(4), slots[:, None]]
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@given(seeds, st.integers(1, 6))
+@settings(max_examples=25, deadline=None)
+def test_swapping_twice_is_the_identity(seed, r):
+    a, b = randn(seed, 5, 6), randn(seed + 1, 5, 6)
+    for p in (Projector.orthogonal(orthonormal(seed, 6, r)), oblique_projectors([orthonormal(seed, 6, r)])[0][0]):
+        a2, b2 = swapped_keys(*swapped_keys(a, b, p), p)
+        torch.testing.assert_close(a2, a)
+        torch.testing.assert_close(b2, b)
+
+
+def test_an_oblique_swap_twice_is_the_identity_too():
+    first, _ = oblique_projectors([orthonormal(1, 6, 2), orthonormal(2, 6, 3)])
+    a, b = randn(3, 5, 6), randn(4, 5, 6)
+    torch.testing.assert_close(swapped_keys(*swapped_keys(a, b, first[0]), first[0])[0], a)
+
+
+@given(seeds)
+@settings(max_examples=15, deadline=None)
+def test_a_joint_swap_of_complementary_subspaces_exchanges_the_keys(seed):
+    bases = [orthonormal(seed, 6, 4), orthonormal(seed + 1, 6, 2)]  # independent, not orthogonal; together everything
+    a, b = randn(seed + 2, 5, 6), randn(seed + 3, 5, 6)
+    a2, b2 = swapped_keys(a, b, Projector.orthogonal(joint_basis(bases)))
+    torch.testing.assert_close(a2, b)
+    torch.testing.assert_close(b2, a)
+    rows = random_rows(seed)
+    full = Projector.orthogonal(torch.eye(6, dtype=torch.float64).expand(4, 6, 6))
+    effect = swap_attention(rows, torch.zeros(7, dtype=int), torch.ones(7, dtype=int), full)
+    torch.testing.assert_close(effect.orig_after[0], effect.target_before)
+    assert effect.vacuous.all()
+
+
+def planted_rows(head, n, seed):
+    q, k, asked = head.contexts(n, 8, seed)
+    return AttentionRows(q[:, None], k[:, None], scale=1.0), asked, draw_targets(asked, torch.ones(n, 8) > 0, seed)
+
+
+def test_the_oblique_swap_equals_the_oracle_and_the_orthogonal_one_leaks():
+    """Swapping the true latent of one of two overlapping features is what the oblique projector does."""
+    head = PlantedHead.make({"colour": 3, "shape": 5}, d_head=16, noise=0.0, seed=1)
+    rows, orig, target = planted_rows(head, 400, seed=2)
+    bases = {name: torch.linalg.qr(a)[0] for name, a in head.A.items()}
+    (oblique, _), _ = oblique_projectors(list(bases.values()))
+    latents = rows.k[:, 0] @ torch.linalg.pinv(torch.cat(list(head.A.values()), dim=1)).mT
+    z_orig, z_target = (latents[torch.arange(400), slot] for slot in (orig, target))
+    moved = (z_target - z_orig)[:, :3] @ head.A["colour"].mT
+    keys = rows.k.clone()
+    keys[torch.arange(400), 0, orig] += moved
+    keys[torch.arange(400), 0, target] -= moved
+    truth = AttentionRows(rows.q, keys, scale=1.0)
+    oracle = truth.attention(truth.products())[torch.arange(400), 0, orig]
+    found = swap_attention(rows, orig, target, Projector(oblique.left[None], oblique.right[None]))
+    leaky = swap_attention(rows, orig, target, Projector.orthogonal(bases["colour"][None]))
+    torch.testing.assert_close(found.orig_after[0, :, 0], oracle, rtol=0, atol=1e-9)
+    assert (leaky.orig_after[0, :, 0] - oracle).abs().mean() > 0.01
+
+
+def test_swapping_all_features_moves_the_attention_and_random_ones_do_not():
+    head = PlantedHead.make({"colour": 3, "shape": 5}, d_head=32, noise=0.1, seed=3)
+    rows, orig, target = planted_rows(head, 500, seed=4)
+    joint = joint_basis([torch.linalg.qr(a)[0] for a in head.A.values()])
+    effects = {
+        "both": swap_attention(rows, orig, target, Projector.orthogonal(joint[None])),
+        "random_both": swap_attention(rows, orig, target, Projector.orthogonal(random_bases(32, 8, 20, 0)[:, None])),
+    }
+    table = swap_table(effects, [Head(0, 0)], torch.arange(500), against={"both": "random_both"})
+    both, random = table
+    assert both["orig_before"] > 0.9
+    assert both["orig_after"] < 0.02
+    assert both["target_after"] > 0.9
+    assert random["orig_after"] > 0.6
+    assert random["draws"] == 20
+    assert 0 < both["gain_low"] <= both["gain"] <= both["gain_high"]
+    assert both["gain"] == pytest.approx(both["shift"] - random["shift"])
+    assert random["gain"] is None
+    assert not both["vacuous"]
+    assert both["flip"] > 0.95
+
+
+def test_intervals_are_wider_when_prompts_repeat():
+    rows, orig, target = planted_rows(PlantedHead.make({"a": 2}, d_head=8, noise=1.0), 100, seed=5)
+    effect = {"x": swap_attention(rows, orig, target, Projector.orthogonal(orthonormal(0, 8, 2)[None]))}
+    repeated = {"x": type(effect["x"])(**{
+        name: value.repeat_interleave(4, dim=-2) if name not in ("rank", "d_head") else value
+        for name, value in vars(effect["x"]).items()
+    })}  # fmt: skip
+    alone = swap_table(effect, [Head(0, 0)], torch.arange(100))[0]
+    clustered = swap_table(repeated, [Head(0, 0)], torch.arange(100).repeat_interleave(4))[0]
+    naive = swap_table(repeated, [Head(0, 0)], torch.arange(400))[0]
+
+    def width(row):
+        return row["shift_high"] - row["shift_low"]
+
+    assert width(clustered) == pytest.approx(width(alone), rel=0.2)
+    assert width(naive) < 0.6 * width(clustered)
+
+
+def test_a_content_swap_keeps_each_keys_own_rotation():
+    """With the query as each key sees it, swapping un-rotated keys equals editing R_n P R_nᵀ of the rotated ones."""
+    n, d, keys = 6, 4, 3
+    rotations = torch.linalg.qr(randn(0, keys, d, d))[0]
+    q, k = randn(1, n, d), randn(2, n, keys, d)  # rotated query; un-rotated keys
+    seen = torch.einsum("kde,nd->nke", rotations, q)  # R_kᵀ q
+    rows = AttentionRows(seen[:, None], k[:, None], scale=0.5)
+    orig, target = torch.zeros(n, dtype=int), torch.full((n,), 2)
+    p = Projector.orthogonal(orthonormal(3, d, 2))
+    effect = swap_attention(rows, orig, target, Projector(p.left[None], p.right[None]))
+    k0, k2 = swapped_keys(k[:, 0], k[:, 2], p)
+    edited = torch.stack([k0, k[:, 1], k2], dim=1)
+    logits = 0.5 * torch.einsum("nd,kde,nke->nk", q, rotations, edited)
+    torch.testing.assert_close(effect.orig_after[0, :, 0], logits.softmax(-1)[:, 0])
+
+
+def test_baselines_find_what_varies():
+    keys = torch.cat([5 * randn(0, 500, 1, 2), 0.1 * randn(1, 500, 1, 4)], dim=-1)
+    queries = torch.cat([randn(2, 500, 1, 1), 0.01 * randn(3, 500, 1, 1), 3 * randn(4, 500, 1, 4)], dim=-1)
+    cov_k, cov_q = Covariance(1, 6), Covariance(1, 6)
+    cov_k.update(keys)
+    cov_q.update(queries)
+    pca = key_pca(cov_k.matrix(), 2)[0]
+    assert torch.linalg.svdvals(pca[:2]).min() > 0.99
+    both = cov_qk(cov_q.matrix(), cov_k.matrix(), 1)[0]
+    assert both[0].abs() > 0.99  # queries hardly vary along the second direction in which keys do
+
+
+def test_targets_are_drawn_once_and_never_the_original():
+    orig = torch.arange(100) % 4
+    allowed = torch.ones(100, 4, dtype=torch.bool)
+    allowed[:, 3] = False
+    target = draw_targets(orig, allowed, seed=0)
+    assert (target != orig).all()
+    assert set(target.tolist()) == {0, 1, 2}
+    assert torch.equal(target, draw_targets(orig, allowed, seed=0))
+
+
+def test_bad_input_gets_a_sentence():
+    rows = random_rows(0)
+    p = Projector.orthogonal(orthonormal(0, 6, 2).expand(4, 6, 2))
+    zeros, ones = torch.zeros(7, dtype=int), torch.ones(7, dtype=int)
+    for call, says in (
+        (lambda: swap_attention(rows, zeros, zeros, p), "itself"),
+        (lambda: swap_attention(rows, zeros, ones * 5, p), "one of 5 keys"),
+        (lambda: swap_attention(rows, zeros[:3], ones[:3], p), "7 rows"),
+        (lambda: draw_targets(zeros, torch.zeros(7, 5) > 0, 0), "row 0 has no other key"),
+        (lambda: AttentionRows(rows.q, rows.k, 1.0), "4 heads cannot read 2 key heads"),
+        (lambda: AttentionRows(rows.q[..., :3], rows.k, 1.0), "(7, 4, 3)"),
+        (lambda: key_pca(torch.eye(4), 9), "rank 9"),
+        (lambda: Covariance(2, 3).matrix(), "at least two"),
+        (lambda: Covariance(2, 3).update(torch.ones(5, 2, 4)), "(5, 2, 4)"),
+    ):
+        with pytest.raises(BadInput) as error:
+            call()
+        assert says in str(error.value)
