@@ -1,0 +1,105 @@
+"""The user's cache, and fingerprints: what was measured on which weights.
+
+A fingerprint of files is the SHA-256 of their contents (files in the hub's cache are already named by theirs). Without
+files it is a checksum of the tensors' bits, ``Σ x_i`` and ``Σ i·x_i`` over them as integers: exact, so the same on
+every device and with any number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+
+
+def cache_dir(*parts: str) -> Path:
+    """A folder in the user's cache (``$XDG_CACHE_HOME/qkscope``, or ``~/.cache/qkscope``); not created."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").joinpath("qkscope", *parts)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small file so that a reader sees all of it or none; a cache that cannot be written is no error."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any | None:
+    """Read what `write_json` wrote; None where there is nothing readable."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file; large files are read once and remembered until they change."""
+    path = path.resolve()
+    if re.fullmatch(r"[0-9a-f]{64}", path.name):  # a blob of the hub's cache, named by its own hash
+        return path.name
+    status = path.stat()
+    stamp = [str(path), status.st_size, status.st_mtime_ns]
+    memo = cache_dir("hashes", hashlib.sha256(str(path).encode()).hexdigest()[:32] + ".json")
+    known = read_json(memo)
+    if isinstance(known, dict) and known.get("stamp") == stamp:
+        return str(known["sha256"])
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    write_json(memo, {"stamp": stamp, "sha256": digest})
+    return digest
+
+
+def files_hash(files: Iterable[Path]) -> str:
+    """One hash for the weight files of a model, whatever folder they are in."""
+    lines = sorted(f"{path.name} {file_hash(path)}" for path in files)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@torch.no_grad()
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """One hash for named tensors, of their bits."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}\n".encode())
+    return digest.hexdigest()
+
+
+def _checksum(tensor: Tensor) -> tuple[int, int]:
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_INTEGERS[tensor.element_size()]) if tensor.dtype != torch.bool else flat.to(torch.uint8)
+    plain = weighted = 0
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK].long()  # int64 sums wrap around, which is exact too
+        plain += int(part.sum())
+        weighted += int((part * torch.arange(1, len(part) + 1, device=part.device)).sum()) * (start // _CHUNK + 1)
+    return plain, weighted
+
+
+def tokenizer_hash(tokenizer: Any | None) -> str | None:
+    """Hash of what decides about ids: the tokenizer's rules and vocabulary, and its chat template."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        rules = {name: rules[name] for name in rules if name not in ("padding", "truncation")}  # state, not rules
+    else:
+        rules = dict(sorted(tokenizer.get_vocab().items()))
+    content = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,0 +1,227 @@
+"""From marked text to padded ids and token positions, read off the tokenizer's offsets on the ids the model sees.
+
+A token belongs to a marked piece when their characters overlap: ``start_t < stop and stop_t > start``. Whether a
+byte-level tokenizer counts a leading space to the token or not then does not matter, and no piece is tokenised alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from qkscope.capture.pick import Places
+from qkscope.capture.probe import positions_of
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Span
+
+PaddingSide = Literal["left", "right"]
+Token = Literal["first", "last"]
+
+_SENTINEL = "qkscope content"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One example as ids, with the token positions of its queries and keys."""
+
+    ids: tuple[int, ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A padded batch: the model's keyword arguments, where to look, and whose row is whose.
+
+    `example` and `labels` are as in `Captured`.
+    """
+
+    inputs: dict[str, Tensor]
+    places: Places
+    example: Int[Tensor, "b"]
+    labels: dict[str, Int[Tensor, "b k"]]
+
+
+class Encoder:
+    """Tokenises examples with one tokenizer (or none, for examples that are ids)."""
+
+    def __init__(self, tokenizer: Any | None, max_length: int | None) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self._frame: tuple[str, str] | None = None
+
+    @property
+    def pad_id(self) -> int:
+        """The id in padded places; masked, so any id does where the tokenizer names none."""
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(self.tokenizer, name, None)
+            if isinstance(value, int):
+                return value
+        return 0
+
+    def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
+        """Ids and token positions of every example, unpadded."""
+        if token not in ("first", "last"):
+            raise BadInput(f"a word is stood for by its 'first' or its 'last' token, not by {token!r}.")
+        texts = [self._render(example.text, chat) for example in examples if example.text is not None]
+        encoded = iter(self._encode([text for text, _ in texts], chat))
+        shifts = iter(shift for _, shift in texts)
+        result = []
+        for example in examples:
+            if example.ids is not None:
+                if chat:
+                    raise BadInput("a chat template needs text, but an example has ids: give its text.")
+                ids, offsets, shift = example.ids, [(i, i + 1) for i in range(len(example.ids))], 0
+            else:
+                ids, offsets = next(encoded)
+                shift = next(shifts)
+            result.append(self._place(example, ids, offsets, shift, token))
+        return result
+
+    def _encode(self, texts: list[str], chat: bool) -> Iterable[tuple[tuple[int, ...], list[Span]]]:
+        if not texts:
+            return []
+        if self.tokenizer is None:
+            raise BadInput("this scope has no tokenizer: give examples as ids, or load the model with a tokenizer.")
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise BadInput(
+                f"{type(self.tokenizer).__name__} does not say which characters a token covers:"
+                " load a fast tokenizer, or give examples as ids."
+            )
+        batch = self.tokenizer(
+            texts,
+            add_special_tokens=not chat,
+            return_offsets_mapping=True,
+            padding=False,
+            truncation=False,
+            verbose=False,
+        )
+        return zip((tuple(ids) for ids in batch["input_ids"]), batch["offset_mapping"], strict=True)
+
+    def _render(self, text: str, chat: bool) -> tuple[str, int]:
+        """The text the tokenizer sees, and by how much the template moves the prompt in it."""
+        if not chat:
+            return text, 0
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise BadInput("this tokenizer has no chat template: encode with chat=False.")
+        if self._frame is None:
+            before, found, after = self._template(_SENTINEL).partition(_SENTINEL)
+            if not found or _SENTINEL in after:
+                raise BadInput("this chat template does not hold the prompt exactly once: encode with chat=False.")
+            self._frame = before, after
+        before, after = self._frame
+        rendered = self._template(text)
+        for content, cut in ((text, 0), (text.strip(), len(text) - len(text.lstrip()))):  # some templates trim
+            if rendered == before + content + after:
+                return rendered, len(before) - cut
+        raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: use chat=False.")
+
+    def _template(self, content: str) -> str:
+        assert self.tokenizer is not None
+        messages = [{"role": "user", "content": content}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _place(
+        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], shift: int, token: Token
+    ) -> Tokens:
+        if not ids:
+            raise BadInput("the prompt is empty: give at least one token.")
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise BadInput(
+                f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
+                f" ({example.show(80)})."
+            )
+
+        def find(span: Span) -> int:
+            start, stop = _trim(example, span)
+            hits = [i for i, (a, b) in enumerate(offsets) if a < stop + shift and b > start + shift]
+            if not hits:
+                raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
+            return hits[0 if token == "first" else -1]
+
+        keys = tuple(find(key.span) for key in example.keys)
+        shared = next((key for key in keys if keys.count(key) > 1), None)
+        if shared is not None:
+            raise BadInput(
+                f"two keys share token {shared}, which would count it twice; the tokens are {self._show(ids)}."
+            )
+        return Tokens(ids, tuple(find(span) for span in example.queries) or (len(ids) - 1,), keys)
+
+    def _show(self, ids: tuple[int, ...]) -> str:
+        tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
+        return str(tokens if len(tokens) <= 120 else [*tokens[:60], "...", *tokens[-60:]])
+
+
+def _trim(example: Example, span: Span) -> Span:
+    """Leave blanks at the edges of a marked piece to its neighbours: " is" may own the blank after a marked "hat "."""
+    start, stop = span
+    if example.text is not None and (piece := example.text[start:stop]).strip():
+        return start + len(piece) - len(piece.lstrip()), stop - len(piece) + len(piece.rstrip())
+    return span
+
+
+def collate(
+    tokens: Sequence[Tokens],
+    examples: Sequence[Example],
+    indices: Sequence[int],
+    contrasts: Sequence[str],
+    pad_id: int,
+    device: torch.device,
+    positions: bool,
+    padding_side: PaddingSide = "left",
+) -> Encoded:
+    """Pad some of the tokenised examples to one batch.
+
+    Parameters
+    ----------
+    tokens, examples : sequence
+        All of them, in the order of the job.
+    indices : sequence of int
+        Which of them make this batch.
+    contrasts : sequence of str
+        Names of the labels to tabulate.
+    pad_id : int
+        Id of padded places.
+    device : torch.device
+        Where the tensors go.
+    positions : bool
+        Whether to pass `position_ids`.
+    padding_side : str
+        `left` or `right`.
+    """
+    if padding_side not in ("left", "right"):
+        raise BadInput(f"padding_side is 'left' or 'right', not {padding_side!r}.")
+    width = max(len(tokens[i].ids) for i in indices)
+    ids = torch.full((len(indices), width), pad_id)
+    mask = torch.zeros((len(indices), width), dtype=torch.long)
+    rows: list[tuple[int, int, int]] = []  # batch row, example, column of the query
+    shifts = []
+    for row, i in enumerate(indices):
+        length = len(tokens[i].ids)
+        shift = width - length if padding_side == "left" else 0
+        ids[row, shift : shift + length] = torch.tensor(tokens[i].ids)
+        mask[row, shift : shift + length] = 1
+        shifts.append(shift)
+        rows.extend((row, i, shift + query) for query in tokens[i].queries)
+    slots = max((len(tokens[i].keys) for _, i, _ in rows), default=0)
+    keys = torch.zeros((len(rows), slots), dtype=torch.long)
+    key_mask = torch.zeros((len(rows), slots), dtype=torch.bool)
+    labels = {name: torch.zeros((len(rows), slots), dtype=torch.int8) for name in contrasts}
+    for r, (row, i, _) in enumerate(rows):
+        own = tokens[i].keys
+        keys[r, : len(own)] = torch.tensor(own, dtype=torch.long) + shifts[row]
+        key_mask[r, : len(own)] = True
+        for name in contrasts:
+            labels[name][r, : len(own)] = torch.tensor([k.label(name) for k in examples[i].keys], dtype=torch.int8)
+    inputs = {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions_of(mask)} if positions else {})
+    row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
+    return Encoded(
+        inputs={name: value.to(device) for name, value in inputs.items()},
+        places=Places(row_of.to(device), query_of.to(device), keys.to(device), key_mask.to(device)),
+        example=example_of.to(device),
+        labels={name: value.to(device) for name, value in labels.items()},
+    )

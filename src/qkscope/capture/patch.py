@@ -1,0 +1,125 @@
+"""Patched runs: put other keys, queries or logits into chosen heads and let the model run on.
+
+An edit touches one query head. With grouped-query attention its keys are shared, so in an edited layer each query head
+gets keys of its own; only the edited heads' outputs are computed again,
+``softmax([cap(scale · q̃·k̃) + mask, sink]) v``, and every other head keeps the output the model computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.capture.probe import Facts
+from qkscope.capture.tap import Call, SetLogits
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replacement values for one head; build it with `keys`, `queries` or `logits`.
+
+    Positions are columns of the padded batch (`Captured.key_positions`), vectors are in `post_rope`; a position of -1
+    leaves its slot alone.
+    """
+
+    head: Head
+    kind: Literal["keys", "queries", "logits"]
+    row: Int[Tensor, "n"]
+    query: Int[Tensor, "n"] | None
+    key: Int[Tensor, "n"] | None
+    value: Float[Tensor, "n *d"]
+
+    @classmethod
+    def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
+        """Give one head other keys at some positions of each sequence."""
+        _same(positions.shape, values.shape[:-1], "keys", "positions [b, k] and values [b, k, d]", positions.ndim == 2)
+        row, slot = (positions >= 0).nonzero(as_tuple=True)
+        return cls(Head.parse(head), "keys", row, None, positions[row, slot], values[row, slot])
+
+    @classmethod
+    def queries(cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]) -> Edit:
+        """Give one head another query at one position of each sequence."""
+        _same(positions.shape, values.shape[:-1], "queries", "positions [b] and values [b, d]", positions.ndim == 1)
+        (row,) = (positions >= 0).nonzero(as_tuple=True)
+        return cls(Head.parse(head), "queries", row, positions[row], None, values[row])
+
+    @classmethod
+    def logits(
+        cls,
+        head: Head | str,
+        queries: Int[Tensor, "b"],
+        positions: Int[Tensor, "b k"],
+        values: Float[Tensor, "b k"],
+    ) -> Edit:
+        """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence."""
+        _same(positions.shape, values.shape, "logits", "positions and values [b, k]", positions.ndim == 2)
+        row, slot = ((positions >= 0) & (queries >= 0)[:, None]).nonzero(as_tuple=True)
+        return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
+
+
+def _same(positions: Sequence[int], values: Sequence[int], what: str, wanted: str, right: bool) -> None:
+    if not right or tuple(positions) != tuple(values):
+        raise BadInput(f"edited {what} need {wanted}, but got positions {tuple(positions)} for values {tuple(values)}.")
+
+
+class Patch:
+    """A visitor of the tap that applies edits."""
+
+    def __init__(self, edits: Sequence[Edit], facts: Facts) -> None:
+        self.by_layer: dict[int, list[Edit]] = {}
+        for edit in edits:
+            if edit.head.layer >= len(facts.layers) or edit.head.index >= facts.layers[edit.head.layer].n_heads:
+                raise BadInput(f"{edit.head} cannot be edited: the model has no such head.")
+            width = facts.layers[edit.head.layer].d_head
+            if edit.kind != "logits" and edit.value.shape[-1] != width:
+                raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.value.shape[-1]}.")
+            self.by_layer.setdefault(edit.head.layer, []).append(edit)
+
+    @property
+    def own_keys(self) -> frozenset[int]:
+        """Layers whose query heads get keys of their own."""
+        return frozenset(layer for layer, edits in self.by_layer.items() if any(edit.kind == "keys" for edit in edits))
+
+    def visit(self, call: Call) -> None:
+        """Apply this layer's edits to one attention call."""
+        edits = self.by_layer.get(call.layer, ())
+        kinds = {edit.kind for edit in edits}
+        if "keys" in kinds:  # a copy either way: the model (or its cache) still holds the original
+            call.k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
+        if "queries" in kinds:
+            call.q = call.q.clone()
+        for edit in edits:
+            self._apply(edit, call)
+            call.redo.add(edit.head.index)
+
+    @staticmethod
+    def _apply(edit: Edit, call: Call) -> None:
+        batch, _, queries, _ = call.q.shape
+        keys = call.k.shape[2]
+        device = call.q.device
+        row, value = edit.row.to(device), edit.value.to(device)
+        query = None if edit.query is None else edit.query.to(device)
+        key = None if edit.key is None else edit.key.to(device)
+        last = max((int(x.max()) for x in (query, key) if x is not None and len(x)), default=0)
+        if len(row) and (int(row.max()) >= batch or last >= keys):
+            raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
+        if query is not None:
+            query = query - (keys - queries)  # with a cache only the newest queries are computed
+            new = query >= 0
+            row, query, value = row[new], query[new], value[new]
+            key = key[new] if key is not None else None
+        index = edit.head.index
+        if edit.kind == "keys":
+            call.k[row, index, key] = value.to(call.k.dtype)
+        elif edit.kind == "queries":
+            call.q[row, index, query] = value.to(call.q.dtype)
+        else:
+            assert query is not None
+            assert key is not None
+            call.logits_set.append(SetLogits(index, row, query, key, value.float()))

@@ -1,0 +1,328 @@
+"""Queries and keys at chosen positions, with everything needed to rebuild the model's own attention row.
+
+For a row (one query of one example), a head h with key head g, and the named keys i:
+``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``, ``rest_h = log Σ exp ℓ`` over every key not named (and the sink), so that
+``softmax([ℓ_1 … ℓ_K, rest])`` is the model's attention on the named keys, and what is left for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkscope.capture.probe import Facts
+from qkscope.capture.spaces import Space
+from qkscope.capture.tap import Call, Stop
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where to look in a padded batch: one row per (example, query).
+
+    `keys` holds columns of the batch; slots where `key_mask` is False are padding and may hold anything.
+    """
+
+    row: Int[Tensor, "b"]
+    query: Int[Tensor, "b"]
+    keys: Int[Tensor, "b k"]
+    key_mask: Bool[Tensor, "b k"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A batch of captured queries and keys; one row b per (example, query).
+
+    Attributes
+    ----------
+    heads : tuple of Head
+        The h axis.
+    q : Float32 [b, h, d]
+    k : Float32 [b, g, k, d]
+        One entry per distinct (layer, key head), in order of first use by `heads`; 0 in padded slots.
+    kv_of_head : Int [h]
+        Which g a head reads.
+    key_mask : Bool [b, k]
+        False in padded key slots.
+    scale : Float [h]
+        Factor of the dot product, as the model's attention call passed it.
+    softcap : Float [h] or None
+        Soft-cap of the logits (inf in a head without one); None when no head has one.
+    bias : Float [b, h, k]
+        Additive mask of the named keys: 0, or -inf where the query cannot see the key (and in padded slots).
+    rest : Float32 [b, h] or None
+        Log-sum-exp of everything not named, the sink included; None when it was not asked for.
+    example : Int [b]
+        Index of the row's example in the list that was given.
+    query_positions, key_positions : Int [b], [b, k]
+        Columns of the padded batch.
+    labels : mapping of str to Int [b, k]
+        Label of each key per contrast.
+    logits : Float32 [b, v] or None
+        Next-token logits at the query; None when they were not asked for.
+    space : str
+        `post_rope`, `pre_rope` or `query_frame`. In `pre_rope` ``scale · q·k`` is not the model's logit.
+    """
+
+    heads: tuple[Head, ...]
+    q: Float[Tensor, "b h d"]
+    k: Float[Tensor, "b g k d"]
+    kv_of_head: Int[Tensor, "h"]
+    key_mask: Bool[Tensor, "b k"]
+    scale: Float[Tensor, "h"]
+    softcap: Float[Tensor, "h"] | None
+    bias: Float[Tensor, "b h k"]
+    rest: Float[Tensor, "b h"] | None
+    example: Int[Tensor, "b"]
+    query_positions: Int[Tensor, "b"]
+    key_positions: Int[Tensor, "b k"]
+    labels: Mapping[str, Int[Tensor, "b k"]] = field(default_factory=dict)
+    logits: Float[Tensor, "b v"] | None = None
+    space: Space = "post_rope"
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.example)
+
+    def attention_logits(self) -> Float[Tensor, "b h k"]:
+        """``cap(scale · q·k) + bias`` of the named keys: what goes into the softmax (not in `pre_rope`)."""
+        if self.space == "pre_rope":
+            raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
+        logits = self.scale[:, None] * torch.einsum("bhd,bhkd->bhk", self.q, self.k[:, self.kv_of_head])
+        if self.softcap is not None:
+            cap = self.softcap[:, None]
+            logits = torch.where(cap.isfinite(), cap * torch.tanh(logits / cap), logits)
+        return logits + self.bias
+
+    def attention(self) -> Float[Tensor, "b h k"]:
+        """The model's attention on the named keys: the softmax is over the whole row, so it sums to less than 1."""
+        if self.rest is None:
+            raise BadInput("attention needs the whole row: capture with rest=True.")
+        logits = torch.cat([self.attention_logits(), self.rest[..., None]], dim=-1)
+        return torch.softmax(logits, dim=-1)[..., :-1]
+
+    def to(self, device: torch.device | str) -> Captured:
+        """The same batch on another device."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        labels = {name: value.to(device) for name, value in self.labels.items()}
+        return dataclasses.replace(self, **moved, labels=labels)
+
+
+@dataclass
+class _Plan:
+    """What to take in one layer: query heads and key heads, and the slots they go to."""
+
+    heads: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
+    kv_slots: list[int] = field(default_factory=list)
+
+
+class Picker:
+    """A visitor of the tap that gathers one batch, layer by layer, into tensors allocated once.
+
+    Parameters
+    ----------
+    facts : Facts
+        What the model is.
+    heads : sequence of Head
+        Which heads, in the order of the result.
+    places : Places
+        Where to look.
+    space : str
+        Which vectors to keep.
+    rest : bool
+        Whether to sum up the keys that are not named.
+    stop : bool
+        Whether to end the forward after the deepest layer asked for.
+    own_keys : collection of int
+        Layers in which every query head has keys of its own (they were edited).
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        heads: Sequence[Head],
+        places: Places,
+        space: Space = "post_rope",
+        rest: bool = True,
+        stop: bool = True,
+        own_keys: frozenset[int] = frozenset(),
+    ) -> None:
+        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
+        self.d_head = self._one_width()
+        if space == "pre_rope" and own_keys & {head.layer for head in heads}:
+            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
+        for layer in sorted({head.layer for head in heads}):
+            if space in facts.layers[layer].refusals:
+                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
+        self.plans: dict[int, _Plan] = {}
+        groups: dict[tuple[int, int], int] = {}
+        kv_of_head = []
+        for slot, head in enumerate(self.heads):
+            shape = facts.layers[head.layer]
+            kv = head.index if head.layer in own_keys else head.kv(shape.n_heads // shape.n_kv_heads)
+            plan = self.plans.setdefault(head.layer, _Plan())
+            if (head.layer, kv) not in groups:
+                groups[head.layer, kv] = len(groups)
+                plan.kv.append(kv)
+                plan.kv_slots.append(groups[head.layer, kv])
+            plan.heads.append(head.index)
+            plan.slots.append(slot)
+            kv_of_head.append(groups[head.layer, kv])
+        self.deepest = max(self.plans)
+        self._on: dict[torch.device, Places] = {}
+        rows, keys = places.keys.shape
+        device = places.keys.device
+        self.q = torch.zeros(rows, len(heads), self.d_head, device=device)
+        self.k = torch.zeros(rows, len(groups), keys, self.d_head, device=device)
+        self.bias = torch.zeros(rows, len(heads), keys, device=device)
+        self.rest = torch.zeros(rows, len(heads), device=device) if rest else None
+        self.scale = torch.zeros(len(heads))
+        self.softcap = torch.full((len(heads),), torch.inf)
+        self.kv_of_head = torch.tensor(kv_of_head, device=device)
+
+    def _one_width(self) -> int:
+        widths = {self.facts.layers[head.layer].d_head for head in self.heads}
+        if len(widths) > 1:
+            raise BadInput(f"these heads have different widths {sorted(widths)}: capture each width on its own.")
+        return widths.pop()
+
+    def _places(self, device: torch.device) -> Places:
+        if device not in self._on:
+            fields = vars(self.places)
+            moved = Places(**{name: value.to(device) for name, value in fields.items()})
+            self._on[device] = dataclasses.replace(moved, keys=moved.keys.masked_fill(~moved.key_mask, 0))
+        return self._on[device]
+
+    def visit(self, call: Call) -> None:
+        """Take what is wanted from one attention call."""
+        plan = self.plans.get(call.layer)
+        if plan is not None:
+            with torch.no_grad():
+                self._take(call, plan)
+        if self.stop and call.layer == self.deepest:
+            raise Stop
+
+    def _take(self, call: Call, plan: _Plan) -> None:
+        at = self._places(call.q.device)
+        # every head of one position is a small tensor, so heads are chosen after positions
+        every_q = call.q[at.row, :, at.query].float()
+        keys = call.k[at.row[:, None, None], torch.tensor(plan.kv, device=at.row.device)[:, None], at.keys[:, None]]
+        q, k = every_q[:, plan.heads], keys.float()
+        mask = call.mask_rows(at.row, at.query)
+        wide = mask.shape[1] > 1
+        bias = _at_keys(mask[:, plan.heads] if wide else mask, at.keys).expand(-1, len(plan.heads), -1)
+        bias = self._logits_set(call, plan, at, q, k, bias)
+        self._put(self.bias, plan.slots, bias.masked_fill(~at.key_mask[:, None], -torch.inf))
+        if self.rest is not None:
+            rest = self._rest(call, at, every_q, mask)[:, plan.heads]
+            self._put(self.rest, plan.slots, rest)
+        q, k = self._into_space(call, plan, at, q, k)
+        self._put(self.q, plan.slots, q)
+        self._put(self.k, plan.kv_slots, k.masked_fill(~at.key_mask[:, None, :, None], 0.0))
+        self.scale[plan.slots] = call.scale
+        if call.softcap is not None:
+            self.softcap[plan.slots] = float(call.softcap)
+
+    @staticmethod
+    def _put(out: Tensor, slots: list[int], value: Tensor) -> None:
+        out.index_copy_(1, torch.tensor(slots, device=out.device), value.to(out))
+
+    def _rest(self, call: Call, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+        batch, groups, keys, _ = call.k.shape
+        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=q.device)
+        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+        sums = []
+        for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
+            part = slice(start, start + batch)
+            row = at.row[part]
+            in_order = len(row) == batch and torch.equal(row, torch.arange(batch, device=row.device))
+            every_k = (call.k if in_order else call.k[row]).float()
+            grouped = q[part].unflatten(1, (groups, -1))
+            logits = call.cap(call.scale * (grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
+            for head, rows, query, key, value in call.logits_set:
+                hit = (rows == row[:, None]) & (query == at.query[part][:, None])
+                at_row, entry = hit.nonzero(as_tuple=True)
+                logits[at_row, head, key[entry]] = value[entry].to(logits)
+            logits = (logits + mask[part]).masked_fill(named[part], -torch.inf)
+            sums.append(logits.logsumexp(-1))
+        rest = torch.cat(sums)
+        return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
+
+    def _logits_set(self, call: Call, plan: _Plan, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
+        if not any(head in plan.heads for head, *_ in call.logits_set):
+            return bias
+        bias = bias.clone()
+        for head, rows, query, key, value in call.logits_set:
+            if head not in plan.heads:
+                continue
+            slot = plan.heads.index(head)
+            kv = plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
+            logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
+            hit = (rows == at.row[:, None, None]) & (query == at.query[:, None, None]) & (key == at.keys[..., None])
+            at_row, at_key, entry = hit.nonzero(as_tuple=True)
+            bias[at_row, slot, at_key] += value[entry].to(bias) - logits[at_row, at_key]
+        return bias
+
+    def _into_space(self, call: Call, plan: _Plan, at: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.facts.layers[call.layer]
+        rotary = call.rotary
+        if self.space == "post_rope" or rotary is None or layer.offset is None:
+            return q, k
+        if self.space == "query_frame":
+            return rotary.turn_back(q, k, at.row, at.query, layer.offset)
+        part = slice(layer.offset, layer.offset + rotary.q.shape[-1])
+        # latent attention shares one rotated key among all heads
+        kv = torch.tensor(plan.kv, device=q.device).clamp_max(rotary.k.shape[1] - 1)
+        q, k = q.clone(), k.clone()
+        q[..., part] = rotary.q[at.row, :, at.query][:, plan.heads].float()
+        k[..., part] = rotary.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
+        return q, k
+
+    def finish(
+        self,
+        example: Int[Tensor, "b"],
+        labels: Mapping[str, Int[Tensor, "b k"]],
+        logits: Float[Tensor, "b v"] | None = None,
+    ) -> Captured:
+        """The batch, after the forward."""
+        if not bool(self.q.isfinite().all()):
+            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
+        if logits is not None and bool(logits.isnan().any()):
+            raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
+        device = self.q.device
+        capped = bool(self.softcap.isfinite().any())
+        return Captured(
+            heads=self.heads,
+            q=self.q,
+            k=self.k,
+            kv_of_head=self.kv_of_head,
+            key_mask=self.places.key_mask,
+            scale=self.scale.to(device),
+            softcap=self.softcap.to(device) if capped else None,
+            bias=self.bias,
+            rest=self.rest,
+            example=example,
+            query_positions=self.places.query,
+            key_positions=self.places.keys,
+            labels=labels,
+            logits=logits,
+            space=self.space,
+        )
+
+
+def _at_keys(rows: Float[Tensor, "b m t"], keys: Int[Tensor, "b k"]) -> Float[Tensor, "b m k"]:
+    return rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1))

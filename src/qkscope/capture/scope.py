@@ -1,0 +1,428 @@
+"""Scope: a loaded model that can be looked into.
+
+Examples go in, batches of queries and keys come out, at about the cost of the forward pass: positions are picked inside
+the attention calls, the pass ends after the deepest layer asked for, and the LM head runs only when logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Int
+from torch import Tensor
+
+from qkscope.capture import load as loading
+from qkscope.capture.cache import cache_dir, read_json, tensors_hash, tokenizer_hash, write_json
+from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
+from qkscope.capture.patch import Edit, Patch
+from qkscope.capture.pick import Captured, Picker, Places
+from qkscope.capture.probe import forward_arguments, input_device, probe, text_config
+from qkscope.capture.selfcheck import Check, check_model
+from qkscope.capture.spaces import Space, check_space
+from qkscope.capture.stream import stream
+from qkscope.capture.tap import Call, tap
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head, parse_heads
+
+_CHECK_VERSION = 1
+
+
+class Scope:
+    """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
+
+    Attributes
+    ----------
+    model, tokenizer
+        As transformers made them; the tokenizer may be None.
+    name, revision : str
+        Where the model came from.
+    n_layers, n_heads, n_kv_heads, group_size, d_head : int
+        Shape of the attention, read off live calls.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        name: str = "",
+        revision: str | None = None,
+        weights_hash: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.revision = model, tokenizer, revision
+        self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
+        self.facts = probe(model)
+        self._weights_hash = weights_hash
+        limit = getattr(text_config(model), "max_position_embeddings", None)
+        self._encoder = Encoder(tokenizer, limit if isinstance(limit, int) and limit > 0 else None)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: Any | None = None,
+        revision: str | None = None,
+        attn: str | None = None,
+        check: bool = True,
+    ) -> Scope:
+        """Load a model by name and check that it can be looked into. Code that comes with a model is never run.
+
+        Parameters
+        ----------
+        name : str or Path
+            A hub id, a folder, a ``.gguf`` file, or ``smollm2-135m`` (embedded: needs no network).
+        device : str, optional
+            ``cpu``, ``cuda``, ``cuda:1``; the first GPU where there is one, if not given.
+        dtype : str or torch.dtype, optional
+            ``float32``, ``bfloat16``, ...; the one the weights are stored in, if not given.
+        device_map : optional
+            As in transformers, for a model larger than one device.
+        revision : str, optional
+            Branch, tag or commit of a hub model.
+        attn : str, optional
+            ``sdpa`` or ``eager``; transformers' own choice, if not given.
+        check : bool
+            Whether to run the self-check (once per weights; its outcome is kept in the user's cache).
+        """
+        loaded = loading.load(name, device, dtype, device_map, revision, attn)
+        scope = cls(loaded.model, loaded.tokenizer, loaded.name, loaded.revision, loaded.weights_hash)
+        if check:
+            scope._check_once()
+        return scope
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any | None = None, *, name: str = "", check: bool = True) -> Scope:
+        """Look into a model already in memory.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Switched to eval mode; otherwise left as it is.
+        tokenizer : optional
+            Needed for examples that are text.
+        name : str
+            What to call it in results.
+        check : bool
+            Whether to run the self-check.
+        """
+        scope = cls(model, tokenizer, name)
+        if check:
+            scope.self_check()
+        return scope
+
+    def self_check(self) -> Check:
+        """Run the self-check now; raises `BadInput` with the fact that failed."""
+        return check_model(self)
+
+    def _check_once(self) -> None:
+        if self._weights_hash is None:
+            self.self_check()
+            return
+        setting = [
+            _CHECK_VERSION,
+            transformers.__version__,
+            torch.__version__,
+            self.device.type,
+            str(self.model.dtype),
+            self.model.config._attn_implementation,
+        ]
+        place = cache_dir("checks", f"{self._weights_hash[:32]}.json")
+        known = read_json(place)
+        passed = known if isinstance(known, dict) else {}
+        key = " ".join(map(str, setting))
+        if key not in passed:
+            write_json(place, {**passed, key: self.self_check().as_dict()})
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return input_device(self.model)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.facts.layers)
+
+    def _uniform(self, what: str) -> int:
+        values = sorted({getattr(layer, what) for layer in self.facts.layers})
+        if len(values) > 1:
+            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
+        return values[0]
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads per layer."""
+        return self._uniform("n_heads")
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key heads per layer."""
+        return self._uniform("n_kv_heads")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def d_head(self) -> int:
+        """Width of a query."""
+        return self._uniform("d_head")
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """Fingerprint of the weights: of the files they came from, or of the tensors."""
+        return self._weights_hash or tensors_hash(self.model.state_dict().items())
+
+    @cached_property
+    def tokenizer_hash(self) -> str | None:
+        """Fingerprint of the tokenizer and its chat template; None without a tokenizer."""
+        return tokenizer_hash(self.tokenizer)
+
+    def heads(self) -> list[Head]:
+        """Every head of the model."""
+        return [Head(layer, i) for layer, facts in enumerate(self.facts.layers) for i in range(facts.n_heads)]
+
+    def check(self, head: Head | str) -> Head:
+        """The head, if the model has it; otherwise a sentence that names the range."""
+        head = Head.parse(head)
+        if head.layer >= self.n_layers:
+            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
+        count = self.facts.layers[head.layer].n_heads
+        if head.index >= count:
+            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
+        return head
+
+    def _heads(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
+        if heads is None or heads == "all":
+            return self.heads()
+        return [self.check(head) for head in parse_heads(heads)]
+
+    def encode(
+        self,
+        examples: Sequence[Example | str],
+        *,
+        chat: bool = False,
+        padding_side: PaddingSide = "left",
+        token: Token = "last",
+    ) -> Encoded:
+        """Turn examples into one padded batch with token positions found on the ids the model sees.
+
+        Parameters
+        ----------
+        examples : sequence of Example or str
+            A plain string is an example without marks.
+        chat : bool
+            Whether to put each text into the tokenizer's chat template, as the user's turn.
+        padding_side : str
+            ``left`` or ``right``; the captured numbers are the same.
+        token : str
+            Which token stands for a word of several: ``last`` or ``first``.
+        """
+        listed, tokens = self._tokenise(examples, chat, token)
+        return self._collate(listed, tokens, range(len(listed)), padding_side)
+
+    def _tokenise(
+        self, examples: Sequence[Example | str], chat: bool, token: Token
+    ) -> tuple[list[Example], list[Tokens]]:
+        if isinstance(examples, str | Example):
+            examples = [examples]
+        listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
+        if not listed:
+            raise BadInput("there are no examples: give at least one.")
+        return listed, self._encoder.tokenise(listed, chat, token)
+
+    def _collate(
+        self, examples: list[Example], tokens: list[Tokens], indices: Sequence[int], padding_side: PaddingSide
+    ) -> Encoded:
+        contrasts = sorted({name for example in examples for key in example.keys for name in key.labels})
+        return collate(
+            tokens,
+            examples,
+            indices,
+            contrasts,
+            self._encoder.pad_id,
+            self.device,
+            self.facts.takes_positions,
+            padding_side,
+        )
+
+    def capture(
+        self,
+        examples: Sequence[Example | str],
+        heads: str | Head | Sequence[str | Head] | None = None,
+        *,
+        space: Space = "post_rope",
+        batch_size: int = 32,
+        rest: bool = True,
+        logits: bool = False,
+        chat: bool = False,
+        padding_side: PaddingSide = "left",
+        token: Token = "last",
+        shard: tuple[int, int] = (0, 1),
+        progress: bool | None = None,
+    ) -> Iterator[Captured]:
+        """Stream queries and keys of some heads, batch by batch.
+
+        Parameters
+        ----------
+        examples : sequence of Example or str
+            What to run; `Captured.example` counts in this order, batches come sorted by length.
+        heads : optional
+            ``"L18H6,L17H5"``, heads, or None for every head.
+        space : str
+            ``post_rope``, ``pre_rope`` or ``query_frame``.
+        batch_size : int
+            Examples per batch; halved where memory runs out.
+        rest : bool
+            Whether to return the log-sum-exp of the keys not named.
+        logits : bool
+            Whether to return next-token logits at the query (this runs the whole model).
+        chat, padding_side, token
+            As in `encode`.
+        shard : (int, int)
+            ``(i, n)``: only every n-th batch of the fixed list, from the i-th on.
+        progress : bool, optional
+            A progress bar on stderr; if not given, where stderr is a terminal.
+
+        Yields
+        ------
+        Captured
+            One batch at a time; nothing is kept.
+        """
+        wanted = self._heads(heads)
+        check_space(space)
+        if batch_size < 1 or not 0 <= shard[0] < shard[1]:
+            raise BadInput(f"batch_size is at least 1 and shard is (i, n) with 0 <= i < n, not {batch_size}, {shard}.")
+        listed, tokens = self._tokenise(examples, chat, token)
+        # sorted by length, so that little is padded; the list is fixed, so that shards agree on it
+        order = sorted(range(len(listed)), key=lambda i: (len(tokens[i].ids), i))
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)][
+            shard[0] :: shard[1]
+        ]
+
+        def run(indices: list[int]) -> Captured:
+            encoded = self._collate(listed, tokens, indices, padding_side)
+            return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
+
+        return stream(batches, run, progress)
+
+    @torch.no_grad()
+    def capture_inputs(
+        self,
+        inputs: Encoded | dict[str, Tensor],
+        *,
+        places: Places | None = None,
+        heads: str | Head | Sequence[str | Head] | None = None,
+        space: Space = "post_rope",
+        rest: bool = True,
+        logits: bool = False,
+        edits: Sequence[Edit] = (),
+    ) -> Captured:
+        """Run one batch and pick queries and keys; with edits, what comes after them.
+
+        Parameters
+        ----------
+        inputs : Encoded or dict
+            From `encode`, or any keyword arguments of the model's forward (ids, pixels, ...).
+        places : Places, optional
+            Where to look; those of an `Encoded` batch, if not given.
+        heads, space, rest, logits
+            As in `capture`.
+        edits : sequence of Edit
+            Replacements that are in force during the run.
+        """
+        wanted = self._heads(heads)
+        check_space(space)
+        encoded = inputs if isinstance(inputs, Encoded) else None
+        given = encoded.inputs if encoded is not None else inputs
+        assert isinstance(given, dict)
+        if places is None:
+            if encoded is None:
+                raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
+            places = encoded.places
+        patch = Patch(edits, self.facts)
+        picker = Picker(self.facts, wanted, places, space, rest, stop=not logits, own_keys=patch.own_keys)
+        scores = None
+        with self._tapped(patch, picker, rotary=space != "post_rope"):
+            if logits:
+                scores = self._logits(given, places)
+            else:
+                self._body(given)
+        same = encoded is not None and places is encoded.places
+        return picker.finish(
+            example=encoded.example if encoded is not None and same else places.row,
+            labels=encoded.labels if encoded is not None and same else {},
+            logits=scores,
+        )
+
+    def _tapped(self, patch: Patch, picker: Picker | None = None, rotary: bool = False) -> Any:
+        def visit(call: Call) -> None:
+            patch.visit(call)
+            if picker is not None:
+                picker.visit(call)
+
+        return tap(self.model, visit, self.facts.layer_of, rotary=rotary)
+
+    def _body(self, inputs: dict[str, Tensor]) -> Any:
+        body = self.model.base_model
+        extra = {"use_cache": False} if "use_cache" in forward_arguments(body) else {}
+        return body(**inputs, **extra)
+
+    def _logits(self, inputs: dict[str, Tensor], places: Places) -> Tensor:
+        taken = forward_arguments(self.model)
+        extra: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
+        columns, where = places.query.unique(return_inverse=True)
+        if "logits_to_keep" in taken:  # the LM head is the largest matrix: run it at the queries alone
+            output = self.model(**inputs, **extra, logits_to_keep=columns).logits
+            return output[places.row, where].float()
+        output = self.model(**inputs, **extra)
+        if getattr(output, "logits", None) is None or output.logits.ndim != 3:
+            raise BadInput(f"{self.name} gives no logits per token: capture it with logits=False.")
+        return output.logits[places.row, places.query].float()
+
+    @contextmanager
+    def patched(self, edits: Sequence[Edit]) -> Iterator[Any]:
+        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like."""
+        with self._tapped(Patch(edits, self.facts)):
+            yield self.model
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: Encoded | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: int = 16
+    ) -> Int[Tensor, "b n"]:
+        """Greedy continuation of each sequence, with edits in force at every step; new ids only.
+
+        Parameters
+        ----------
+        inputs : Encoded or dict
+            A left-padded batch.
+        edits : sequence of Edit
+            Positions are those of the batch.
+        max_new_tokens : int
+            How far to go.
+        """
+        given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
+        mask = given.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise BadInput("generation needs prompts that end together: encode with padding_side='left'.")
+        given.pop("position_ids", None)  # generation counts on from the mask
+        with self.patched(edits):
+            # without a cache every step is a whole patched forward, so edits hold wherever they point
+            ids = self.model.generate(
+                **given,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                use_cache=False,
+                pad_token_id=self._encoder.pad_id,
+            )
+        return ids[:, given["input_ids"].shape[1] :]

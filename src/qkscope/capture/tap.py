@@ -1,0 +1,224 @@
+"""The tap: every attention call of a model passes through us, with nothing copied from its modelling file.
+
+transformers looks up its attention function by the name in the config. The tap registers a function and a mask
+function under a new name, points the config there, and hands each call to a visitor: q and k as the dot product sees
+them (KV heads unrepeated) and what the call itself says about ``ℓ = cap(scale · q·k) + mask`` and the sink. Then it
+delegates to the implementation the model was loaded with. On leaving, name, function and config are as before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkscope.capture.spaces import Rotary, record_rotary
+from qkscope.errors import BadInput
+
+SERVED = ("sdpa", "eager")
+"""Implementations the tap can delegate to: those whose mask says which keys a query sees."""
+
+_numbers = itertools.count()
+
+
+class Stop(Exception):
+    """Raised by a visitor that has seen enough: the rest of the forward pass is skipped."""
+
+
+class SetLogits(NamedTuple):
+    """Attention logits put in by hand: n entries of one query head, each at a sequence, a query and a key."""
+
+    head: int
+    row: Int[Tensor, "n"]
+    query: Int[Tensor, "n"]
+    key: Int[Tensor, "n"]
+    value: Float[Tensor, "n"]
+
+
+@dataclass
+class Call:
+    """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
+
+    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and `logits_set`; it then names
+    the query heads concerned in `redo`, and their output is computed again from this record.
+    """
+
+    module: nn.Module
+    layer: int
+    q: Float[Tensor, "b h s d"]
+    k: Float[Tensor, "b g t d"]
+    v: Float[Tensor, "b g t e"]
+    mask: Tensor | None
+    scale: float
+    softcap: float | None
+    sinks: Float[Tensor, "h"] | None
+    causal: bool
+    rotary: Rotary | None = None
+    redo: set[int] = field(default_factory=set)
+    logits_set: list[SetLogits] = field(default_factory=list)
+
+    def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def mask_rows(
+        self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"], dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "r m t"]:
+        """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h where heads differ."""
+        keys = self.k.shape[2]
+        if self.mask is None:
+            shown = torch.arange(keys, device=query.device)
+            last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
+            return additive(shown <= last, dtype)[:, None]
+        rows = self.mask[batch if self.mask.shape[0] > 1 else torch.zeros_like(batch), :, query]
+        return additive(rows[..., :keys], dtype)
+
+    def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
+        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v`` in float32."""
+        batch, _, queries, _ = self.q.shape
+        index = torch.tensor(heads, device=self.q.device)
+        group = lambda x: x[:, index // (self.q.shape[1] // x.shape[1])].float()  # noqa: E731
+        logits = self.cap(self.scale * self.q[:, index].float() @ group(self.k).transpose(-1, -2))
+        for head, rows, query, key, value in self.logits_set:
+            if head in heads:
+                logits[rows, heads.index(head), query, key] = value.to(logits)
+        every = torch.arange(queries, device=self.q.device)
+        mask = self.mask_rows(
+            torch.arange(batch, device=every.device).repeat_interleave(queries), every.repeat(batch)
+        ).unflatten(0, (batch, queries))
+        mask = mask.transpose(1, 2)  # [b, m, s, t]
+        logits = logits + (mask if mask.shape[1] == 1 else mask[:, index])
+        if self.sinks is not None:
+            sink = self.sinks.float()[index].view(1, -1, 1, 1).expand(batch, -1, queries, 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
+        weights = torch.softmax(logits, dim=-1)[..., : self.k.shape[2]].nan_to_num()
+        return (weights @ group(self.v)).transpose(1, 2)
+
+
+def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with -inf."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+
+
+def modelling_file(module: nn.Module) -> ModuleType:
+    """The file that defines a layer's attention; a subclass elsewhere leads to its parent's file."""
+    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
+
+
+def _delegate(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    file = modelling_file(module)
+    if implementation == "eager":
+        if not hasattr(file, "eager_attention_forward"):
+            raise BadInput(
+                f"{type(module).__name__} has no eager attention function to delegate to: load with attn=sdpa."
+            )
+        return file.eager_attention_forward
+    # a modelling file may hold its own instance of the interface, with its own version of sdpa
+    return getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
+
+
+def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    q, k, v, mask = args
+    scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
+    causal = implementation == "sdpa" and mask is None and bool(is_causal) and q.shape[2] > 1
+    return Call(
+        module=module,
+        layer=layer,
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        causal=causal,
+    )
+
+
+@contextmanager
+def tap(
+    model: Any, visit: Callable[[Call], None], layers: Mapping[int, int] | None = None, rotary: bool = False
+) -> Iterator[None]:
+    """Show every attention call of a model to a visitor, for the duration of a ``with`` block.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model; its weights and classes are not touched.
+    visit : callable
+        Gets each `Call` before it runs. `Stop` raised inside it ends the forward (and the ``with`` block) quietly.
+    layers : mapping, optional
+        ``id(attention module) -> layer``; other modules (a vision tower) are let through. Without it calls are
+        numbered in their order.
+    rotary : bool
+        Also record what the modelling file's rotary function was given (`Call.rotary`).
+    """
+    name = f"qkscope_{next(_numbers)}"
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    configs |= {id(model.config): model.config}
+    configs = {key: config for key, config in configs.items() if hasattr(config, "_attn_implementation_internal")}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    calls = itertools.count()
+
+    with ExitStack() as stack:
+        recorder = None
+        if rotary:
+            files = {modelling_file(part) for part in {type(part): part for part in model.modules()}.values()}
+            recorder = stack.enter_context(record_rotary(files))
+
+        def attention(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
+            run = _delegate(module, implementation)
+            if layers is not None and id(module) not in layers:
+                return run(module, query, key, value, attention_mask, **kwargs)
+            layer = next(calls) if layers is None else layers[id(module)]
+            call = _read(module, layer, implementation, (query, key, value, attention_mask), kwargs)
+            call.rotary = recorder.take() if recorder is not None else None
+            visit(call)
+            output, weights = run(module, query, key, value, attention_mask, **kwargs)
+            if call.redo:
+                heads = sorted(call.redo)
+                output = output.clone()
+                output[:, :, heads] = call.attend(heads).to(output.dtype)
+            return output, weights
+
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+        implementation = before[id(model.config)]
+        if implementation not in SERVED:
+            raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
+        stack.callback(_unregister, name)
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+        masks.register(name, masks[implementation])
+        try:
+            for config in configs.values():
+                config._attn_implementation_internal = name
+            yield
+        except Stop:
+            pass
+        finally:
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]
+
+
+def _unregister(name: str) -> None:
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        interface._global_mapping.pop(name, None)

@@ -1,0 +1,194 @@
+"""An example is text whose interesting pieces are marked: where the head looks from, and what it may look at.
+
+A mark is a pair of character offsets ``(start, stop)`` with ``text[start:stop]`` the marked piece. Tokens come later:
+`Scope.encode` finds them on the ids the model sees, so no piece is ever tokenised on its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkscope.errors import BadInput
+
+Span = tuple[int, int]
+"""Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no part".
+
+    >>> Key((4, 7), {"lexical": 1}).label("order")
+    0
+    """
+
+    span: Span
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = {name: label for name, label in self.labels.items() if label not in (-1, 0, 1)}
+        if wrong:
+            raise BadInput(f"a key's label is +1, -1 or 0, but got {wrong}: fix the labels of this key.")
+
+    def label(self, contrast: str) -> int:
+        """The label in one contrast, 0 where none was given."""
+        return self.labels.get(contrast, 0)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Text (or ids) with marked queries and keys.
+
+    Parameters
+    ----------
+    text : str, optional
+        The prompt. Give either this or `ids`.
+    ids : sequence of int, optional
+        Token ids, taken as they are; spans then count tokens.
+    queries : sequence of (start, stop)
+        Where the head looks from; none means the last token the model sees (after the chat template, if any).
+    keys : sequence of Key
+        What it may look at.
+    cluster : str or int
+        Examples that share it are not independent (the same prompt with other words): intervals are clustered by it.
+
+    >>> example = Example.mark("The hat is in Box O. The hat is in Box", keys={"O": {"lexical": 1}})
+    >>> [example.piece(key.span) for key in example.keys]
+    ['O']
+    """
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    queries: tuple[Span, ...] = ()
+    keys: tuple[Key, ...] = ()
+    cluster: str | int = ""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.ids is None):
+            raise BadInput("an example needs either text or ids, and not both: give one of them.")
+        for name in ("ids", "queries", "keys"):  # lists are as welcome as tuples
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        if len(self) == 0:
+            raise BadInput("the prompt is empty: give at least one character (or one token id).")
+        for start, stop in (*self.queries, *(key.span for key in self.keys)):
+            if not 0 <= start < stop <= len(self):
+                raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
+
+    def __len__(self) -> int:
+        """Characters of the text, or number of ids."""
+        return len(self._sequence)
+
+    @property
+    def _sequence(self) -> Sequence[Any]:
+        sequence = self.text if self.text is not None else self.ids
+        assert sequence is not None
+        return sequence
+
+    def piece(self, span: Span) -> Any:
+        """What stands at a span: a piece of text, or a tuple of ids."""
+        return self._sequence[slice(*span)]
+
+    def show(self, limit: int = 300) -> str:
+        """The prompt for a message, shortened."""
+        shown = repr(self._sequence)
+        return shown if len(shown) <= limit else f"{shown[: limit // 2]} ... {shown[-limit // 2 :]}"
+
+    @classmethod
+    def mark(
+        cls,
+        text: str,
+        keys: Mapping[str, Mapping[str, int]] | Sequence[str] = (),
+        queries: Sequence[str] = (),
+        cluster: str | int = "",
+    ) -> Example:
+        """Mark pieces by searching for them; each must stand in the text exactly once (see `find_span`).
+
+        Parameters
+        ----------
+        text : str
+            The prompt.
+        keys : mapping or sequence of str
+            The words to mark as keys, with their labels where there are any.
+        queries : sequence of str
+            The words to mark as queries; none means the last token.
+        cluster : str or int
+            As in `Example`.
+        """
+        labels = keys if isinstance(keys, Mapping) else {word: {} for word in keys}
+        return cls(
+            text=text,
+            queries=tuple(find_span(text, word) for word in queries),
+            keys=tuple(Key(find_span(text, word), dict(own)) for word, own in labels.items()),
+            cluster=cluster,
+        )
+
+
+def find_span(text: str, word: str) -> Span:
+    """Where a word stands in a text, as a whole word; it must stand there exactly once.
+
+    >>> find_span("The cat saw a category.", "cat")
+    (4, 7)
+    """
+    if not word:
+        raise BadInput("an empty word cannot be marked: name the word to look for.")
+    # the edges only count as word borders where the word itself begins or ends with a letter or digit
+    before, after = (r"(?<!\w)" if re.match(r"\w", word) else ""), (r"(?!\w)" if re.search(r"\w\Z", word) else "")
+    found = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
+    if not found:
+        raise BadInput(f"{word!r} does not stand in the text {text!r}: check its spelling and case.")
+    if len(found) > 1:
+        places = ", ".join(str(start) for start, _ in found)
+        raise BadInput(
+            f"{word!r} stands {len(found)} times in the text {text!r} (at {places}): mark it by its offsets with"
+            " Example(text=..., keys=...), or write the text with a Draft."
+        )
+    return found[0]
+
+
+class Draft:
+    """Write a text piece by piece and mark as you go: marks are then exact, and no word has to be searched for.
+
+    >>> example = Draft().write("hat: ").key("O", lexical=1).write("; jam: ").key("Z").write("; hat:").example()
+    >>> example.text
+    'hat: O; jam: Z; hat:'
+    >>> [example.piece(key.span) for key in example.keys]
+    ['O', 'Z']
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+        self._queries: list[Span] = []
+        self._keys: list[Key] = []
+
+    def _append(self, piece: str) -> Span:
+        start = self._length
+        self._pieces.append(piece)
+        self._length += len(piece)
+        return start, self._length
+
+    def write(self, piece: str) -> Draft:
+        """Add unmarked text."""
+        self._append(piece)
+        return self
+
+    def key(self, piece: str, **labels: int) -> Draft:
+        """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1, lexical=-1)``."""
+        self._keys.append(Key(self._append(piece), labels))
+        return self
+
+    def query(self, piece: str) -> Draft:
+        """Add a piece and mark it as a query."""
+        self._queries.append(self._append(piece))
+        return self
+
+    def example(self, cluster: str | int = "") -> Example:
+        """The finished example."""
+        return Example(
+            text="".join(self._pieces), queries=tuple(self._queries), keys=tuple(self._keys), cluster=cluster
+        )
