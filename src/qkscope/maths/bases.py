@@ -61,7 +61,7 @@ def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) ->
 
 
 def principal_angles(a: Float[Tensor, "d r"], b: Float[Tensor, "d s"]) -> Float[Tensor, " m"]:
-    """Principal angles in radians, smallest first; small ones through their sine, where the cosine has no digits left."""
+    """Principal angles in radians, smallest first; small ones by their sine, as their cosine has no digits left."""
     cosines = principal_cosines(a, b)
     a, b = (a, b.to(a)) if a.shape[-1] >= b.shape[-1] else (b.to(a), a)
     sines = torch.linalg.svdvals(b - a @ (a.mT @ b)).flip(-1).clamp_max(1.0)

@@ -1,0 +1,5 @@
+"""``python -m qkscope``: the command line."""
+
+from qkscope.cli import main
+
+main()

@@ -1,0 +1,143 @@
+"""What every analysis and experiment returns: tables, arrays, claims, and where they come from.
+
+A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
+``report.html``. It is written under a temporary name and renamed, so a folder that exists is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from qkscope.errors import BadInput
+from qkscope.rules import rule_holds
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement, what the paper says, what we measured, the same number for a control, and the rule that decides."""
+
+    claim: str
+    paper: str
+    ours: float | None
+    control: float | None
+    rule: str
+
+    @property
+    def holds(self) -> bool:
+        """Computed from the rule, never typed in."""
+        return rule_holds(self.rule, {"ours": self.ours, "control": self.control})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "claim": self.claim, "paper": self.paper, "ours": self.ours, "control": self.control,
+            "rule": self.rule, "holds": self.holds,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished analysis or experiment."""
+
+    experiment: str
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    claims: Sequence[Claim] = ()
+    arrays: Mapping[str, Any] = field(default_factory=dict)  # name -> tensor
+    preset: str | None = None
+    model: str | None = None
+    seed: int = 0
+    seconds: float = 0.0
+    answer: str = ""  # the finding in one sentence, for people
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract's JSON: NaN and infinities are null."""
+        return _plain({
+            "schema": SCHEMA, "experiment": self.experiment, "preset": self.preset, "model": self.model,
+            "seed": self.seed, "seconds": self.seconds, "answer": self.answer,
+            "claims": [claim.to_json() for claim in self.claims], "tables": self.tables,
+        })  # fmt: skip
+
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
+        """Write the run folder; ``files`` are further files by relative name (report.html, figures/…)."""
+        folder = Path(folder)
+        if folder.is_file():
+            raise BadInput(f"{folder} is a file: name a folder for the results.")
+        contents: dict[str, str | bytes] = {
+            "results.json": json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+            "manifest.json": json.dumps(_plain({"schema": SCHEMA, **self.provenance}), indent=1, ensure_ascii=False)
+            + "\n",
+            **(files or {}),
+        }
+        if self.arrays:
+            from safetensors.torch import save
+
+            contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        except OSError as error:
+            raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+        try:
+            for name, content in contents.items():
+                path = fresh / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            fresh.chmod(0o755)
+            _replace_folder(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return folder
+
+
+def _replace_folder(fresh: Path, folder: Path) -> None:
+    """Put ``fresh`` in the place of ``folder``, which may exist: only a run folder of ours is ever replaced."""
+    if not folder.exists():
+        os.rename(fresh, folder)
+        return
+    if any(folder.iterdir()) and not (folder / "results.json").exists():
+        raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
+    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+    os.rename(folder, old / folder.name)
+    os.rename(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def provenance(**asked: Any) -> dict[str, Any]:
+    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same again."""
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("qkscope", "transformers", "numpy", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    command = " ".join(["qkscope", *sys.argv[1:]]) if Path(sys.argv[0]).name in ("qkscope", "__main__.py") else None
+    return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, sequences and scalars as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int | bool) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return str(value)
