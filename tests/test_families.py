@@ -4,7 +4,31 @@ import pytest
 import torch
 
 from qkscope.capture.families import FAMILIES, tiny_batch, tiny_model
+from qkscope.capture.live_check import check_family, list_families
 from qkscope.errors import BadInput
+
+MUST_PASS = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+    "gpt_oss",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "granite",
+    "smollm3",
+    "bert",
+    "vit",
+]
 
 
 def test_same_seed_same_weights_and_the_global_rng_is_untouched():
@@ -43,3 +67,41 @@ def test_the_batch_is_padded_on_the_side_the_family_pads():
 def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(BadInput, match="llama"):
         tiny_model("lama")
+
+
+@pytest.fixture(scope="module")
+def table():
+    return {row["family"]: row for row in list_families()}
+
+
+def test_the_table_has_one_row_per_family_with_an_error_or_a_reason(table):
+    assert list(table) == list(FAMILIES)
+    for row in table.values():
+        assert set(row) == {"family", "supported", "reason", "max_error"}
+        assert row["max_error"] < 1e-5 if row["supported"] else row["max_error"] is None and row["reason"]
+
+
+@pytest.mark.parametrize("family", MUST_PASS)
+def test_these_families_are_supported_without_limits(table, family):
+    assert table[family]["supported"]
+    assert table[family]["reason"] == ""
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom", "gptj", "mpt", "mamba"])
+def test_families_that_ignore_the_interface_are_refused_with_that_reason(table, family):
+    assert not table[family]["supported"]
+    assert "attention interface" in table[family]["reason"]
+
+
+def test_a_family_that_fails_gets_a_row_and_not_a_traceback(monkeypatch):
+    build = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES, "llama", lambda: build(hidden_act="nonsense"))
+    row = check_family("llama")
+    assert not row["supported"]
+    assert "nonsense" in row["reason"]
+
+
+def test_the_check_leaves_threads_as_they_were():
+    before = torch.get_num_threads()
+    list_families(["llama"])
+    assert torch.get_num_threads() == before

@@ -52,8 +52,20 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "phi3": {"partial_rotary_factor": 0.5},
     "gemma": {"head_dim": 12},
-    "gemma2": {"head_dim": 12, "sliding_window": _WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
-    "gemma3": {"head_dim": 12, "sliding_window": _WINDOW, "query_pre_attn_scalar": 24, "layer_types": _LOCAL_GLOBAL},
+    "gemma2": {
+        "head_dim": 12,
+        "sliding_window": _WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "attn_implementation": "eager",  # sdpa, the default of some versions, drops the soft-cap
+    },
+    "gemma3_text": {
+        "head_dim": 12,
+        "sliding_window": _WINDOW,
+        "query_pre_attn_scalar": 24,
+        "layer_types": _LOCAL_GLOBAL,
+    },
+    "gemma3": {},
     "olmo": {"clip_qkv": None},
     "olmo2": {},
     "olmo3": {"sliding_window": _WINDOW, "layer_types": _LOCAL_GLOBAL},
@@ -133,16 +145,22 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-_TEXT_MODEL_OF = {"gemma3": "gemma3_text"}  # a family whose own config holds a vision tower too
+_TEXT_PART = {"gemma3": "gemma3_text"}  # families that carry a vision tower beside a text model
+_TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 _TEXT_ENCODERS = frozenset({"bert", "roberta", "electra", "distilbert", "modernbert"})
 _IMAGE_ENCODERS = frozenset({"vit", "dinov2"})
 
 
 def _config(family: str, **overrides: Any) -> PretrainedConfig:
+    if family in _TEXT_PART:
+        text = _config(_TEXT_PART[family], **overrides).to_dict()
+        return AutoConfig.for_model(
+            family, text_config=text, vision_config=_TOWER | _IMAGE, mm_tokens_per_image=4, image_token_id=99
+        )
     settings = {**_SIZES, **_OVERRIDES[family], **overrides}
     if family in _TEXT_ENCODERS | _IMAGE_ENCODERS:  # encoders know no KV heads and no cache
         settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "use_cache")}
-    return AutoConfig.for_model(_TEXT_MODEL_OF.get(family, family), **settings)
+    return AutoConfig.for_model(family, **settings)
 
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {family: partial(_config, family) for family in _OVERRIDES}
