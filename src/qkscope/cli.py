@@ -61,6 +61,9 @@ def _options(
 @app.command()
 def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
     """Run the main job and write a page: find features, test them causally, explain one prompt."""
+    from qkscope.result import check_folder
+
+    check_folder(out)
     from qkscope.demo import demo as run_demo
 
     result, page = run_demo()

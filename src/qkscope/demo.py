@@ -54,7 +54,7 @@ def demo(seed: int = 0, fit_prompts: int = 768, test_prompts: int = 512) -> tupl
     result = Result(
         experiment="demo",
         answer=(
-            f"{MATCHING} attends to a token because colour and shape match: its attention on the right token falls from "
+            f"{MATCHING} attends to a token because colour and shape match: its attention on the right one falls from "
             f"{both['orig_before']:.2f} to {both['orig_after']:.2f} when both are swapped with another token, and to "
             f"{random['orig_after']:.2f} when random subspaces of the same rank are."
         ),

@@ -73,9 +73,7 @@ class Result:
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the run folder; ``files`` are further files by relative name (report.html, figures/…)."""
-        folder = Path(folder)
-        if folder.is_file():
-            raise BadInput(f"{folder} is a file: name a folder for the results.")
+        folder = check_folder(folder)
         contents: dict[str, str | bytes] = {
             "results.json": json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
             "manifest.json": json.dumps(_plain({"schema": SCHEMA, **self.provenance}), indent=1, ensure_ascii=False)
@@ -86,11 +84,7 @@ class Result:
             from safetensors.torch import save
 
             contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        except OSError as error:
-            raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+        fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
             for name, content in contents.items():
                 path = fresh / name
@@ -103,13 +97,26 @@ class Result:
         return folder
 
 
+def check_folder(folder: str | Path) -> Path:
+    """The folder, if results can be written there: asked before long work starts. Only a run of ours is ever replaced."""
+    folder = Path(folder)
+    if folder.is_file():
+        raise BadInput(f"{folder} is a file: name a folder for the results.")
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
+            raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+    return folder
+
+
 def _replace_folder(fresh: Path, folder: Path) -> None:
-    """Put ``fresh`` in the place of ``folder``, which may exist: only a run folder of ours is ever replaced."""
+    """Put ``fresh`` in the place of ``folder``, which may exist."""
     if not folder.exists():
         os.rename(fresh, folder)
         return
-    if any(folder.iterdir()) and not (folder / "results.json").exists():
-        raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
     os.rename(folder, old / folder.name)
     os.rename(fresh, folder)
@@ -117,7 +124,7 @@ def _replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def provenance(**asked: Any) -> dict[str, Any]:
-    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same again."""
+    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,0 +1,140 @@
+"""Every speed we claim, as a ratio against the plain way of doing the same work, measured in the same run.
+
+``ratio = plain_s / ours_s`` (times faster), except for overhead rows, where it is ``ours_s / plain_s`` (the cost).
+The two sides alternate and each gives its median, so that a busy machine slows both alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.moments import Moments
+from qkscope.maths.weights import thin_svd
+
+Row = dict[str, Any]
+_ROWS: dict[str, Callable[[], Row]] = {}
+_log = logging.getLogger(__name__)
+
+
+def bench(only: Sequence[str] | None = None) -> list[Row]:
+    """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
+    unknown = [name for name in only or () if name not in _ROWS]
+    if unknown:
+        raise BadInput(f"there is no bench row {unknown[0]!r}: there is {', '.join(_ROWS)}.")
+    rows = []
+    for name in only or _ROWS:
+        _log.info("bench: %s ...", name)
+        rows.append({"name": name, **_ROWS[name]()})
+    return rows
+
+
+def _row(function: Callable[[], Row]) -> Callable[[], Row]:
+    """Register a row under its function's name."""
+    _ROWS[function.__name__.removeprefix("_")] = function
+    return function
+
+
+def _compare(
+    plain: Callable[[], Any], ours: Callable[[], Any], repeats: int, *, warm: bool = True
+) -> tuple[float, float]:
+    """Median seconds of both, alternating."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + warm):
+        for side, call in zip(seconds, (plain, ours), strict=True):
+            start = time.perf_counter()
+            call()
+            if turn or not warm:
+                side.append(time.perf_counter() - start)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def _faster(plain_s: float, ours_s: float, note: str) -> Row:
+    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": plain_s / ours_s, "note": note}
+
+
+def _overhead(plain_s: float, ours_s: float, note: str) -> Row:
+    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": ours_s / plain_s, "note": note}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_row
+def _moments_update() -> Row:
+    """270 heads in 90 key groups, 16 queries, 10 keys, d_head 64, both signs, float64 sums, one core."""
+    layers, heads, groups, rows, keys, d = 30, 9, 3, 16, 10, 64
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, layers * heads, d, generator=generator)
+    k = torch.randn(rows, layers * groups, keys, d, generator=generator)
+    labels = -torch.ones(rows, keys, dtype=torch.int64)
+    labels[torch.arange(rows), torch.randint(keys, (rows,), generator=generator)] = 1
+    names = [Head(layer, head) for layer in range(layers) for head in range(heads)]
+    moments = Moments(names, ["c"], d, group_size=heads // groups)
+    sums = torch.zeros(len(names), 2, d, d, dtype=torch.float64)
+    right = labels > 0
+
+    def plain() -> None:
+        for index, head in enumerate(names):
+            queries = q[:, index].double()
+            own = k[:, head.layer * groups + head.index // (heads // groups)].double()
+            sums[index, 0] += torch.einsum("nd,ne->de", queries, own[right])
+            sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
+
+    with _threads(1):
+        plain_s, ours_s = _compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
+    ours_c = moments.delta("c") * moments.count("c")[0, 0]
+    plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
+    assert torch.allclose(ours_c, plain_c, rtol=1e-9, atol=1e-9), "both sides must compute the same ΔC"
+    return _faster(
+        plain_s, ours_s, "Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core"
+    )
+
+
+def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> tuple[float, float, float]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (heads, d_head, d_model)
+    w_q, w_k = (torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5 for _ in range(2))
+    found: dict[str, torch.Tensor] = {}
+
+    def plain() -> None:
+        dense = [torch.linalg.svd(a.T @ b, full_matrices=False) for a, b in zip(w_q, w_k, strict=True)]
+        found["plain"] = torch.stack([s[:d_head] for _, s, _ in dense])
+
+    def ours() -> None:
+        found["ours"] = thin_svd(w_q, w_k)[1]
+
+    with _threads(1):
+        plain_s, ours_s = _compare(plain, ours, repeats, warm=repeats > 1)
+    error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
+    assert error < 1e-10, "both sides must find the same singular values"
+    return plain_s, ours_s, error
+
+
+@_row
+def _thin_svd_576_64() -> Row:
+    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
+    plain_s, ours_s, error = _thin_against_dense(270, 576, 64, repeats=1)
+    return _faster(plain_s, ours_s, f"270 heads, d_model 576, d_head 64; same values to {error:.0e}; one core")
+
+
+@_row
+def _thin_svd_4096_128() -> Row:
+    """One head of Llama-3.1-8B's shape."""
+    plain_s, ours_s, error = _thin_against_dense(1, 4096, 128, repeats=1)
+    return _faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")

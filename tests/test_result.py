@@ -1,0 +1,216 @@
+"""Facts about results: claims are decided by rule, folders are whole or absent, the shell speaks in sentences."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qkscope
+from qkscope import BadInput, Head
+from qkscope.heads import parse_heads
+from qkscope.page.plain import plain_page
+from qkscope.result import Claim, Result
+from qkscope.rules import rule_holds
+
+
+def command(*arguments, **kwargs):
+    return subprocess.run([sys.executable, "-m", "qkscope", *arguments], capture_output=True, text=True, **kwargs)
+
+
+# ---------------------------------------------------------------- heads
+
+
+@given(st.integers(0, 9999), st.integers(0, 9999))
+def test_heads_parse_what_they_print(layer, index):
+    assert Head.parse(str(Head(layer, index))) == Head(layer, index)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_head_or_a_sentence(text):
+    try:
+        head = Head.parse(text)
+    except BadInput as error:
+        head = error
+    assert str(head).endswith("like L18H6.") or Head.parse(str(head)) == head
+
+
+def test_lists_of_heads():
+    assert parse_heads(" l1h2, L0H0,") == [Head(1, 2), Head(0, 0)]
+    assert parse_heads([Head(1, 2), "L0H0"]) == [Head(1, 2), Head(0, 0)]
+    for given_heads, says in (("", "no head was named"), ("L1H2,L1H2", "L1H2 is named twice"), ("L1", "'L1'")):
+        with pytest.raises(BadInput, match=says):
+            parse_heads(given_heads)
+    assert Head(18, 7).kv(3) == 2
+
+
+# ---------------------------------------------------------------- claims
+
+
+def test_rules_decide():
+    values = {"ours": 0.42, "control": 0.13}
+    for rule, holds in (
+        ("ours > 2 * control", True),
+        ("ours > 4 * control", False),
+        ("0.4 < ours <= 0.42 and control < 0.2", True),
+        ("ours < 0 or abs(ours - control) > 0.2", True),
+        ("min(ours, control) == control", True),
+        ("-ours < 0", True),
+    ):
+        assert rule_holds(rule, values) is holds
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_value_never_satisfies_a_rule(missing):
+    assert not Claim("c", "p", missing, 1.0, "ours < 5").holds
+    assert not Claim("c", "p", missing, 1.0, "ours != 5").holds
+    assert Claim("c", "p", 1.0, missing, "ours < 5").holds
+
+
+@pytest.mark.parametrize("rule", ["__import__('os')", "ours", "theirs > 1", "ours >", "ours.real > 0", "[1][0] > 0"])
+def test_rules_are_not_programs(rule):
+    with pytest.raises(BadInput):
+        rule_holds(rule, {"ours": 1.0, "control": 1.0})
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def some_result(**kwargs):
+    return Result(
+        experiment="test/one",
+        tables={
+            "t": [{"head": "L0H0", "value": float("nan"), "n": 3, "ok": True, "text": "<script>alert(1)</script>"}]
+        },
+        claims=[Claim("c", "p", 2.0, 1.0, "ours > control")],
+        arrays={"x": torch.arange(3)},
+        **kwargs,
+    )
+
+
+def test_results_are_json_with_null_for_nan(tmp_path):
+    folder = some_result().write(tmp_path / "run", files={"figures/a.png": b"png"})
+    text = (folder / "results.json").read_text()
+    assert "NaN" not in text
+    stored = json.loads(text)
+    assert stored["schema"] == 1
+    assert stored["tables"]["t"][0]["value"] is None
+    assert stored["claims"][0]["holds"] is True
+    assert json.loads((folder / "manifest.json").read_text())["schema"] == 1
+    assert {p.name for p in folder.rglob("*") if p.is_file()} == {
+        "results.json", "manifest.json", "arrays.safetensors", "a.png",
+    }  # fmt: skip
+
+
+def test_a_run_replaces_a_run_and_nothing_else(tmp_path):
+    folder = some_result().write(tmp_path / "run", files={"old": "x"})
+    some_result(seed=1).write(folder)
+    assert json.loads((folder / "results.json").read_text())["seed"] == 1
+    assert not (folder / "old").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    with pytest.raises(BadInput, match="holds other files"):
+        some_result().write(mine)
+    assert (mine / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is a file"):
+        some_result().write(tmp_path / "file")
+    with pytest.raises(BadInput, match="cannot be written"):
+        some_result().write(tmp_path / "file" / "below")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "run"]
+
+
+def test_the_page_escapes_everything():
+    page = plain_page(some_result(answer="<b>bold</b>"))
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "&lt;b&gt;bold" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+# ---------------------------------------------------------------- the shell
+
+
+def test_help_is_instant_and_needs_no_torch():
+    code = (
+        "import sys; sys.argv = ['qkscope', '--help']\n"
+        "from qkscope.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, qkscope; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert set(dir(qkscope)) == set(qkscope.__all__)
+    for name in qkscope.__all__:
+        assert getattr(qkscope, name) is not None
+    with pytest.raises(AttributeError):
+        _ = qkscope.nonsense
+
+
+def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
+    done = command("demo", "--out", str(tmp_path / "demo"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("L0H0 attends to a token because")
+    stored = json.loads((tmp_path / "demo" / "results.json").read_text())
+    swap = {(row["head"], row["condition"]): row for row in stored["tables"]["swap"]}
+    assert swap["L0H0", "both"]["orig_after"] < 0.05 < swap["L0H0", "random_both"]["orig_after"]
+    assert [claim["holds"] for claim in stored["claims"]] == [True, True, False, True, True]
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "random_both" in page
+    assert stored["answer"].split(":")[0] in page
+
+
+def test_json_goes_to_stdout_alone(tmp_path):
+    done = command("demo", "--json", "--out", str(tmp_path / "demo"))
+    assert json.loads(done.stdout)["experiment"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench", "--only", "nonsense"], "there is no bench row 'nonsense'"),
+        (["demo", "--out", "/proc/nowhere/demo"], "cannot be written"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(arguments, says):
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_no_room_imports_one_below_it():
+    """The order of the rooms in the design; a room may import itself and those above."""
+    rooms = ["errors", "heads", "examples", "rules", "result", "tasks", "capture", "maths", "toys", "analyses",
+             "papers", "page", "explorer", "runs", "demo", "bench", "cli"]  # fmt: skip
+    source = Path(qkscope.__file__).parent
+    for path in source.rglob("*.py"):
+        room = path.relative_to(source).parts[0].removesuffix(".py")
+        if room not in rooms:
+            assert room in ("__init__", "__main__"), f"{path} is in no room"
+            continue
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) > 1 and words[0] in ("from", "import") and words[1].startswith("qkscope."):
+                other = words[1].split(".")[1]
+                assert rooms.index(other) <= rooms.index(room), f"{path} imports {words[1]}"
+                if room == "maths":
+                    assert other in ("maths", "heads", "errors"), f"{path} imports {words[1]}"
+                if room == "capture":
+                    assert other != "result", f"{path} imports {words[1]}"
