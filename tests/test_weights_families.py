@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from qkscope.capture.families import FAMILIES, tiny_batch, tiny_model
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.capture.weights import head_weights, normalised_input, qk_norm_scale
 from qkscope.errors import BadInput
@@ -45,7 +47,7 @@ def rebuild(model, weights, layer, hidden):
     x_hat = normalised_input(model, layer, hidden)
     s_q, s_k = qk_norm_scale(model, layer, hidden)
     queries = [row for row, head in enumerate(weights.heads) if head.layer == layer]
-    keys = sorted({weights.key_of[row] for row in queries})
+    keys = weights.kv_of_head[queries].unique()
     q = torch.einsum("btx,hdx->bhtd", x_hat, weights.W_Q[queries]) * s_q.transpose(1, 2)[..., None]
     k = torch.einsum("btx,gdx->bgtd", x_hat, weights.W_K[keys]) * s_k.transpose(1, 2)[..., None]
     return q + weights.c_Q[queries][:, None], k + weights.c_K[keys][:, None], weights.scale[queries]
@@ -117,6 +119,25 @@ def test_layers_without_one_matrix_per_head_are_refused_with_the_reason(family):
 def test_clipped_projections_are_refused():
     with pytest.raises(BadInput, match="no linear function"):
         head_weights(tiny_model("olmo", clip_qkv=0.5))
+
+
+def test_weights_reproduce_the_real_model():
+    scope = Scope.load("smollm2-135m")
+    heads = ["L17H5", "L18H6", "L18H7", "L21H8"]
+    weights = head_weights(scope, heads)
+    inputs = scope.encode(["hat: O\njam: Z\ncat: B\njam:", "The jam is in Box"]).inputs
+    with torch.no_grad():
+        hidden = scope.model(**inputs, output_hidden_states=True).hidden_states
+    row, column = inputs["attention_mask"].nonzero(as_tuple=True)
+    places = Places(row, column, column[:, None], torch.ones_like(column[:, None], dtype=torch.bool))
+    captured = scope.capture_inputs(inputs, places=places, heads=heads, space="pre_rope")
+    assert torch.equal(captured.kv_of_head, weights.kv_of_head)
+    torch.testing.assert_close(captured.scale, weights.scale)
+    for i, head in enumerate(weights.heads):
+        x_hat = normalised_input(scope, head.layer, hidden[head.layer])[row, column]
+        W_Q, W_K = weights[head]
+        assert relative_error(x_hat @ W_Q.T, captured.q[:, i]) < 1e-4
+        assert relative_error(x_hat @ W_K.T, captured.k[:, captured.kv_of_head[i], 0]) < 1e-4
 
 
 def test_without_qk_norm_the_scalar_is_one_and_with_it_depends_on_the_token():

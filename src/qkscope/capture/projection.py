@@ -39,8 +39,10 @@ class LayerCall:
 
     Attributes
     ----------
-    model, attention : nn.Module
-        The model, and the module in it that calls the attention function.
+    family : str
+        The model's type, for messages.
+    attention : nn.Module
+        The module that calls the attention function.
     args, kwargs
         The module's arguments in the recorded forward.
     input_norm : nn.Module or None
@@ -49,7 +51,7 @@ class LayerCall:
         Norms that run inside the attention module before its attention function, with the width they normalise.
     """
 
-    model: PreTrainedModel
+    family: str
     attention: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -113,7 +115,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
 
     calls = []
     for attention, norms in qk_norms.items():
-        call = LayerCall(model, attention, *inputs[attention], input_norm=None, qk_norms=norms)
+        call = LayerCall(model.config.model_type, attention, *inputs[attention], input_norm=None, qk_norms=norms)
         block = _block(names[attention], model)
         inside = set(block.modules())
         makers = [module for module in made_by.get(id(call.hidden), []) if module in inside]
@@ -159,7 +161,7 @@ def project(
         part = _linear_part if qk_norm == "linear" else _bias_part
         hooks = [norm.register_forward_hook(part(norm, width, z.device)) for norm, width in call.qk_norms.items()]
     try:
-        with tap(call.model, take):
+        with tap(call.attention, take):
             call.attention(*args, **kwargs)
     finally:
         for hook in hooks:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,8 +40,8 @@ class HeadWeights:
         One per query head.
     W_K : Float[Tensor, "g d_head d_model+1"]
         One per key head that at least one of the heads reads.
-    key_of : tuple of int
-        For each query head the row of `W_K` it reads.
+    kv_of_head : Int[Tensor, "h"]
+        Which row of `W_K` each query head reads; rows stand in order of first use, as in `Captured`.
     scale : Float[Tensor, "h"]
         What the attention call multiplies ``q·k`` by (1 where a family scales its queries instead).
     c_Q, c_K : Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]
@@ -51,7 +51,7 @@ class HeadWeights:
     heads: tuple[Head, ...]
     W_Q: Float[Tensor, "h d_head d_model+1"]
     W_K: Float[Tensor, "g d_head d_model+1"]
-    key_of: tuple[int, ...]
+    kv_of_head: Int[Tensor, "h"]
     scale: Float[Tensor, "h"]
     c_Q: Float[Tensor, "h d_head"]
     c_K: Float[Tensor, "g d_head"]
@@ -64,7 +64,7 @@ class HeadWeights:
         if head not in self.heads:
             raise BadInput(f"{head} is not among the heads whose weights were read.")
         row = self.heads.index(head)
-        return self.W_Q[row], self.W_K[self.key_of[row]]
+        return self.W_Q[row], self.W_K[self.kv_of_head[row]]
 
 
 def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = None) -> HeadWeights:
@@ -117,7 +117,7 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
         heads=tuple(wanted),
         W_Q=torch.stack([parts[query][0] for query in queries]),
         W_K=torch.stack([parts[key][0] for key in keys]),
-        key_of=tuple(keys.index(key) for key in keys_read),
+        kv_of_head=torch.tensor([keys.index(key) for key in keys_read], device=device),
         scale=torch.tensor([shapes[head.layer].scale for head in wanted], device=device),
         c_Q=torch.stack([parts[query][1] for query in queries]),
         c_K=torch.stack([parts[key][1] for key in keys]),
@@ -240,15 +240,16 @@ def _check_form(call: LayerCall, layer: int) -> None:
     z = torch.randn((8, call.hidden.shape[-1]), generator=generator).to(call.hidden)
     tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
     whole, turned = project(call, z), project(call, z, rotated=True)
-    zero, once, twice = (project(call, factor * z, qk_norm="linear") for factor in (0, 1, 2))
-    for name, offset, s in zip("qk", _offsets(call), _scales(call, z), strict=True):
-        at = [getattr(projected, name).float() for projected in (whole, turned, zero, once, twice)]
-        size = at[0].norm(dim=-1).mean()
-        straight = (at[4] - 2 * at[3] + at[2]).norm(dim=-1).max() <= tolerance * at[3].norm(dim=-1).mean()
-        one_scalar = (at[0] - s[..., None] * at[3] - offset).norm(dim=-1).max() <= tolerance * size
-        turns = (at[0].norm(dim=-1) - at[1].norm(dim=-1)).abs().max() <= tolerance * size
-        what = "queries" if name == "q" else "keys"
-        kind = f"{call.model.config.model_type} layer {layer}: its {what}"
+    linear = project(call, torch.cat([0 * z, z, 2 * z]), qk_norm="linear")
+    seen = zip(("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), _scales(call, z), strict=True)
+    for what, vector, rotated, parts, offset, s in seen:
+        vector, rotated = vector.float(), rotated.float()
+        zero, once, twice = parts.float().chunk(3)
+        size = vector.norm(dim=-1).mean()
+        straight = (twice - 2 * once + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
+        one_scalar = (vector - s[..., None] * once - offset).norm(dim=-1).max() <= tolerance * size
+        turns = (vector.norm(dim=-1) - rotated.norm(dim=-1)).abs().max() <= tolerance * size
+        kind = f"{call.family} layer {layer}: its {what}"
         if not straight:
             raise BadInput(f"{kind} are no linear function of its input, so they have no single weight matrix.")
         if not one_scalar:
