@@ -1,0 +1,134 @@
+"""Binding: which box is the jam in? Keys are the box labels, the query is the last token.
+
+Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
+
+- ``order``: the same words in every prompt, shuffled, and one fixed word asked for; + is the box at its place, − the
+  other boxes. The word's own direction enters through the mean, so the query is centred.
+- ``lexical``: a copy of the prompt with the word asked for replaced in both places; + is its box, − the box of the
+  copy, seen by the same query. ``own_query`` is the authors' variant: each prompt's query meets its own key.
+- ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from qkscope.errors import BadInput
+from qkscope.examples import Draft, Example
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.words import BOXES, OBJECTS
+
+Form = Literal["list", "sentence", "question"]
+_LINES: dict[str, tuple[str, str, str, str]] = {
+    # before the word, between word and label, after the label, the question about a word
+    "list": ("", ": ", "\n", "{}:"),
+    "sentence": ("The ", " is in Box ", ". ", "The {} is in Box"),
+    "question": ("The ", " is in Box ", ". ", "Which box is the {} in?\nAnswer: Box"),
+}
+_FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
+
+
+def binding(
+    entities: int = 9,
+    form: Form = "list",
+    seed: int = 0,
+    *,
+    lexical: Literal["same_query", "own_query"] = "same_query",
+    words: Sequence[str] = OBJECTS,
+    boxes: Sequence[str] = BOXES,
+    pool: int | None = None,
+    filler: int = 0,
+    chat: bool = False,
+) -> Task:
+    """Make the binding task.
+
+    Parameters
+    ----------
+    entities : pairs of word and box in a prompt, 2 to 20.
+    form : ``list`` (``hat: O``), ``sentence`` or ``question``.
+    seed : of every draw.
+    lexical : the lexical contrast: one query for both keys, or the authors' own query each.
+    words, boxes : what to draw from; the words are cut into disjoint pools for choosing, fitting and testing.
+    pool : how many different words the lexical contrast is fitted on; all of the fitting pool by default.
+    filler : up to so many words before each pair, so that order is not token position.
+    chat : whether prompts go into the model's chat template.
+    """
+    if form not in _LINES:
+        raise BadInput(f"form is one of {', '.join(_LINES)}, but got {form!r}.")
+    if not 2 <= entities <= 20:
+        raise BadInput(f"a prompt holds 2 to 20 entities, but got {entities}.")
+    if lexical not in ("same_query", "own_query"):
+        raise BadInput(f"lexical is 'same_query' or 'own_query', but got {lexical!r}.")
+    if len(set(boxes)) <= entities:
+        raise BadInput(
+            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(set(boxes))}."
+        )
+    split = pools(words, seed, "binding words", least=entities + 1)
+    fitted = split["fit"][: pool or None]
+    if len(fitted) <= entities:
+        raise BadInput(f"a pool of {len(fitted)} words is too small for {entities} entities and a counterfactual.")
+
+    def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
+        """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
+        before, between, after, question = _LINES[form]
+        draft = Draft()
+        for i, (word, box) in enumerate(pairs):
+            padding = " ".join(rng.choices(_FILLER, k=rng.randint(0, filler)))
+            sign = 1 if i == asked else -1
+            labels = {ANSWER: sign}
+            if label == "order" or (label != ANSWER and sign > 0):
+                labels[label] = sign
+            draft.write((padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}")
+            draft.key(box, **labels).write(after)
+        return draft.write(question.format(pairs[asked][0])).example(cluster=cluster)
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "binding", form, entities, use, contrast)
+        own = fitted if use == "fit" else split[use]
+        fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(list(boxes), entities)
+        units: list[Unit] = []
+        for cluster in range(n):
+            if contrast == "order":
+                named, labels = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
+                asked = named.index(fixed_words[0])
+            else:
+                named, labels = rng.sample(own, entities), rng.sample(list(boxes), entities)
+                asked = rng.randrange(entities)
+            pairs = list(zip(named, labels, strict=True))
+            state = rng.getstate()
+            first = prompt(pairs, asked, contrast, rng, cluster)
+            if contrast not in ("lexical", "box"):
+                units.append((first,))
+                continue
+            other = list(pairs)
+            if contrast == "lexical":
+                other[asked] = (rng.choice([word for word in own if word not in named]), labels[asked])
+            else:
+                other[asked] = (named[asked], rng.choice([box for box in boxes if box not in labels]))
+            after = rng.getstate()
+            rng.setstate(state)  # the copy gets the same filler
+            copy = prompt(other, asked, contrast, rng, cluster)
+            rng.setstate(after)
+            if contrast == "lexical" and lexical == "own_query":
+                copy = _negated(copy, contrast)
+            units.append((first, copy))
+        return units
+
+    contrasts = (
+        Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False),
+        Contrast("lexical", "the asked word's box / the same box with another word", across=lexical == "same_query"),
+        Contrast("box", "the answer's label / another label in its place", across=True),
+    )
+    asked_for = {"entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
+                 "words": list(words), "boxes": list(boxes)}  # fmt: skip
+    return Task("binding", {c.name: c for c in contrasts}, draw, seed, chat, asked_for)
+
+
+def _negated(example: Example, contrast: str) -> Example:
+    keys = [
+        type(key)(key.span, {name: -sign if name == contrast else sign for name, sign in key.labels.items()})
+        for key in example.keys
+    ]
+    return Example(text=example.text, queries=example.queries, keys=tuple(keys), cluster=example.cluster)

@@ -1,0 +1,96 @@
+"""Filter heads: find the fruits in a list. Keys are the items' last tokens, the query is the prompt's last token.
+
+One contrast per category (+ its items, − all other items, in prompts that ask for it) as in Lee et al. 2026, section
+5.1, and ``category``, which pools all of them and centres the query: within one category every query is alike, so its
+ΔC is ``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from qkscope.errors import BadInput
+from qkscope.examples import Draft, Example
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.words import CATEGORIES, FIVE
+
+Form = Literal["list", "bullets", "question"]
+POOLED = "category"
+_FORMS: dict[str, tuple[str, str, str, str]] = {
+    # before the list, before an item, after an item, the question
+    "list": ("Items:", " ", ",", "\nThe {} in the list are:"),
+    "bullets": ("Items:\n", "- ", "\n", "\nThe {} in the list are:"),
+    "question": ("", "", ", ", "\nQuestion: Which of these are {}?\nAnswer:"),
+}
+
+
+def filter_task(
+    categories: int | Sequence[str] = 5,
+    form: Form = "list",
+    seed: int = 0,
+    *,
+    items: int = 5,
+    words: Mapping[str, Sequence[str]] = CATEGORIES,
+    chat: bool = False,
+) -> Task:
+    """Make the filter task (``qkscope.tasks.filter``).
+
+    Parameters
+    ----------
+    categories : 5 or 13 for the papers' sets, or names from ``words``.
+    form : ``list``, ``bullets`` or ``question``.
+    items : items of each category in a prompt.
+    words : words of every category; your own lists are welcome, and words of several tokens too.
+    chat : whether prompts go into the model's chat template.
+    """
+    if form not in _FORMS:
+        raise BadInput(f"form is one of {', '.join(_FORMS)}, but got {form!r}.")
+    if isinstance(categories, int):
+        named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]
+        if len(named) != categories:
+            raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
+    else:
+        named = list(categories)
+    unknown = [name for name in named if name not in words]
+    if unknown:
+        raise BadInput(f"there is no word list for {unknown[0]!r}: there is {', '.join(words)}.")
+    if len(named) < 2 or items < 1:
+        raise BadInput(f"a list needs 2 categories and 1 item of each, but got {len(named)} and {items}.")
+    if {ANSWER, POOLED} & set(named):
+        raise BadInput(f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts.")
+    split = {name: pools(words[name], seed, name, least=items) for name in named}
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "filter", form, items, *named, use, contrast)
+        units: list[Unit] = []
+        for cluster in range(n):
+            # every category is asked for equally often
+            wanted = contrast if contrast in named else named[cluster % len(named)]
+            chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
+            rng.shuffle(chosen)
+            units.append((_prompt(chosen, wanted, contrast, form, cluster),))
+        return units
+
+    contrasts = {
+        name: Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False) for name in named
+    }
+    contrasts[POOLED] = Contrast(POOLED, "items of the asked category / other items", center="query", paired=False)
+    asked = {
+        "categories": named,
+        "form": form,
+        "items": items,
+        "chat": chat,
+        "words": {n: list(words[n]) for n in named},
+    }
+    return Task("filter", contrasts, draw, seed, chat, asked)
+
+
+def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:
+    start, before, after, question = _FORMS[form]
+    draft = Draft().write(start) if start else Draft()
+    for i, (word, name) in enumerate(chosen):
+        sign = 1 if name == wanted else -1
+        draft.write(before).key(word, **{ANSWER: sign, contrast: sign})
+        draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
+    return draft.write(question.format(wanted)).example(cluster=cluster)
