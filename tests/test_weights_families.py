@@ -1,5 +1,7 @@
 """Folded weights: s · W x̂ + c, rotated by the model's own cos and sin, is the q and k the attention was given."""
 
+import gc
+
 import pytest
 import torch
 
@@ -187,3 +189,18 @@ def test_reading_leaves_no_trace_on_the_model():
     assert model.config._attn_implementation == implementation
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_reading_frees_its_tensors_without_waiting_for_the_garbage_collector():
+    model = tiny_model("qwen3")
+    head_weights(model)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+        head_weights(model)
+        head_weights(model, "L0H1")
+        qk_norm_scale(model, 0, torch.ones(1, 2, 64))
+        assert sum(type(thing) is torch.Tensor for thing in gc.get_objects()) == before
+    finally:
+        gc.enable()

@@ -85,6 +85,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     made_by: dict[int, list[nn.Module]] = {}
     alive: list[Tensor] = []  # an id means something only while its tensor lives
     qk_norms: dict[nn.Module, dict[nn.Module, int]] = {}
+    stop = Stop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs[module] = (args, kwargs)
@@ -100,7 +101,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         ran = [part for part in call.module.modules() if _is_norm(part) and part in inputs]
         qk_norms[call.module] = {norm: inputs[norm][0][0].shape[-1] for norm in ran}
         if call.layer == last:
-            raise Stop
+            raise stop
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
@@ -108,6 +109,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         with torch.no_grad(), tap(model, visit):
             model.base_model(**_one_token(model))
     finally:
+        stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
         for hook in hooks:
             hook.remove()
     if not qk_norms:
@@ -151,10 +153,11 @@ def project(
     else:
         args = (z[:, None], *args[1:])
     found: list[Call] = []
+    stop = Stop()
 
     def take(attention_call: Call) -> None:
         found.append(attention_call)
-        raise Stop
+        raise stop
 
     hooks = []
     if qk_norm != "whole":
@@ -164,6 +167,7 @@ def project(
         with tap(call.attention, take):
             call.attention(*args, **kwargs)
     finally:
+        stop.__traceback__ = None  # as above
         for hook in hooks:
             hook.remove()
     return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
