@@ -13,6 +13,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content))
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def read_json(path: Path) -> Any | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 
 
@@ -93,10 +93,15 @@ def probe(model: Any) -> Facts:
         model.eval()
     calls: list[Call] = []
     inputs = short_inputs(model)
-    body = model.base_model
+
+    def visit(call: Call) -> None:
+        _check_honoured(implementation, call)
+        calls.append(call)
+
+    implementation = model.config._attn_implementation
     try:
-        with tap(model, calls.append, rotary=True):
-            body(**inputs)
+        with tap(model, visit, rotary=True):
+            model.base_model(**inputs)
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
@@ -115,29 +120,19 @@ def probe(model: Any) -> Facts:
             f"{kind} cannot be looked into: only {len(calls)} of its {expected} layers call transformers' attention"
             " interface."
         )
-    _check_honoured(model, calls)
     family = _family_refusals(model, calls)
     return Facts(
         layers=tuple(_layer(call, family) for call in calls),
         layer_of={module: layer for layer, module in enumerate(modules)},
-        takes_positions=_takes_positions(body, inputs),
+        takes_positions=_takes_positions(model, inputs),
     )
 
 
-def _check_honoured(model: Any, calls: list[Call]) -> None:
-    dropped = [
-        name
-        for name, seen in (
-            ("soft-cap", any(call.softcap is not None for call in calls)),
-            ("attention sink", any(call.sinks is not None for call in calls)),
-        )
-        if seen
-    ]
-    if dropped and model.config._attn_implementation != "eager":
-        raise BadInput(
-            f"{model.config._attn_implementation} attention drops this model's {dropped[0]}:"
-            " load the model with attn='eager'."
-        )
+def _check_honoured(implementation: str, call: Call) -> None:
+    """SDPA has no place for a soft-cap or a sink; some versions refuse them, others drop them without a word."""
+    for what, value in (("soft-cap", call.softcap), ("attention sink", call.sinks)):
+        if value is not None and implementation != "eager":
+            raise BadInput(f"{implementation} attention drops this model's {what}: load the model with attn='eager'.")
 
 
 def _family_refusals(model: Any, calls: list[Call]) -> dict[Space, str]:
@@ -193,13 +188,21 @@ def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
     return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
 
 
-def _takes_positions(body: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether position ids may be passed: the argument exists, and 0, 1, 2, ... is what the model counts itself."""
+def _takes_positions(model: Any, inputs: dict[str, Tensor]) -> bool:
+    """Whether position ids may be passed: the argument exists, and 0, 1, 2, ... is what the model counts itself.
+
+    RoBERTa, for one, counts from 2. The first layer's queries show it, so the passes end there.
+    """
+    body = model.base_model
     if "position_ids" not in forward_arguments(body) or "attention_mask" not in inputs:
         return False
-    try:
-        own = body(**inputs)[0]
-        given = body(**inputs, position_ids=positions_of(inputs["attention_mask"]))[0]
-    except Exception:  # a forward that fails with explicit positions does not take them
-        return False
-    return torch.allclose(own, given, rtol=1e-3, atol=1e-3)
+    seen: list[Tensor] = []
+
+    def first(call: Call) -> None:
+        seen.append(call.q)
+        raise Stop
+
+    for extra in ({}, {"position_ids": positions_of(inputs["attention_mask"])}):
+        with tap(model, first):
+            body(**inputs, **extra)
+    return torch.allclose(seen[0], seen[1], rtol=1e-3, atol=1e-3)
