@@ -1,0 +1,186 @@
+"""Loading: folders, GGUF files, fingerprints, and one sentence for everything that goes wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from qkscope.capture.cache import cache_dir, files_hash, tensors_hash
+from qkscope.capture.families import tiny_model
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+EXAMPLE = Example(ids=[5, 6, 7, 8, 9], keys=[Key((1, 2))])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:
+    scope = Scope.load(folder, device="cpu")
+    want = next(iter(Scope.from_model(tiny_model("llama")).capture([EXAMPLE])))
+    got = next(iter(scope.capture([EXAMPLE])))
+    assert torch.equal(got.q, want.q)
+    assert scope.weights_hash == files_hash([folder / "model.safetensors"])
+    assert scope.tokenizer_hash is None
+    assert list(cache_dir("checks").iterdir())  # the self-check is remembered
+    assert Scope.load(folder, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
+    assert Scope.load(folder, device="cpu", attn="eager").model.config._attn_implementation == "eager"
+
+
+def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "other")
+    first, same, other = (Scope.load(path, device="cpu", check=False) for path in (folder, copy, tmp_path / "other"))
+    assert first.weights_hash == same.weights_hash != other.weights_hash
+    model = tiny_model("llama")
+    before = tensors_hash(model.state_dict().items())
+    assert before == tensors_hash(tiny_model("llama").state_dict().items())
+    with torch.no_grad():  # two values change places: the sum stays, the fingerprint does not
+        weight = model.model.layers[0].mlp.up_proj.weight.view(-1)
+        weight[[3, 7]] = weight[[7, 3]]
+    assert tensors_hash(model.state_dict().items()) != before
+
+
+def test_a_self_check_that_passed_is_not_run_again(folder: Path) -> None:
+    Scope.load(folder, device="cpu")
+    (record,) = cache_dir("checks").iterdir()
+    before = record.stat().st_mtime_ns
+    Scope.load(folder, device="cpu")
+    assert record.stat().st_mtime_ns == before
+    Scope.load(folder, device="cpu", dtype="bfloat16")  # another dtype is another check
+    assert record.stat().st_mtime_ns != before
+
+
+def test_half_loaded_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(BadInput, match="damaged or half downloaded"):
+        Scope.load(folder, device="cpu")
+    weights.unlink()
+    with pytest.raises(BadInput, match="holds no weights"):
+        Scope.load(folder, device="cpu")
+    tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    shard = sorted((tmp_path / "sharded").glob("model-*.safetensors"))[1]
+    assert Scope.load(tmp_path / "sharded", device="cpu").n_layers == 2
+    shard.unlink()
+    with pytest.raises(BadInput, match=rf"{shard.name} is missing"):
+        Scope.load(tmp_path / "sharded", device="cpu")
+    (folder / "config.json").unlink()
+    with pytest.raises(BadInput, match=r"not a model folder: it has no config.json"):
+        Scope.load(folder, device="cpu")
+
+
+def test_weights_that_are_missing_from_the_file_are_not_made_up(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"incomplete: 1 weights such as model.layers.1.self_attn.q_proj.weight"):
+        Scope.load(folder, device="cpu")
+
+
+def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"does not exist, not a model folder"):
+        Scope.load(tmp_path / "nothing")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(BadInput, match=r"is a file, not a model folder"):
+        Scope.load(tmp_path / "notes.txt")
+    with pytest.raises(BadInput, match=r"does not exist: give the path of a \.gguf file"):
+        Scope.load(tmp_path / "model.gguf")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match=r"not in the local cache and the hub cannot be reached: connect once"):
+        Scope.load("nobody/no-such-model", device="cpu")
+
+
+def test_settings_that_cannot_be_had(folder: Path) -> None:
+    with pytest.raises(BadInput, match="attn is sdpa or eager"):
+        Scope.load(folder, attn="flash_attention_2")
+    with pytest.raises(BadInput, match="is no dtype"):
+        Scope.load(folder, dtype="float33")
+    with pytest.raises(BadInput, match="is no device"):
+        Scope.load(folder, device="gpu0")
+    with pytest.raises(BadInput, match="exclude each other"):
+        Scope.load(folder, device="cpu", device_map="auto")
+    missing = f"cuda:{torch.cuda.device_count() + 7}"
+    with pytest.raises(BadInput, match=rf"{missing} was asked for"):
+        Scope.load(folder, device=missing)
+
+
+def write_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """A tiny Llama as GGUF in float32; the names on the left are GGUF's, those returned transformers'."""
+    gguf = pytest.importorskip("gguf")
+    generator = torch.Generator().manual_seed(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(40)
+    shapes = {
+        "token_embd.weight": (40, 32),
+        "output_norm.weight": (32,),
+        "blk.0.attn_norm.weight": (32,),
+        "blk.0.attn_q.weight": (32, 32),
+        "blk.0.attn_k.weight": (16, 32),
+        "blk.0.attn_v.weight": (16, 32),
+        "blk.0.attn_output.weight": (32, 32),
+        "blk.0.ffn_norm.weight": (32,),
+        "blk.0.ffn_gate.weight": (48, 32),
+        "blk.0.ffn_up.weight": (48, 32),
+        "blk.0.ffn_down.weight": (32, 48),
+    }
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
+    tensors = write_gguf(tmp_path / "tiny.gguf")
+    scope = Scope.load(tmp_path / "tiny.gguf", device="cpu")
+    up = scope.model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(up, tensors["blk.0.ffn_up.weight"])
+    (kept,) = cache_dir("gguf").iterdir()
+    assert kept.name == scope.weights_hash
+    stamp = (kept / "model.safetensors").stat().st_mtime_ns
+    (kept.parent / f".{kept.name}.left-by-a-crash").mkdir()
+    again = Scope.load(tmp_path / "tiny.gguf", device="cpu")
+    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp
+    assert torch.equal(again.model.model.layers[0].mlp.up_proj.weight, up)
+    (tmp_path / "broken.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:300])
+    with pytest.raises(BadInput, match=r"broken.gguf could not be read as GGUF"):
+        Scope.load(tmp_path / "broken.gguf", device="cpu")
+    assert not list(cache_dir("gguf").glob(".*[0-9a-f]"))  # nothing half-written stays
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BadInput, match="set XDG_CACHE_HOME"):
+        Scope.load(tmp_path / "tiny.gguf", device="cpu")

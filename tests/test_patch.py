@@ -1,0 +1,172 @@
+"""A patched run equals the closed form at the edited head, and an independent edit of the model everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from qkscope.capture.encode import Encoded
+from qkscope.capture.families import tiny_model
+from qkscope.capture.patch import Edit
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+HEAD = "L0H1"
+
+
+def encode(scope: Scope) -> Encoded:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for length in (10, 7):
+        tokens = torch.randint(5, 100, (length,), generator=generator).tolist()
+        made.append(Example(ids=tokens, keys=[Key((p, p + 1)) for p in (length - 4, length - 2)]))
+    return scope.encode(made)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "gpt_oss", "opt", "gpt_neox", "phi3"])
+def scope(request: pytest.FixtureRequest) -> Scope:
+    return Scope.from_model(tiny_model(request.param), check=False)
+
+
+def test_edited_keys_give_the_closed_form(scope: Scope) -> None:
+    encoded = encode(scope)
+    before = scope.capture_inputs(encoded, heads=[HEAD])
+    new = noise(2, 2, scope.d_head)
+    after = scope.capture_inputs(encoded, heads=[HEAD], edits=[Edit.keys(HEAD, before.key_positions, new)])
+    logits = before.scale * torch.einsum("bd,bkd->bk", before.q[:, 0], new)
+    if before.softcap is not None:
+        logits = before.softcap * torch.tanh(logits / before.softcap)
+    row = torch.softmax(torch.cat([logits + before.bias[:, 0], before.rest], dim=-1), dim=-1)[:, :-1]
+    torch.testing.assert_close(after.attention()[:, 0], row, atol=1e-5, rtol=0)
+    assert (row - before.attention()[:, 0]).abs().max() > 0.01
+
+
+def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
+    encoded = encode(scope)
+    before = scope.capture_inputs(encoded, heads=[HEAD])
+    query = noise(2, scope.d_head)
+    after = scope.capture_inputs(encoded, heads=[HEAD], edits=[Edit.queries(HEAD, before.query_positions, query)])
+    assert torch.equal(after.q[:, 0], query)
+    torch.testing.assert_close(after.k, before.k)
+    wanted = torch.tensor([[1.5, -2.0], [0.5, 3.0]])
+    edit = Edit.logits(HEAD, before.query_positions, before.key_positions, wanted)
+    after = scope.capture_inputs(encoded, heads=[HEAD], edits=[edit])
+    torch.testing.assert_close(after.attention_logits()[:, 0], wanted + before.bias[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after.rest, before.rest)
+    # seen from other keys the same edit is part of the rest: the whole row still sums to one
+    fewer = scope.encode([Example(ids=ids_of(encoded, i)) for i in range(2)])
+    rest = scope.capture_inputs(fewer, heads=[HEAD], edits=[edit]).rest
+    whole = torch.logsumexp(torch.cat([after.attention_logits()[:, 0], after.rest], dim=-1), dim=-1)
+    torch.testing.assert_close(rest[:, 0], whole, atol=1e-5, rtol=1e-5)
+
+
+def ids_of(encoded: Encoded, row: int) -> list[int]:
+    return encoded.inputs["input_ids"][row][encoded.inputs["attention_mask"][row].bool()].tolist()
+
+
+def test_writing_what_is_there_changes_nothing(scope: Scope) -> None:
+    encoded = encode(scope)
+    plain = scope.capture_inputs(encoded, logits=True)
+    slot = [str(head) for head in plain.heads].index(HEAD)
+    keys = plain.k[:, plain.kv_of_head[slot]]
+    edits = [
+        Edit.keys(HEAD, plain.key_positions, keys),
+        Edit.queries(HEAD, plain.query_positions, plain.q[:, slot]),
+    ]
+    same = scope.capture_inputs(encoded, logits=True, edits=edits)
+    torch.testing.assert_close(same.logits, plain.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_only_the_edited_query_head_and_what_follows_it_changes(scope: Scope) -> None:
+    encoded = encode(scope)
+    before = scope.capture_inputs(encoded, logits=True)
+    edit = Edit.keys(HEAD, before.key_positions, 3 * noise(2, 2, scope.d_head))
+    after = scope.capture_inputs(encoded, logits=True, edits=[edit])
+    for slot, head in enumerate(before.heads):
+        change = (after.attention()[:, slot] - before.attention()[:, slot]).abs().max()
+        if head.layer == 0 and str(head) != HEAD:  # L0H0 shares its key head with L0H1 under GQA
+            assert change == 0
+    deeper = [slot for slot, head in enumerate(before.heads) if head.layer == 1]
+    assert (after.q[:, deeper] - before.q[:, deeper]).abs().max() > 1e-3
+    assert (after.logits - before.logits).abs().max() > 1e-3
+
+
+def rewritten(module: torch.nn.Module, write: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    def hook(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        write(output)
+        return output
+
+    return module.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_patched_run_equals_the_same_edit_made_in_the_projection(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    encoded = encode(scope)
+    # the first real token: at position 0 rotation does nothing, so projection and key are the same vector
+    first = encoded.inputs["attention_mask"].argmax(-1)
+    value = noise(2, scope.d_head)
+    layer = scope.model.model.layers[1] if family == "llama" else scope.model.model.decoder.layers[1]
+    width = scope.d_head
+
+    def write(keys: torch.Tensor) -> None:
+        keys[torch.arange(2), first, width : 2 * width] = value  # key head 1
+
+    handle = rewritten(layer.self_attn.k_proj, write)
+    with torch.no_grad():
+        wanted = scope.model(**encoded.inputs).logits[:, -1]
+    handle.remove()
+    group = range(scope.group_size, 2 * scope.group_size)  # every query head that reads key head 1
+    edits = [Edit.keys(f"L1H{h}", first[:, None], value[:, None]) for h in group]
+    patched = scope.capture_inputs(encoded, logits=True, edits=edits).logits
+    torch.testing.assert_close(patched, wanted, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert (wanted - scope.model(**encoded.inputs).logits[:, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_generation_is_greedy_and_edits_hold_at_every_step(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    encoded = encode(scope)
+    plain = scope.generate(encoded, max_new_tokens=6)
+    keys = encoded.places.keys
+    edits = [Edit.keys(f"L0H{h}", keys, 6 * noise(2, 2, scope.d_head)) for h in range(4)]
+    patched = scope.generate(encoded, edits=edits, max_new_tokens=6)
+    assert not torch.equal(plain, patched)
+    for chosen, active in ((plain, []), (patched, edits)):
+        ids, mask = encoded.inputs["input_ids"], encoded.inputs["attention_mask"]
+        ended = torch.zeros(2, dtype=torch.bool)
+        for step in range(chosen.shape[1]):
+            with scope.patched(active) as model, torch.no_grad():
+                positions = (mask.cumsum(-1) - 1).clamp_min(0)
+                best = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].argmax(-1)
+            assert torch.equal(best[~ended], chosen[:, step][~ended])
+            ended |= best == 2
+            ids = torch.cat([ids, chosen[:, step : step + 1]], dim=1)
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+
+
+def test_bad_edits_are_one_sentence() -> None:
+    scope = Scope.from_model(tiny_model("llama"), check=False)
+    encoded = encode(scope)
+    at = torch.tensor([[3], [3]])
+    with pytest.raises(BadInput, match="no such head"):
+        scope.capture_inputs(encoded, edits=[Edit.keys("L0H9", at, noise(2, 1, 16))])
+    with pytest.raises(BadInput, match="has width 16"):
+        scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at, noise(2, 1, 15))])
+    with pytest.raises(BadInput, match="points outside the batch"):
+        scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at + 90, noise(2, 1, 16))])
+    with pytest.raises(BadInput, match="edited keys need"):
+        Edit.keys(HEAD, at, noise(2, 2, 16))
+    with pytest.raises(BadInput, match="end together"):
+        scope.generate({"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])})
+    skipped = scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at.clone().fill_(-1), noise(2, 1, 16))])
+    torch.testing.assert_close(skipped.attention(), scope.capture_inputs(encoded).attention(), atol=1e-6, rtol=0)

@@ -1,0 +1,160 @@
+"""Marked pieces of text are found on the ids the model sees: any padding, with or without a chat template."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkscope.capture.families import tiny_model
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Draft, Example, Key, find_span
+
+PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
+
+
+@pytest.fixture(scope="module")
+def scope() -> Scope:
+    return Scope.load("smollm2-135m", device="cpu")
+
+
+def pieces(scope: Scope, examples: list[Example], **options: object) -> list[tuple[str, list[str]]]:
+    """Decoded tokens at the query and at the keys of each row."""
+    encoded = scope.encode(examples, **options)
+    at = encoded.places
+
+    def text(row: int, column: int) -> str:
+        return scope.tokenizer.decode([int(encoded.inputs["input_ids"][row, column])])
+
+    found = []
+    for r in range(len(at.row)):
+        row = int(at.row[r])
+        keys = [int(key) for key, real in zip(at.keys[r], at.key_mask[r], strict=True) if real]
+        found.append((text(row, int(at.query[r])), [text(row, key) for key in keys]))
+    return found
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_marks_land_on_their_tokens(scope: Scope, side: str, chat: bool) -> None:
+    long = Example.mark(PROMPT, keys=["O", "Z"], queries=["jam"])
+    short = Example.mark("A cat: B", keys=["B"], queries=["cat"])
+    found = pieces(scope, [long, short], padding_side=side, chat=chat)
+    assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [("jam", ["O", "Z"]), ("cat", ["B"])]
+
+
+def test_without_a_marked_query_it_is_the_last_token(scope: Scope) -> None:
+    ((query, _),) = pieces(scope, [Example.mark(PROMPT, keys=["O"])])
+    assert query == " Box"
+    encoded = scope.encode([Example.mark(PROMPT, keys=["O"])], chat=True)
+    ids = encoded.inputs["input_ids"][0]
+    assert encoded.places.query.tolist() == [len(ids) - 1]
+    assert scope.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+
+
+def test_a_word_of_several_tokens_is_its_last_one_or_its_first(scope: Scope) -> None:
+    text = "We met Xylophonius there."
+    tokens = scope.tokenizer.tokenize(text)
+    assert len([t for t in tokens if t.strip("Ġ") in "Xylophonius"]) > 1
+    example = Example.mark(text, keys=["Xylophonius"])
+    ((_, (last,)),) = pieces(scope, [example])
+    ((_, (first,)),) = pieces(scope, [example], token="first")
+    assert "Xylophonius".endswith(last)
+    assert "Xylophonius".startswith(first.strip())
+    assert first != last
+
+
+@pytest.mark.parametrize("mark", [(4, 7), (3, 7), (4, 8), (3, 8)])
+def test_blanks_at_the_edges_of_a_mark_do_not_move_it(scope: Scope, mark: tuple[int, int]) -> None:
+    ((_, (key,)),) = pieces(scope, [Example(text=PROMPT, keys=[Key(mark)])])  # "hat", " hat", "hat ", " hat "
+    assert key == " hat"
+
+
+def test_characters_of_several_bytes_and_line_ends_keep_their_place(scope: Scope) -> None:
+    text = "é☕ jam:\n\nhat"
+    found = pieces(scope, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
+    assert [key.strip(" ") for key in found[0][1]] == ["jam", "hat", "\n"]  # two tokens here, the last one counts
+    cup = scope.encode([Example.mark("a ☕ b", keys=["☕"])])  # three tokens share this character
+    assert scope.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
+
+
+def test_position_ids_count_real_tokens_from_zero(scope: Scope) -> None:
+    made = [Example(text=PROMPT), Example(text="A cat")]
+    for side in ("left", "right"):
+        inputs = scope.encode(made, padding_side=side).inputs
+        for row in range(2):
+            real = inputs["position_ids"][row][inputs["attention_mask"][row].bool()]
+            assert real.tolist() == list(range(len(real)))
+
+
+def test_a_template_that_trims_and_one_that_rewrites(scope: Scope) -> None:
+    before = scope.tokenizer.chat_template
+    try:
+        scope.tokenizer.chat_template = "U: {{ messages[0]['content'] | trim }} A:"
+        own = Scope.from_model(scope.model, scope.tokenizer, check=False)
+        ((query, (key,)),) = pieces(own, [Example.mark("  the hat is", keys=["hat"], queries=["is"])], chat=True)
+        assert (query.strip(), key.strip()) == ("is", "hat")
+        scope.tokenizer.chat_template = "U: {{ messages[0]['content'] | replace('hat', 'cap') }} A:"
+        own = Scope.from_model(scope.model, scope.tokenizer, check=False)
+        with pytest.raises(BadInput, match="changes the prompt"):
+            own.encode([Example.mark("the hat", keys=["hat"])], chat=True)
+        scope.tokenizer.chat_template = None
+        with pytest.raises(BadInput, match="no chat template"):
+            Scope.from_model(scope.model, scope.tokenizer, check=False).encode([PROMPT], chat=True)
+    finally:
+        scope.tokenizer.chat_template = before
+
+
+def test_a_tokenizer_without_a_padding_token_works(scope: Scope) -> None:
+    made = [Example.mark(PROMPT, keys=["O"]), Example.mark("A cat: B C", keys=["B"])]
+    want = next(iter(scope.capture(made, "L0H0")))
+    before = scope.tokenizer.pad_token
+    try:
+        scope.tokenizer.pad_token = None
+        got = next(iter(scope.capture(made, "L0H0")))
+    finally:
+        scope.tokenizer.pad_token = before
+    torch.testing.assert_close(got.q, want.q)
+
+
+def test_words_that_cannot_be_placed_raise_and_show_why(scope: Scope) -> None:
+    with pytest.raises(BadInput, match=r"'jar' does not stand in the text .*hat"):
+        Example.mark(PROMPT, keys=["jar"])
+    with pytest.raises(BadInput, match=r"'hat' stands 2 times .* \(at 4, 46\)"):
+        Example.mark(PROMPT, keys=["hat"])
+    with pytest.raises(BadInput, match=r"two keys share token 1, .*'Ġhat'"):
+        scope.encode([Example(text=PROMPT, keys=[Key((4, 6)), Key((6, 7))])])
+    with pytest.raises(BadInput, match="prompt is empty"):
+        Example(text="")
+    with pytest.raises(BadInput, match="prompt is empty"):
+        scope.capture([""])
+    with pytest.raises(BadInput, match="either text or ids"):
+        Example(text="a", ids=[1])
+    with pytest.raises(BadInput, match="outside the prompt"):
+        Example(text="abc", keys=[Key((2, 9))])
+    with pytest.raises(BadInput, match=r"\+1, -1 or 0"):
+        Key((0, 1), {"order": 2})
+    with pytest.raises(BadInput, match="context ends at 8192"):
+        scope.encode(["hat " * 9000])
+
+
+def test_a_draft_marks_exactly_what_it_writes() -> None:
+    example = Draft().write("a: ").key("a", order=1).write("; ").query("a").write(" a").key(" a", order=-1).example(3)
+    assert example.text == "a: a; a a a"
+    assert [key.span for key in example.keys] == [(3, 4), (9, 11)]
+    assert [key.label("order") for key in example.keys] == [1, -1]
+    assert example.queries == ((6, 7),)
+    assert example.cluster == 3
+
+
+def test_only_whole_words_match() -> None:
+    assert find_span("category cat, cats", "cat") == (9, 12)
+    assert find_span("Box (O).", "(O)") == (4, 7)
+
+
+def test_ids_take_token_spans_and_the_last_of_several() -> None:
+    scope = Scope.from_model(tiny_model("llama"), check=False)
+    example = Example(ids=[5, 6, 7, 8, 9], queries=[(3, 5)], keys=[Key((0, 2))])
+    for token, query, key in (("last", 4, 1), ("first", 3, 0)):
+        at = scope.encode([example], token=token).places
+        assert (at.query.tolist(), at.keys.tolist()) == ([query], [[key]])

@@ -1,0 +1,124 @@
+"""Three spaces: rotation adds position to content; the query's frame keeps the logits and forgets where it stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from qkscope.capture.families import tiny_model
+from qkscope.capture.pick import Captured
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+ROTATED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "gpt_neox",
+    "gpt_oss",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "granite",
+    "smollm3",
+]
+
+
+def capture(scope: Scope, space: str, shift: int = 0) -> Captured:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for length in (12, 8):
+        tokens = torch.randint(5, 100, (length,), generator=generator).tolist()
+        made.append(Example(ids=tokens, keys=[Key((p, p + 1)) for p in (0, 3, length - 2)]))
+    encoded = scope.encode(made)
+    encoded.inputs["position_ids"] = encoded.inputs["position_ids"] + shift
+    return scope.capture_inputs(encoded, space=space)
+
+
+@pytest.fixture(scope="module", params=ROTATED)
+def scope(request: pytest.FixtureRequest) -> Scope:
+    return Scope.from_model(tiny_model(request.param), check=False)
+
+
+def test_query_frame_keeps_logits_and_forgets_the_absolute_position(scope: Scope) -> None:
+    post, frame = capture(scope, "post_rope"), capture(scope, "query_frame")
+    torch.testing.assert_close(frame.attention_logits(), post.attention_logits(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(frame.attention(), post.attention(), atol=1e-5, rtol=0)
+    far_post, far_frame = capture(scope, "post_rope", 1000), capture(scope, "query_frame", 1000)
+    unit = frame.k.norm(dim=-1).max()
+    assert (far_frame.q - frame.q).abs().max() / unit < 1e-4
+    assert (far_frame.k - frame.k).abs().max() / unit < 1e-4
+    assert (far_post.k - post.k).abs().max() / unit > 0.1  # the test would see it
+
+
+def test_query_frame_turns_only_by_the_offset(scope: Scope) -> None:
+    frame, pre = capture(scope, "query_frame"), capture(scope, "pre_rope")
+    # the query itself ends un-rotated, up to the attention scaling some rotations carry (YaRN in gpt_oss)
+    cosine = torch.nn.functional.cosine_similarity(frame.q, pre.q, dim=-1)
+    torch.testing.assert_close(cosine, torch.ones_like(cosine), atol=1e-5, rtol=0)
+
+
+def test_pre_rope_holds_no_position(scope: Scope) -> None:
+    near, far = capture(scope, "pre_rope"), capture(scope, "pre_rope", 1000)
+    first = [slot for slot, head in enumerate(near.heads) if head.layer == 0]  # later layers read rotated attention
+    assert torch.equal(near.q[:, first], far.q[:, first])
+    post = capture(scope, "post_rope")
+    if scope.model.config.model_type == "gpt_oss":
+        return  # its rotation at position 0 still scales
+    groups = sorted({int(near.kv_of_head[slot]) for slot in first})
+    torch.testing.assert_close(near.k[:, groups, 0], post.k[:, groups, 0])  # position 0: no rotation
+    assert (near.k[:, groups, 1] - post.k[:, groups, 1]).abs().max() > 0.01
+
+
+def test_yarn_scales_inside_the_rotation_and_the_frame_strips_the_rotation_only() -> None:
+    scope = Scope.from_model(tiny_model("gpt_oss"), check=False)
+    pre, frame = capture(scope, "pre_rope"), capture(scope, "query_frame")
+    scaling = scope.model.model.rotary_emb.attention_scaling
+    assert scaling != 1
+    torch.testing.assert_close(frame.q, pre.q * scaling, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_without_rotation_all_spaces_are_one(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    post = capture(scope, "post_rope")
+    for space in ("pre_rope", "query_frame"):
+        other = capture(scope, space)
+        assert torch.equal(other.q, post.q)
+        assert torch.equal(other.k, post.k)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "depends on the length",
+        ),
+        ("nanochat", {}, "after they are rotated"),
+        ("deepseek_v3", {}, "more than a rotation"),
+    ],
+)
+def test_query_frame_is_refused_where_it_does_not_exist(family: str, settings: dict, reason: str) -> None:
+    scope = Scope.from_model(tiny_model(family, **settings), check=False)
+    capture(scope, "post_rope")
+    with pytest.raises(BadInput, match=reason):
+        capture(scope, "query_frame")
+
+
+def test_pre_rope_gives_no_logits_and_the_rotary_function_is_put_back() -> None:
+    before = modeling_llama.apply_rotary_pos_emb
+    scope = Scope.from_model(tiny_model("llama"), check=False)
+    batch = capture(scope, "pre_rope")
+    assert modeling_llama.apply_rotary_pos_emb is before
+    with pytest.raises(BadInput, match="do not give the model's logits"):
+        batch.attention()

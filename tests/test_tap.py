@@ -1,0 +1,270 @@
+"""The tap sees what the model's attention sees, changes nothing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qkscope.capture.families import tiny_model
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
+from qkscope.capture.stream import stream
+from qkscope.capture.tap import tap
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+from qkscope.heads import Head
+
+DECODERS = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+    "gpt_oss",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "granite",
+    "smollm3",
+]
+
+
+def ids(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def examples(lengths: tuple[int, ...] = (12, 7, 9)) -> list[Example]:
+    """Keys at 1 and length-3 (and, in every second example, at 4): padded key slots, and a window of 4 hides some."""
+    made = []
+    for i, n in enumerate(lengths):
+        places = [1, n - 3] + ([4] if i % 2 == 0 else [])
+        made.append(Example(ids=ids(n, i), keys=[Key((p, p + 1), {"odd": 1 if p % 2 else -1}) for p in places]))
+    return made
+
+
+def eager_attention(scope: Scope, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The model's own report, from a run the tap has no part in."""
+    before = scope.model.config._attn_implementation
+    scope.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = scope.model.base_model(**inputs, output_attentions=True).attentions
+    scope.model.set_attn_implementation(before)
+    return attentions
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def scope(request: pytest.FixtureRequest) -> Scope:
+    return Scope.from_model(tiny_model(request.param))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_softmax_of_captured_logits_and_rest_is_the_models_attention(scope: Scope, side: str) -> None:
+    encoded = scope.encode(examples(), padding_side=side)
+    captured = scope.capture_inputs(encoded)
+    reference = eager_attention(scope, encoded.inputs)
+    ours = captured.attention()
+    for slot, head in enumerate(captured.heads):
+        row = reference[head.layer][torch.arange(3), head.index, captured.query_positions]
+        theirs = row.gather(-1, captured.key_positions) * captured.key_mask
+        torch.testing.assert_close(ours[:, slot], theirs, atol=1e-5, rtol=0)
+        # what is left over goes to the keys nobody named and to the sink; without a sink the row sums to 1
+        unnamed = torch.softmax(torch.cat([captured.attention_logits(), captured.rest[..., None]], -1), -1)[:, slot, -1]
+        if not scope.facts.layers[head.layer].sinks:
+            torch.testing.assert_close(unnamed, row.sum(-1) - theirs.sum(-1), atol=1e-5, rtol=0)
+
+
+def by_example(batches: list) -> dict[int, tuple[torch.Tensor, ...]]:
+    found = {}
+    for batch in batches:
+        for row, example in enumerate(batch.example.tolist()):
+            own = batch.key_mask[row]
+            found[example] = (batch.q[row], batch.k[row][:, own], batch.bias[row][:, own], batch.rest[row])
+    return found
+
+
+@pytest.mark.parametrize("space", ["post_rope", "pre_rope", "query_frame"])
+def test_batched_equals_single_and_left_equals_right(scope: Scope, space: str) -> None:
+    single = by_example(list(scope.capture(examples(), space=space, batch_size=1)))
+    for side in ("left", "right"):
+        batched = by_example(list(scope.capture(examples(), space=space, batch_size=3, padding_side=side)))
+        assert batched.keys() == single.keys() == {0, 1, 2}
+        for example, parts in single.items():
+            for ours, theirs in zip(batched[example], parts, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_are_the_models_and_nothing_is_left_behind(scope: Scope) -> None:
+    names = set(ALL_ATTENTION_FUNCTIONS.valid_keys()), set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())
+    before = scope.model.config._attn_implementation
+    encoded = scope.encode(examples())
+    with torch.no_grad():
+        plain = scope.model(**encoded.inputs).logits[:, -1]
+    captured = scope.capture_inputs(encoded, logits=True)
+    torch.testing.assert_close(captured.logits, plain, atol=1e-5, rtol=1e-5)
+    assert (set(ALL_ATTENTION_FUNCTIONS.valid_keys()), set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())) == names
+    assert scope.model.config._attn_implementation == before
+
+
+def test_shapes_order_and_labels() -> None:
+    scope = Scope.from_model(tiny_model("llama"))
+    assert (scope.n_layers, scope.n_heads, scope.n_kv_heads, scope.group_size, scope.d_head) == (2, 4, 2, 2, 16)
+    heads = ["L1H3", "L0H0", "L1H0", "L1H2"]
+    (batch,) = scope.capture(examples(), heads=heads)
+    everything = next(iter(scope.capture(examples())))
+    assert [str(head) for head in batch.heads] == heads
+    assert batch.kv_of_head.tolist() == [0, 1, 2, 0]  # L1H2 and L1H3 share a key head, found first
+    assert batch.q.shape == (3, 4, 16)
+    assert batch.k.shape == (3, 3, 3, 16)
+    for slot, head in enumerate(batch.heads):
+        full = everything.heads.index(head)
+        assert torch.equal(batch.q[:, slot], everything.q[:, full])
+        assert torch.equal(batch.k[:, batch.kv_of_head[slot]], everything.k[:, everything.kv_of_head[full]])
+    assert batch.example.tolist() == [1, 2, 0]  # shortest first
+    assert batch.key_mask.sum(-1).tolist() == [2, 3, 3]
+    # keys 1 and 4 of 7 tokens; 1, 6 and 4 of 9; 1, 9 and 4 of 12
+    assert batch.labels["odd"].tolist() == [[1, -1, 0], [1, -1, -1], [1, 1, -1]]
+
+
+def test_several_queries_give_one_row_each() -> None:
+    scope = Scope.from_model(tiny_model("gemma3"))
+    tokens = ids(11, 3)
+    key = Key((2, 3))
+    many = Example(ids=tokens, queries=[(3, 4), (6, 8), (10, 11)], keys=[key])
+    other = Example(ids=ids(5, 4), keys=[key])
+    (batch,) = scope.capture([many, other], batch_size=2)
+    assert batch.example.tolist() == [1, 0, 0, 0]
+    alone = [next(iter(scope.capture([Example(ids=tokens, queries=[(q, q + 1)], keys=[key])]))) for q in (3, 7, 10)]
+    torch.testing.assert_close(batch.attention()[1:], torch.cat([x.attention() for x in alone]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.rest[1:], torch.cat([x.rest for x in alone]), atol=1e-5, rtol=0)
+
+
+def test_the_pass_ends_after_the_deepest_layer_asked_for() -> None:
+    scope = Scope.from_model(tiny_model("llama", num_hidden_layers=5))
+    ran: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda *_, i=i: ran.append(i))
+        for i, layer in enumerate(scope.model.model.layers)
+    ]
+    scope.capture_inputs(scope.encode(examples()), heads=["L2H1", "L1H0"])
+    assert ran == [0, 1]  # layer 2 ends inside its attention
+    for hook in hooks:
+        hook.remove()
+
+
+def test_shards_partition_a_fixed_list_of_batches() -> None:
+    scope = Scope.from_model(tiny_model("qwen3"))
+    made = examples((12, 7, 9, 8, 10, 11, 6, 13))
+    whole = [batch.example.tolist() for batch in scope.capture(made, "L0H0", batch_size=3)]
+    shards = [[b.example.tolist() for b in scope.capture(made, "L0H0", batch_size=3, shard=(i, 2))] for i in (0, 1)]
+    assert shards[0] == whole[0::2]
+    assert shards[1] == whole[1::2]
+    assert sorted(i for batch in whole for i in batch) == list(range(8))
+
+
+def test_a_batch_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    def run(batch: list[int]) -> list[int]:
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("too large")
+        return batch
+
+    assert list(stream([[0, 1, 2, 3, 4], [5, 6, 7]], run)) == [[0, 1], [2, 3], [4], [5, 6], [7]]
+    assert "batches of 2" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        list(stream([[0]], lambda batch: run([0, 0, 0])))
+    with pytest.raises(RuntimeError, match="other"):  # not every failure is about memory
+        list(stream([[0, 1]], lambda batch: (_ for _ in ()).throw(RuntimeError("other"))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_captured_in_float32(dtype: torch.dtype) -> None:
+    scope = Scope.from_model(tiny_model("llama").to(dtype))
+    batch = next(iter(scope.capture(examples())))
+    assert {x.dtype for x in (batch.q, batch.k, batch.rest, batch.bias)} == {torch.float32}
+    full = next(iter(Scope.from_model(tiny_model("llama")).capture(examples())))
+    assert (batch.attention() - full.attention()).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_encoders_are_captured_from_raw_inputs(family: str) -> None:
+    model = tiny_model(family)
+    scope = Scope.from_model(model)
+    if family == "vit":
+        inputs = {"pixel_values": torch.randn((2, 3, 16, 16), generator=torch.Generator().manual_seed(0))}
+    else:
+        inputs = {
+            "input_ids": torch.tensor([ids(8, 0), ids(8, 1)]),
+            "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2]),
+        }
+    row, query = torch.tensor([0, 0, 1]), torch.tensor([0, 3, 2])
+    keys = torch.tensor([[1, 5], [4, 5], [0, 5]])  # encoders look ahead
+    batch = scope.capture_inputs(inputs, places=Places(row, query, keys, torch.ones_like(keys, dtype=torch.bool)))
+    reference = eager_attention(scope, inputs)
+    for slot, head in enumerate(batch.heads):
+        wanted = reference[head.layer][row, head.index, query].gather(-1, keys)
+        assert wanted.min() > 0
+        torch.testing.assert_close(batch.attention()[:, slot], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom", "gptj", "mpt", "mamba"])
+def test_a_family_that_never_calls_the_interface_is_refused(family: str) -> None:
+    with pytest.raises(BadInput, match="never call transformers' attention interface"):
+        Scope.from_model(tiny_model(family))
+
+
+def test_an_implementation_that_drops_a_soft_cap_or_sink_is_refused() -> None:
+    for family, what in (("gemma2", "soft-cap"), ("gpt_oss", "sink")):
+        model = tiny_model(family)
+        model.config._attn_implementation_internal = "sdpa"
+        with pytest.raises(BadInput, match=f"drops this model's .*{what}.*eager"):
+            Scope.from_model(model)
+
+
+def test_an_exception_inside_the_tap_restores_the_model() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ZeroDivisionError), tap(model, lambda call: 1 / 0):
+        model(torch.tensor([[5, 6]]))
+    assert model.config._attn_implementation == "sdpa"
+    assert not [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if name.startswith("qkscope")]
+
+
+def test_bad_input_is_one_sentence() -> None:
+    scope = Scope.from_model(tiny_model("llama"))
+    with pytest.raises(BadInput, match=r"L99H0 does not exist: .* layers L0 to L1"):
+        scope.check("L99H0")
+    with pytest.raises(BadInput, match=r"L1H4 does not exist: .* heads H0 to H3"):
+        scope.capture(examples(), heads="L1H4")
+    with pytest.raises(BadInput, match="no space 'rope'"):
+        scope.capture(examples(), space="rope")
+    with pytest.raises(BadInput, match="200 tokens, but the model's context ends at 128"):
+        scope.capture([Example(ids=ids(200, 0))])
+    with pytest.raises(BadInput, match="no examples"):
+        scope.capture([])
+    with pytest.raises(BadInput, match="no tokenizer"):
+        scope.capture(["some text"])
+    with pytest.raises(BadInput, match="do not say where to look"):
+        scope.capture_inputs({"input_ids": torch.tensor([[5, 6]])})
+
+
+def test_nan_weights_are_refused() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(BadInput, match="NaN"):
+        Scope.from_model(model)
+    scope = Scope.from_model(model, check=False)
+    with pytest.raises(BadInput, match="logits are NaN"):
+        list(scope.capture(examples(), logits=True))
+
+
+def test_heads_lists_every_head() -> None:
+    scope = Scope.from_model(tiny_model("llama"))
+    assert scope.heads() == [Head(layer, i) for layer in range(2) for i in range(4)]
