@@ -189,7 +189,7 @@ def norm_affine(
     """Gain and bias of a norm, ``N(x) = gain ⊙ unit(x) + bias``, in float32, whatever convention it stores them in."""
     names = _gain_names(norm)
     shape = norm.get_parameter(names[0]).shape if names else torch.Size([width])
-    signs = 1.0 - 2.0 * (torch.arange(shape[-1], device=device) % 2)
+    signs = (1 - 2 * (torch.arange(shape[-1], device=device) % 2)).float()
     signs = signs.expand(shape)  # alternating ±1: no entry of its normalised form vanishes
     gain = _norm_at(norm, signs, gain=None) / norm_unit(norm, signs)
     bias = [value.detach().float() for name, value in norm.named_parameters() if name not in names]

@@ -106,21 +106,25 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
     queries = [(head.layer, head.index) for head in wanted]
     keys_read = [(head.layer, shapes[head.layer].heads + head.kv(shapes[head.layer].group)) for head in wanted]
     keys = list(dict.fromkeys(keys_read))
-    device = calls[wanted[0].layer].hidden.device
-    parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    vectors = queries + keys
+    first = wanted[0].layer
+    size = (len(vectors), shapes[first].width, calls[first].hidden.shape[-1] + 1)
+    W = torch.empty(size, dtype=torch.float32, device=calls[first].hidden.device)
+    c = torch.empty_like(W[..., 0])
     for layer in sorted({head.layer for head in wanted}):
         _check_form(calls[layer], layer)
-        blocks = [part for part in queries + keys if part[0] == layer]
-        W, c = _fold(calls[layer], [index for _, index in blocks], shapes[layer].width)
-        parts |= zip(blocks, zip(W.to(device), c.to(device), strict=True), strict=True)
+        here = [row for row, vector in enumerate(vectors) if vector[0] == layer]
+        folded, offsets = _fold(calls[layer], [vectors[row][1] for row in here], shapes[layer].width)
+        W[here], c[here] = folded.to(W.device), offsets.to(W.device)
+    n = len(queries)
     return HeadWeights(
         heads=tuple(wanted),
-        W_Q=torch.stack([parts[query][0] for query in queries]),
-        W_K=torch.stack([parts[key][0] for key in keys]),
-        kv_of_head=torch.tensor([keys.index(key) for key in keys_read], device=device),
-        scale=torch.tensor([shapes[head.layer].scale for head in wanted], device=device),
-        c_Q=torch.stack([parts[query][1] for query in queries]),
-        c_K=torch.stack([parts[key][1] for key in keys]),
+        W_Q=W[:n],
+        W_K=W[n:],
+        kv_of_head=torch.tensor([keys.index(key) for key in keys_read], device=W.device),
+        scale=torch.tensor([shapes[head.layer].scale for head in wanted]).to(W),
+        c_Q=c[:n],
+        c_K=c[n:],
     )
 
 
