@@ -97,6 +97,148 @@ def bench(
     _print_rows("bench", run_bench(only), as_json)
 
 
+Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m.")]
+TaskName = Annotated[str, typer.Argument(help="binding, filter, or a .jsonl file of your own.")]
+Count = Annotated[int, typer.Option("--n", help="Number of prompts (for each contrast).")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
+Form = Annotated[str, typer.Option("--form", help="Form of the prompts: list, sentence or question; bullets (filter).")]
+Size = Annotated[int | None, typer.Option("--size", help="Entities in a prompt (binding) or categories (filter).")]
+Space = Annotated[str, typer.Option("--space", help="post_rope (the papers'), pre_rope or query_frame.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="Prompts per batch.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1; the first GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, ...; as the weights are stored.")]
+
+
+def _task(name: str, form: str, size: int | None, seed: int, chat: bool) -> Any:
+    """The task by name; checked before a model is loaded."""
+    from qkscope import tasks
+
+    if name.endswith(".jsonl"):
+        return tasks.from_jsonl(name, seed=seed, chat=chat)
+    if name == "binding":
+        return tasks.binding(size or 9, form, seed, chat=chat)  # type: ignore[arg-type]
+    if name == "filter":
+        return tasks.filter(size or 5, form, seed, chat=chat)  # type: ignore[arg-type]
+    raise BadInput(f"there is no task {name!r}: take binding, filter, or a .jsonl file of your own.")
+
+
+def _load(model: str, device: str | None, dtype: str | None) -> Any:
+    from qkscope.capture.scope import Scope
+
+    return Scope.load(model, device=device, dtype=dtype)
+
+
+@app.command()
+def heads(
+    task: TaskName, model: Model = "smollm2-135m", n: Count = 256, form: Form = "list", size: Size = None,
+    seed: Seed = 0, chat: Chat = False, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="Accuracy a head must reach to be listed.")] = 0.30,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Score every head on a task in one pass, with intervals and the chance level."""
+    made = _task(task, form, size, seed, chat)
+    from qkscope.analyses.find import find_heads
+
+    ranking = find_heads(_load(model, device, dtype), made, n, batch_size=batch_size)
+    if as_json:
+        _print_json(ranking.to_json())
+        return
+    found = [row for row in ranking.top() if row["accuracy"] >= threshold]
+    typer.echo(ranking.answer)
+    if not found:
+        best = ranking.top()[0]
+        typer.echo(f"No head reaches {threshold:.0%}: the best is {best['head']}, and chance is {best['chance']:.0%}.")
+    _print_table("heads", found)
+
+
+@app.command()
+def decompose(
+    task: TaskName, out: Out, heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
+    model: Model = "smollm2-135m", n: Count = 1024, form: Form = "list", size: Size = None, seed: Seed = 0,
+    chat: Chat = False, space: Space = "post_rope", batch_size: BatchSize = 32, device: Device = None,
+    dtype: Dtype = None,
+    contrasts: Annotated[str | None, typer.Option("--contrasts", help="Contrasts like order,lexical; all.")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped."""
+    from qkscope.heads import parse_heads
+
+    chosen = parse_heads(heads)
+    made = _task(task, form, size, seed, chat)
+    from qkscope.analyses.fit_folder import run_decompose
+
+    fit = run_decompose(
+        _load(model, device, dtype), made, chosen, n, out,
+        contrasts=None if contrasts is None else contrasts.split(","), space=space, batch_size=batch_size, seed=seed,
+    )  # fmt: skip
+    _print_result(fit, as_json, out)
+
+
+@app.command()
+def swap(
+    folder: Annotated[Path, typer.Argument(help="A folder that decompose wrote.")],
+    n: Count = 512, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, seed: Seed = 0,
+    heads: Annotated[str | None, typer.Option("--heads", help="Heads like L18H6; all that were fitted.")] = None,
+    downstream: Annotated[bool, typer.Option("--downstream", help="Also patch the model and read its answer.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
+    from qkscope.analyses.fit_folder import load_fit, read_job
+
+    asked = read_job(folder)
+    scope = _load(asked["model"], device, dtype)
+    fit, made = load_fit(folder, scope)
+    from qkscope.analyses.swap import SIZES
+    from qkscope.analyses.swap import swap as run_swap
+
+    sizes = [k for k in SIZES if k <= scope.d_head]
+    units = made.test(n)
+    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed)
+    _print_result(result, as_json)
+    if downstream:
+        from qkscope.analyses.downstream import swap_downstream
+
+        _print_result(swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed), as_json)
+
+
+@app.command()
+def explain(
+    folder: Annotated[Path, typer.Argument(help="A folder that decompose wrote.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; its last token asks. \\n is a line break.")],
+    head: Annotated[str | None, typer.Option("--head", help="One of the fitted heads; the first.")] = None,
+    split: Annotated[str, typer.Option("--split", help="sequential (the paper's), average or oblique.")] = "sequential",
+    device: Device = None, dtype: Dtype = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Split the attention logits of one prompt, token by token, among the fitted features."""
+    from qkscope.analyses.fit_folder import load_fit, read_job
+
+    asked = read_job(folder)
+    scope = _load(asked["model"], device, dtype)
+    fit, made = load_fit(folder, scope)
+    from qkscope.analyses.attribute import attribute
+
+    text = prompt.replace("\\n", "\n")
+    parts = attribute(scope, text, head or fit.heads[0], fit, split=split, chat=made.chat)  # type: ignore[arg-type]
+    if as_json:
+        _print_json(parts.to_json())
+        return
+    typer.echo(parts.show())
+    for name in ("summary", "overlap"):
+        _print_table(name, parts.tables[name])
+
+
+def _print_result(result: Any, as_json: bool, folder: Path | None = None) -> None:
+    if as_json:
+        _print_json(result.to_json())
+        return
+    typer.echo(result.answer)
+    for name, rows in result.tables.items():
+        _print_table(name, rows)
+    if folder is not None:
+        typer.echo(f"Written to {folder}.")
+
+
 def _print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         _print_json({"rows": list(rows)})

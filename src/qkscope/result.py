@@ -98,7 +98,7 @@ class Result:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """The folder, if results can be written there: asked before long work starts. Only a run of ours is ever replaced."""
+    """The folder, if results can be written there: ask before long work. Only a run of ours is ever replaced."""
     folder = Path(folder)
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")

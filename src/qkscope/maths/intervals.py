@@ -37,3 +37,17 @@ def clustered_bootstrap(
     tail = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype, device=flat.device)
     low, high = means.quantile(tail, dim=0).reshape(2, *values.shape[1:])
     return low, high
+
+
+def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion of independent trials.
+
+    >>> [round(x, 3) for x in wilson(8, 10)]
+    [0.49, 0.943]
+    """
+    if not 0 <= hits <= n or n < 1:
+        raise BadInput(f"{hits} hits in {n} trials is no proportion.")
+    share, shrink = hits / n, 1 + z * z / n
+    middle = (share + z * z / (2 * n)) / shrink
+    half = z * ((share * (1 - share) + z * z / (4 * n)) / n) ** 0.5 / shrink
+    return max(middle - half, 0.0), min(middle + half, 1.0)

@@ -57,13 +57,19 @@ class SwapEffect:
 
 
 def swap_attention(
-    rows: AttentionRows, orig: Int[Tensor, " n"], target: Int[Tensor, " n"], projector: Projector
+    rows: AttentionRows,
+    orig: Int[Tensor, " n"],
+    target: Int[Tensor, " n"],
+    projector: Projector,
+    *,
+    read: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None,
 ) -> SwapEffect:
     """Swap slots ``orig`` and ``target`` of every row in the subspace of each head.
 
     Parameters
     ----------
     projector : factors of shape (h, d, r), or (draws, h, d, r) for many subspaces of the same rank at once.
+    read : the slots whose attention is reported, where they are not the swapped ones (a sham swap).
     """
     _check_slots(rows, orig, target)
     left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
@@ -77,6 +83,8 @@ def swap_attention(
     slots = torch.arange(before.shape[-1], device=before.device)
     is_orig, is_target = (slots == orig[:, None])[:, None], (slots == target[:, None])[:, None]
     attention = rows.attention(before)
+    watched, wanted = (orig, target) if read is None else read
+    at_orig, at_target = (slots == watched[:, None])[:, None], (slots == wanted[:, None])[:, None]
 
     def pick(values: Tensor, slot: Tensor) -> Tensor:
         return (values * slot).sum(dim=-1)
@@ -84,13 +92,13 @@ def swap_attention(
     orig_after, target_after, flipped = [], [], []
     for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
         after = rows.attention(before + up[..., None] * is_orig + down[..., None] * is_target)
-        orig_after.append(pick(after, is_orig))
-        target_after.append(pick(after, is_target))
-        flipped.append((attention.argmax(-1) == orig[:, None]) & (after.argmax(-1) == target[:, None]))
+        orig_after.append(pick(after, at_orig))
+        target_after.append(pick(after, at_target))
+        flipped.append((attention.argmax(-1) == watched[:, None]) & (after.argmax(-1) == wanted[:, None]))
     rank = projector.rank
     return SwapEffect(
-        orig_before=pick(attention, is_orig),
-        target_before=pick(attention, is_target),
+        orig_before=pick(attention, at_orig),
+        target_before=pick(attention, at_target),
         orig_after=torch.stack(orig_after),
         target_after=torch.stack(target_after),
         flipped=torch.stack(flipped),
@@ -110,8 +118,9 @@ def _check_slots(rows: AttentionRows, orig: Tensor, target: Tensor) -> None:
 
 
 def draw_targets(orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], seed: int) -> Int[Tensor, " n"]:
-    """One other key per row, uniform over the allowed ones; drawn once, so all conditions swap the same pairs."""
-    weights = allowed.to(torch.float64).scatter(1, orig[:, None], 0.0)
+    """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all conditions alike."""
+    slots = torch.arange(allowed.shape[1], device=allowed.device)
+    weights = (allowed & (slots != orig[:, None])).to(torch.float64)
     if bool((weights.sum(dim=1) == 0).any()):
         row = int((weights.sum(dim=1) == 0).nonzero()[0])
         raise BadInput(f"row {row} has no other key to swap with: give each example at least two keys.")

@@ -5,7 +5,7 @@
     {"prompt": "hat O, jam Z. The jam is in",
      "keys": [{"text": "O", "labels": {"mine": -1}}, {"text": "Z", "labels": {"mine": 1}}]}
 
-(on one line). A key or query is named by ``text`` (which must stand in the prompt once) or by ``span`` ``[start, stop]``. Without
+(on one line). A key or query is named by ``text``, which must stand in the prompt once, or by ``span``. Without
 ``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
 unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by group. Keys labelled
 ``answer`` decide what counts as right; without such labels the first contrast does.
@@ -13,6 +13,7 @@ unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,19 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: str = "none", chat: b
         return own[:n]
 
     made = {name: Contrast(name, "as labelled", center=center, paired=False) for name in contrasts}  # type: ignore[arg-type]
-    return Task("jsonl", made, draw, seed, chat, {"file": path.name, "lines": len(read), "chat": chat})
+    return Task(
+        "jsonl",
+        made,
+        draw,
+        seed,
+        chat,
+        {
+            "file": str(path),
+            "hash": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32],
+            "center": center,
+            "chat": chat,
+        },
+    )
 
 
 def _line(text: str, where: str) -> tuple[Example, str | None, Use | None]:

@@ -81,7 +81,7 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     size = len(unique) // len(USES)
     if size < least:
         raise BadInput(
-            f"{what}: {least} words are needed for each of choosing, fitting and testing, but {len(unique)} in all leave"
+            f"{what}: {least} words are needed for each of choosing, fitting and testing, but {len(unique)} leave"
             f" {size}: give {least * len(USES)} or more."
         )
     return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}

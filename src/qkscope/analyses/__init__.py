@@ -1,0 +1,1 @@
+"""The verbs: capture and maths together give a `Result`."""

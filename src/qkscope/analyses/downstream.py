@@ -1,0 +1,126 @@
+"""What a swap does to the model's answer: the edited keys are written into the heads, and the model runs on.
+
+Candidates for the answer are the key tokens themselves (the box labels, the list's items). For each held-out prompt we
+read the next-token logits of the right and of the target token, and which candidate is likeliest, before and after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qkscope.analyses.decompose import Fit
+from qkscope.analyses.swap import Swaps, conditions, default_features, joint_name
+from qkscope.analyses.units import batches_of
+from qkscope.capture.patch import Edit
+from qkscope.capture.scope import Scope
+from qkscope.capture.stream import stream
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.bases import Projector
+from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.swap import draw_targets, swapped_keys
+from qkscope.result import provenance
+from qkscope.tasks.task import ANSWER, Unit
+
+
+def swap_downstream(
+    scope: Scope,
+    units: Sequence[Unit],
+    fit: Fit,
+    heads: str | Head | Sequence[str | Head] | None = None,
+    *,
+    features: Sequence[str] | None = None,
+    together: bool = True,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Swaps:
+    """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
+
+    Random subspaces (one draw) and key PCA of the same size stand beside the features.
+    """
+    start = time.perf_counter()
+    if fit.space != "post_rope":
+        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
+    chosen = list(fit.heads) if heads is None else parse_heads(heads)
+    names = default_features(fit) if features is None else list(features)
+    joint = joint_name(names)
+    every, _ = conditions(fit, chosen, names, draws=1, seed=seed)
+    projectors = {name: every[name] for name in (joint, f"random_{joint}", f"key_pca_{joint}")}
+    sets = [chosen] if together else [[head] for head in chosen]
+    parts: dict[tuple[str, str], list[torch.Tensor]] = {}
+    unit_of: list[torch.Tensor] = []
+
+    def run(indices: list[int]) -> None:
+        encoded = scope.encode([units[i][0] for i in indices], chat=fit.chat)
+        before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
+        labels = encoded.labels[ANSWER].long()
+        orig = draw_targets(torch.full_like(before.example, -1), labels > 0, seed)
+        target = draw_targets(orig, labels < 0, seed + 1)
+        rows = torch.arange(len(orig), device=orig.device)
+        candidates = encoded.inputs["input_ids"].gather(1, before.key_positions)
+        assert before.logits is not None
+        values = {("before", ""): before.logits}
+        for group in sets:
+            for name, projector in projectors.items():
+                edits = [_edit(before, head, chosen, projector, orig, target, rows) for head in group]
+                last = Head(scope.n_layers - 1, 0)
+                after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
+                assert after.logits is not None
+                values[name, ",".join(map(str, group))] = after.logits
+        for key, logits in values.items():
+            scores = logits.gather(1, candidates).masked_fill(~before.key_mask, -torch.inf)
+            best = scores.argmax(1)
+            parts.setdefault(key, []).append(
+                torch.stack([scores[rows, orig], scores[rows, target], best == orig, best == target], dim=1).cpu()
+            )
+        unit_of.append(torch.tensor([indices[i] for i in before.example.tolist()]))
+
+    for _ in stream(batches_of([unit[:1] for unit in units], batch_size), run, progress):
+        pass
+    unit = torch.cat(unit_of)
+    found = {key: torch.cat(value) for key, value in parts.items()}
+    clean = found.pop(("before", ""))
+    table: list[dict[str, Any]] = []
+    for (name, group), values in found.items():
+        fell = (clean[:, 0] - clean[:, 1]) - (values[:, 0] - values[:, 1])
+        low, high = clustered_bootstrap(fell, unit)
+        table.append({
+            "heads": group, "condition": name,
+            "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(values[:, 2].mean()),
+            "target_before": float(clean[:, 3].mean()), "target_after": float(values[:, 3].mean()),
+            "logit_difference_before": float((clean[:, 0] - clean[:, 1]).mean()),
+            "logit_difference_after": float((values[:, 0] - values[:, 1]).mean()),
+            "fell": float(fell.mean()), "low": float(low), "high": float(high), "n": len(values),
+        })  # fmt: skip
+    row = table[0]
+    return Swaps(
+        experiment="swap/downstream",
+        answer=(
+            f"Swapping {joint} in {row['heads']} takes the model's answer from {row['accuracy_before']:.0%} right to "
+            f"{row['accuracy_after']:.0%}, and to the target in {row['target_after']:.0%} (before: "
+            f"{row['target_before']:.0%})."
+        ),
+        tables={"downstream": table},
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units)}),
+    )
+
+
+def _edit(
+    before: Any, head: Head, heads: list[Head], projector: Projector, orig: torch.Tensor, target: torch.Tensor,
+    rows: torch.Tensor,
+) -> Edit:  # fmt: skip
+    column = heads.index(head)
+    factors = [factor[0] if factor.ndim == 4 else factor for factor in projector]
+    own = Projector(*(factor[column] for factor in factors))
+    keys = before.k[:, before.kv_of_head[column]]
+    pair = swapped_keys(keys[rows, orig], keys[rows, target], own)
+    positions = torch.stack([before.key_positions[rows, orig], before.key_positions[rows, target]], dim=1)
+    return Edit.keys(head, positions, torch.stack(pair, dim=1))

@@ -1,0 +1,120 @@
+"""A fit as a folder: the sums of each contrast, and the job that made them, so that later verbs need no second pass.
+
+``job.json`` is written before the model runs and says what was asked; a folder of another job is refused, and one whose
+job died is taken up. Subspaces are recomputed from the sums: they are cheap, and then they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qkscope import tasks
+from qkscope.analyses.decompose import Fit, decompose
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.result import SCHEMA
+from qkscope.tasks.task import Task
+
+_JOB = "job.json"
+
+
+def run_decompose(
+    scope: Scope,
+    task: Task,
+    heads: Sequence[Head],
+    n: int,
+    out: str | Path,
+    *,
+    contrasts: Sequence[str] | None = None,
+    space: str = "post_rope",
+    batch_size: int = 32,
+    seed: int = 0,
+) -> Fit:
+    """Decompose into a folder, going on where an earlier run of the same job stopped."""
+    folder = Path(out)
+    job = {
+        "schema": SCHEMA, "model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash,
+        "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
+        "heads": [str(head) for head in heads], "n": n,
+        "contrasts": list(task.contrasts) if contrasts is None else list(contrasts), "space": space,
+        "batch_size": batch_size, "seed": seed,
+    }  # fmt: skip
+    if (folder / _JOB).exists():
+        found = read_job(folder)
+        differs = [name for name in job if found.get(name) != job[name]]
+        if differs:
+            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+    else:
+        _start(folder, job)
+    fit = decompose(
+        scope, task, heads, n, contrasts=job["contrasts"], space=space, batch_size=batch_size, seed=seed, out=folder
+    )  # type: ignore[arg-type]
+    text = json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    _write(folder / "results.json", text)
+    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
+    return fit
+
+
+def _start(folder: Path, job: dict[str, Any]) -> None:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / _JOB, json.dumps(job, indent=1, ensure_ascii=False))
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_job(folder: str | Path) -> dict[str, Any]:
+    """What a fit folder was made from."""
+    path = Path(folder) / _JOB
+    if not path.is_file():
+        raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
+    try:
+        job = json.loads(path.read_text(encoding="utf-8"))
+        schema = int(job["schema"])
+    except (ValueError, KeyError, TypeError):
+        raise BadInput(f"{path} is damaged: run decompose again into another folder.") from None
+    if schema > SCHEMA:
+        raise BadInput(
+            f"{folder} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
+        )
+    return job
+
+
+def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
+    """The fit of a finished folder, and its task; refused for other weights or another tokenizer."""
+    job = read_job(folder)
+    for field, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
+        if job[field] != here:
+            raise BadInput(f"{folder} was made with other {field} than {scope.name} has here: load the same model.")
+    if not (Path(folder) / "results.json").exists():
+        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
+    task = _task_of(job, folder)
+    fit = decompose(
+        scope, task, job["heads"], job["n"], contrasts=job["contrasts"], space=job["space"],
+        batch_size=job["batch_size"], seed=job["seed"], out=folder,
+    )  # fmt: skip
+    return fit, task
+
+
+def _task_of(job: dict[str, Any], folder: str | Path) -> Task:
+    asked, seed = dict(job["asked"]), job["task_seed"]
+    if job["task"] == "binding":
+        return tasks.binding(asked.pop("entities"), asked.pop("form"), seed, **asked)
+    if job["task"] == "filter":
+        return tasks.filter(asked.pop("categories"), asked.pop("form"), seed, **asked)
+    task = tasks.from_jsonl(asked["file"], seed=seed, chat=asked["chat"], center=asked["center"])
+    if json.loads(json.dumps(dict(task.asked))) != asked:
+        raise BadInput(f"{asked['file']} has changed since {folder} was made from it: run decompose again.")
+    return task

@@ -1,0 +1,251 @@
+"""The causal test on a model: swap features between the right key and another, and see where the attention goes.
+
+One capture of the held-out prompts serves every condition: the edited rows have a closed form (`qkscope.maths.swap`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from qkscope.analyses.decompose import Fit
+from qkscope.analyses.units import capture_units
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.attention import AttentionRows
+from qkscope.maths.baselines import cov_qk, key_pca
+from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention, swap_table
+from qkscope.result import Result, provenance
+from qkscope.tasks.task import ANSWER, Unit
+
+SIZES = (1, 2, 4, 8, 12)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Held-out rows of some heads: attention, which key is right, and which one it is swapped with."""
+
+    attention: AttentionRows
+    orig: Int[Tensor, " n"]
+    target: Int[Tensor, " n"]
+    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
+    unit: Int[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class Swaps(Result):
+    """Attention before and after, per head and condition."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per head and condition."""
+        return [dict(row) for row in self.tables["swap"]]
+
+
+def swap(
+    scope: Scope,
+    units: Sequence[Unit],
+    fit: Fit,
+    heads: str | Head | Sequence[str | Head] | None = None,
+    *,
+    features: Sequence[str] | None = None,
+    draws: int = 20,
+    sizes: Sequence[int] = (),
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Swaps:
+    """Swap each feature alone, all together, obliquely, and the baselines of the same size, on held-out units.
+
+    Parameters
+    ----------
+    units : from ``task.test(n)``: words that nothing was fitted on.
+    features : contrasts to swap; by default ``order`` and ``lexical`` of binding, the categories of a filter task, or
+        all that were fitted.
+    draws : random subspaces per size.
+    sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
+    """
+    start = time.perf_counter()
+    chosen = list(fit.heads) if heads is None else parse_heads(heads)
+    names = default_features(fit) if features is None else list(features)
+    for name in names:
+        for head in chosen:
+            _ = fit[name, head]  # raises with a sentence before the model runs
+    rows = capture_rows(scope, units, fit, chosen, batch_size, seed, progress)
+    projectors, against = conditions(fit, chosen, names, draws, seed)
+    effects = {name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in projectors.items()}
+    joint = joint_name(names)
+    if rows.others is not None:
+        read = (rows.orig, rows.target)
+        effects[f"sham_{joint}"] = swap_attention(rows.attention, *rows.others, projectors[joint], read=read)
+    table = swap_table(effects, chosen, rows.unit, against=against, seed=seed)
+    tables: dict[str, list[dict[str, Any]]] = {"swap": table}
+    if sizes:
+        tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
+    return Swaps(
+        experiment="swap",
+        answer=_answer(table, joint),
+        tables=tables,
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": draws}),
+    )
+
+
+def _answer(table: list[dict[str, Any]], joint: str) -> str:
+    row = next(r for r in table if r["condition"] == joint)
+    random = next(r for r in table if r["condition"] == f"random_{joint}" and r["head"] == row["head"])
+    return (
+        f"Swapping {joint} at {row['head']} ({row['rank']} dimensions) takes its attention on the right key from "
+        f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
+        f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
+    )
+
+
+def default_features(fit: Fit) -> list[str]:
+    """``order`` and ``lexical`` where both were fitted, else every contrast but the pooled one."""
+    fitted = fit.contrasts
+    if {"order", "lexical"} <= set(fitted):
+        return ["order", "lexical"]
+    return [name for name in fitted if name != "category"] or fitted
+
+
+def joint_name(features: Sequence[str]) -> str:
+    """What the swap of all features together is called."""
+    return features[0] if len(features) == 1 else "both" if len(features) == 2 else "all"
+
+
+def capture_rows(
+    scope: Scope,
+    units: Sequence[Unit],
+    fit: Fit,
+    heads: Sequence[Head],
+    batch_size: int,
+    seed: int,
+    progress: bool | None = None,
+) -> Rows:
+    """Attention rows of held-out units, and the pairs of keys to swap: drawn once, for every condition."""
+    if fit.space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame to swap.")
+    parts = list(
+        capture_units(scope, units, heads, space=fit.space, batch_size=batch_size, chat=fit.chat, progress=progress)
+    )
+    width = max(part.captured.k.shape[2] for part in parts)
+    first = parts[0].captured
+
+    def wide(tensors: list[Tensor], dim: int, fill: float) -> Tensor:
+        shape = [list(t.shape) for t in tensors]
+        out = []
+        for t, size in zip(tensors, shape, strict=True):
+            size[dim] = width - size[dim]
+            out.append(torch.cat([t, t.new_full(size, fill)], dim=dim))
+        return torch.cat(out).cpu()
+
+    labels = wide([p.captured.labels[ANSWER].long() for p in parts], 1, 0)
+    attention = AttentionRows(
+        q=torch.cat([p.captured.q for p in parts]).cpu(),
+        k=wide([p.captured.k for p in parts], 2, 0.0),
+        scale=first.scale.cpu(),
+        kv_of_head=first.kv_of_head.cpu(),
+        softcap=None if first.softcap is None else first.softcap.cpu(),
+        bias=wide([p.captured.bias for p in parts], 2, -torch.inf),
+        rest=torch.cat([p.captured.rest for p in parts if p.captured.rest is not None]).cpu(),
+        key_mask=wide([p.captured.key_mask.long() for p in parts], 1, 0).bool(),
+    )
+    right, wrong = labels > 0, labels < 0
+    orig = draw_targets(torch.full((len(labels),), -1), right, seed)
+    target = draw_targets(orig, wrong, seed + 1)
+    # Sham: two keys that were not asked for; where several are right (a filter list), two of the right ones.
+    crowd = right if bool((right.sum(1) > 1).all()) else wrong
+    others = None
+    if bool((crowd.sum(dim=1) > 1).all()):
+        one = draw_targets(target, crowd, seed + 2)
+        others = (one, draw_targets(one, crowd, seed + 3))
+    return Rows(attention, orig, target, others, torch.cat([p.unit for p in parts]).cpu())
+
+
+def conditions(
+    fit: Fit, heads: Sequence[Head], features: Sequence[str], draws: int, seed: int
+) -> tuple[dict[str, Projector], dict[str, str]]:
+    """Projectors of every condition (one per head, stacked), and which random baseline each is compared with."""
+    bases = {name: [fit[name, head].basis("key") for head in heads] for name in features}
+    joint = joint_name(features)
+    together = [joint_basis([bases[name][i] for name in features]) for i in range(len(heads))]
+    projectors = {name: _stacked(each) for name, each in bases.items()}
+    projectors[joint] = _stacked(together)
+    against = {name: f"random_{name}" for name in [*features, joint]}
+    if len(features) > 1:
+        try:
+            sets = [oblique_projectors([bases[name][i] for name in features])[0] for i in range(len(heads))]
+        except BadInput:
+            sets = []  # dependent subspaces have no oblique projectors; the joint swap is the one that counts them once
+        for j, name in enumerate(features if sets else ()):
+            projectors[f"{name}_oblique"] = Projector.stack([each[j] for each in sets])
+            against[f"{name}_oblique"] = f"random_{name}"
+    sizes = {name: [basis.shape[1] for basis in each] for name, each in {**bases, joint: together}.items()}
+    for name in dict.fromkeys([*features, joint]):
+        projectors[f"random_{name}"] = _random(fit, sizes[name], draws, seed)
+        cov_q, cov_k = _covariances(fit, features if name == joint else [name], heads)
+        projectors[f"key_pca_{name}"] = _stacked([key_pca(c, r) for c, r in zip(cov_k, sizes[name], strict=True)])
+        projectors[f"cov_qk_{name}"] = _stacked(
+            [cov_qk(a, b, r) for a, b, r in zip(cov_q, cov_k, sizes[name], strict=True)]
+        )
+        against |= {f"{kind}_{name}": f"random_{name}" for kind in ("key_pca", "cov_qk")}
+    return projectors, against
+
+
+def size_curve(
+    rows: Rows, fit: Fit, heads: Sequence[Head], features: Sequence[str], sizes: Sequence[int], draws: int, seed: int
+) -> list[dict[str, Any]]:
+    """Attention after swapping the first k directions of each feature and of each baseline."""
+    cov_q, cov_k = _covariances(fit, features, heads)
+    table = []
+    for k in sizes:
+        if not 1 <= k <= rows.attention.d_head:
+            raise BadInput(f"a curve of {k} dimensions does not fit into a head of {rows.attention.d_head}.")
+        methods: dict[str, Projector] = {
+            name: _stacked([fit[name, head].V[:, :k] for head in heads]) for name in features
+        }
+        methods["key_pca"] = _stacked([key_pca(c, k) for c in cov_k])
+        methods["cov_qk"] = _stacked([cov_qk(a, b, k) for a, b in zip(cov_q, cov_k, strict=True)])
+        methods["random"] = _random(fit, [k] * len(heads), draws, seed)
+        effects: dict[str, SwapEffect] = {
+            name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in methods.items()
+        }
+        for row in swap_table(effects, list(heads), rows.unit, seed=seed):
+            kept = ("orig_before", "target_before", "orig_after", "target_after", "shift")
+            table.append({
+                "head": row["head"], "method": row["condition"], "k": k, **{name: row[name] for name in kept},
+                "low": row["shift_low"], "high": row["shift_high"], "n": row["n"],
+            })  # fmt: skip
+    return table
+
+
+def _stacked(bases: Sequence[Tensor]) -> Projector:
+    return Projector.stack([Projector.orthogonal(basis) for basis in bases])
+
+
+def _random(fit: Fit, ranks: Sequence[int], draws: int, seed: int) -> Projector:
+    """Many random subspaces per head, each of the head's own rank."""
+    d_head = next(iter(fit.subspaces.values())).d_head
+    width = max(ranks)
+    each = [random_bases(d_head, rank, draws, seed + i) for i, rank in enumerate(ranks)]
+    padded = torch.stack([torch.nn.functional.pad(b, (0, width - b.shape[-1])) for b in each], dim=1)
+    return Projector.orthogonal(padded)
+
+
+def _covariances(fit: Fit, features: Sequence[str], heads: Sequence[Head]) -> tuple[Tensor, Tensor]:
+    """Covariances of the queries and keys that these features were fitted on."""
+    index = [fit.heads.index(head) for head in heads]
+    sums = [fit.sums[name] for name in features]
+    cov_q = sums[0].cov_q.merge(*(s.cov_q for s in sums[1:])).matrix()
+    cov_k = sums[0].cov_k.merge(*(s.cov_k for s in sums[1:])).matrix()
+    return cov_q[index].cpu(), cov_k[index].cpu()

@@ -1,0 +1,87 @@
+"""Units of a task through a model: a fixed list of batches, in which a prompt and its copy stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.capture.pick import Captured
+from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
+from qkscope.capture.stream import stream
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.tasks.task import Contrast, Unit
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Captured rows, and which unit and which of its prompts each row belongs to."""
+
+    captured: Captured
+    unit: Int[Tensor, " b"]
+    member: Int[Tensor, " b"]
+
+
+def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
+    """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
+    if batch_size < 1:
+        raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
+    order = sorted(range(len(units)), key=lambda i: (max(len(example) for example in units[i]), i))
+    width = max((len(unit) for unit in units), default=1)
+    step = max(batch_size // width, 1)
+    return [order[start : start + step] for start in range(0, len(order), step)]
+
+
+def capture_units(
+    scope: Scope,
+    units: Sequence[Unit],
+    heads: Sequence[Head],
+    *,
+    space: Space = "post_rope",
+    batch_size: int = 32,
+    chat: bool = False,
+    rest: bool = True,
+    first: int = 0,
+    shard: tuple[int, int] = (0, 1),
+    progress: bool | None = None,
+) -> Iterator[Batch]:
+    """Stream the units batch by batch, from batch ``first`` of this shard's share on."""
+    own = batches_of(units, batch_size)[shard[0] :: shard[1]][first:]
+
+    def run(indices: list[int]) -> Batch:
+        members = [(i, m) for i in indices for m in range(len(units[i]))]
+        encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
+        captured = scope.capture_inputs(encoded, heads=list(heads), space=space, rest=rest)
+        where = torch.tensor(members, device=captured.example.device)[captured.example]
+        return Batch(captured, where[:, 0], where[:, 1])
+
+    return stream(own, run, progress)
+
+
+def contrast_rows(
+    batch: Batch, contrast: Contrast
+) -> tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]:
+    """Queries, keys, labels and units of one contrast.
+
+    Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's (labelled −).
+    """
+    captured = batch.captured
+    if contrast.name not in captured.labels:
+        raise BadInput(f"no key of this batch has a label for {contrast.name!r}.")
+    labels = captured.labels[contrast.name].long()
+    if not contrast.across:
+        return captured.q, captured.k, labels, batch.unit
+    if not bool(((labels > 0).sum(dim=1) == 1).all()):
+        raise BadInput(f"contrast {contrast.name!r} compares a prompt with its copy: mark one + key in each.")
+    rows = torch.arange(len(labels), device=labels.device)
+    partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
+    if not bool((partner.sum(dim=1) == 1).all()):
+        raise BadInput(f"contrast {contrast.name!r} needs a prompt and one copy in each unit.")
+    right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
+    pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
+    return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
