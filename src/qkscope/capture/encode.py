@@ -6,7 +6,7 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ PaddingSide = Literal["left", "right"]
 Token = Literal["first", "last"]
 
 _SENTINEL = "qkscope content"
+_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Encoder:
         if token not in ("first", "last"):
             raise BadInput(f"a word is stood for by its 'first' or its 'last' token, not by {token!r}.")
         texts = [self._render(example.text, chat) for example in examples if example.text is not None]
-        encoded = iter(self._encode([text for text, _ in texts], chat))
+        encoded = self._encode([text for text, _ in texts], chat)
         shifts = iter(shift for _, shift in texts)
         result = []
         for example in examples:
@@ -82,9 +83,9 @@ class Encoder:
             result.append(self._place(example, ids, offsets, shift, token))
         return result
 
-    def _encode(self, texts: list[str], chat: bool) -> Iterable[tuple[tuple[int, ...], list[Span]]]:
+    def _encode(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         if not texts:
-            return []
+            return
         if self.tokenizer is None:
             raise BadInput("this scope has no tokenizer: give examples as ids, or load the model with a tokenizer.")
         if not getattr(self.tokenizer, "is_fast", False):
@@ -92,6 +93,11 @@ class Encoder:
                 f"{type(self.tokenizer).__name__} does not say which characters a token covers:"
                 " load a fast tokenizer, or give examples as ids."
             )
+        for start in range(0, len(texts), _CHUNK):  # offsets of many texts at once would take more room than their ids
+            yield from self._encode_chunk(texts[start : start + _CHUNK], chat)
+
+    def _encode_chunk(self, texts: list[str], chat: bool) -> Iterable[tuple[tuple[int, ...], list[Span]]]:
+        assert self.tokenizer is not None
         batch = self.tokenizer(
             texts,
             add_special_tokens=not chat,

@@ -129,6 +129,23 @@ class _Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Local:
+    """Places on a layer's device, made once per batch and device: nothing in the layers waits for the GPU."""
+
+    row: Int[Tensor, "b"]
+    query: Int[Tensor, "b"]
+    keys: Int[Tensor, "b k"]
+    key_mask: Bool[Tensor, "b k"]
+    one_each: bool
+    """Whether the rows are the sequences of the batch, in order."""
+
+    def index(self, numbers: list[int]) -> Int[Tensor, "n"]:
+        """Numbers to index with, sent without waiting."""
+        index = torch.tensor(numbers)
+        return index if self.row.device.type == "cpu" else index.pin_memory().to(self.row.device, non_blocking=True)
+
+
 class Picker:
     """A visitor of the tap that gathers one batch, layer by layer, into tensors allocated once.
 
@@ -182,7 +199,9 @@ class Picker:
             plan.slots.append(slot)
             kv_of_head.append(groups[head.layer, kv])
         self.deepest = max(self.plans)
-        self._on: dict[torch.device, Places] = {}
+        self._on: dict[torch.device, _Local] = {}
+        row = places.row.tolist()
+        self._one_each = row == list(range(len(row)))
         rows, keys = places.keys.shape
         device = places.keys.device
         self.q = torch.zeros(rows, len(heads), self.d_head, device=device)
@@ -199,11 +218,10 @@ class Picker:
             raise BadInput(f"these heads have different widths {sorted(widths)}: capture each width on its own.")
         return widths.pop()
 
-    def _places(self, device: torch.device) -> Places:
+    def _local(self, device: torch.device) -> _Local:
         if device not in self._on:
-            fields = vars(self.places)
-            moved = Places(**{name: value.to(device) for name, value in fields.items()})
-            self._on[device] = dataclasses.replace(moved, keys=moved.keys.masked_fill(~moved.key_mask, 0))
+            row, query, keys, key_mask = (value.to(device) for value in vars(self.places).values())
+            self._on[device] = _Local(row, query, keys.masked_fill(~key_mask, 0), key_mask, self._one_each)
         return self._on[device]
 
     def visit(self, call: Call) -> None:
@@ -216,19 +234,19 @@ class Picker:
             raise Stop
 
     def _take(self, call: Call, plan: _Plan) -> None:
-        at = self._places(call.q.device)
+        at = self._local(call.q.device)
+        heads, kv = at.index(plan.heads), at.index(plan.kv)
         # every head of one position is a small tensor, so heads are chosen after positions
         every_q = call.q[at.row, :, at.query].float()
-        keys = call.k[at.row[:, None, None], torch.tensor(plan.kv, device=at.row.device)[:, None], at.keys[:, None]]
-        q, k = every_q[:, plan.heads], keys.float()
+        q = every_q[:, heads]
+        k = call.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
         mask = call.mask_rows(at.row, at.query)
         wide = mask.shape[1] > 1
-        bias = _at_keys(mask[:, plan.heads] if wide else mask, at.keys).expand(-1, len(plan.heads), -1)
+        bias = _at_keys(mask[:, heads] if wide else mask, at.keys).expand(-1, len(plan.heads), -1)
         bias = self._logits_set(call, plan, at, q, k, bias)
         self._put(self.bias, plan.slots, bias.masked_fill(~at.key_mask[:, None], -torch.inf))
         if self.rest is not None:
-            rest = self._rest(call, at, every_q, mask)[:, plan.heads]
-            self._put(self.rest, plan.slots, rest)
+            self._put(self.rest, plan.slots, self._rest(call, at, every_q, mask)[:, heads])
         q, k = self._into_space(call, plan, at, q, k)
         self._put(self.q, plan.slots, q)
         self._put(self.k, plan.kv_slots, k.masked_fill(~at.key_mask[:, None, :, None], 0.0))
@@ -236,11 +254,10 @@ class Picker:
         if call.softcap is not None:
             self.softcap[plan.slots] = float(call.softcap)
 
-    @staticmethod
-    def _put(out: Tensor, slots: list[int], value: Tensor) -> None:
-        out.index_copy_(1, torch.tensor(slots, device=out.device), value.to(out))
+    def _put(self, out: Tensor, slots: list[int], value: Tensor) -> None:
+        out.index_copy_(1, self._local(out.device).index(slots), value.to(out))
 
-    def _rest(self, call: Call, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+    def _rest(self, call: Call, at: _Local, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
         batch, groups, keys, _ = call.k.shape
         named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=q.device)
         named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
@@ -248,8 +265,7 @@ class Picker:
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
             row = at.row[part]
-            in_order = len(row) == batch and torch.equal(row, torch.arange(batch, device=row.device))
-            every_k = (call.k if in_order else call.k[row]).float()
+            every_k = (call.k if at.one_each and len(row) == batch else call.k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1))
             logits = call.cap(call.scale * (grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
             for head, rows, query, key, value in call.logits_set:
@@ -261,7 +277,7 @@ class Picker:
         rest = torch.cat(sums)
         return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
 
-    def _logits_set(self, call: Call, plan: _Plan, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    def _logits_set(self, call: Call, plan: _Plan, at: _Local, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
         if not any(head in plan.heads for head, *_ in call.logits_set):
             return bias
@@ -277,7 +293,7 @@ class Picker:
             bias[at_row, slot, at_key] += value[entry].to(bias) - logits[at_row, at_key]
         return bias
 
-    def _into_space(self, call: Call, plan: _Plan, at: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _into_space(self, call: Call, plan: _Plan, at: _Local, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.facts.layers[call.layer]
         rotary = call.rotary
         if self.space == "post_rope" or rotary is None or layer.offset is None:
@@ -286,9 +302,9 @@ class Picker:
             return rotary.turn_back(q, k, at.row, at.query, layer.offset)
         part = slice(layer.offset, layer.offset + rotary.q.shape[-1])
         # latent attention shares one rotated key among all heads
-        kv = torch.tensor(plan.kv, device=q.device).clamp_max(rotary.k.shape[1] - 1)
+        kv = at.index(plan.kv).clamp_max(rotary.k.shape[1] - 1)
         q, k = q.clone(), k.clone()
-        q[..., part] = rotary.q[at.row, :, at.query][:, plan.heads].float()
+        q[..., part] = rotary.q[at.row, :, at.query][:, at.index(plan.heads)].float()
         k[..., part] = rotary.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
         return q, k
 
