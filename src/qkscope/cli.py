@@ -239,6 +239,70 @@ def _print_result(result: Any, as_json: bool, folder: Path | None = None) -> Non
         typer.echo(f"Written to {folder}.")
 
 
+@app.command()
+def reproduce(
+    paper: Annotated[str, typer.Argument(help="lee2026")] = "",
+    figures: Annotated[list[str] | None, typer.Argument(help="Figure ids, or all.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
+    out: Out = Path("runs"),
+    seed: Annotated[int, typer.Option("--seed", help="Seed of every draw.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="Where toys are trained: cpu or cuda.")] = "cpu",
+    listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reproduce figures of the papers, each beside its controls; one folder OUT/PAPER/FIGURE each."""
+    from qkscope.papers.registry import list_experiments
+    from qkscope.papers.registry import reproduce as run_reproduce
+
+    if listed:
+        _print_rows("experiments", list_experiments(), as_json)
+        return
+    results = run_reproduce(paper, figures or [], preset=preset, out=out, seed=seed, device=device)
+    if as_json:
+        _print_json({"results": [result.to_json() for result in results.values()]})
+        return
+    for figure, result in results.items():
+        typer.echo(f"{result.experiment}: {result.answer}")
+        _print_table("claims", [claim.to_json() for claim in result.claims])
+        typer.echo(f"The page: {out / paper / figure / 'report.html'}\n")
+
+
+toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
+app.add_typer(toy, name="toy")
+
+
+@toy.command("retrieval")
+def toy_retrieval(
+    out: Out = Path("runs/toy"),
+    grids: Annotated[str | None, typer.Option("--grids", help="all, or one as discrete-8; else --ranks.")] = None,
+    ranks: Annotated[str, typer.Option("--ranks", help="Ranks of the latents of one cell.")] = "3,5",
+    variant: Annotated[str, typer.Option("--variant", help="discrete or continuous.")] = "discrete",
+    d_head: Annotated[int, typer.Option("--d-head", help="Width of the head.")] = 16,
+    seeds: Annotated[int, typer.Option("--seeds", help="Heads per cell, each with encoders and data of its own.")] = 1,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 1e-4,
+    steps: Annotated[int, typer.Option("--steps", help="At most this many steps.")] = 50_000,
+    as_written: Annotated[bool, typer.Option("--as-written", help="Scales and noise as the paper's text.")] = False,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train heads on payload retrieval, many at once; stop it and say the same again, and it goes on."""
+    from qkscope.toys.retrieval_run import train_retrieval
+
+    parts = ranks.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise BadInput(f"ranks are whole numbers with commas between, as 3,5, but got {ranks!r}.")
+    result = train_retrieval(
+        out, grids=grids, ranks=[int(part) for part in parts], variant=variant, d_head=d_head, seeds=seeds, lr=lr,  # type: ignore[arg-type]
+        steps=steps, as_written=as_written, device=device, workers=workers,
+    )  # fmt: skip
+    if as_json:
+        _print_json(result.to_json())
+        return
+    _print_table("heads", result.tables["heads"])
+    typer.echo(result.answer)
+
+
 def _print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         _print_json({"rows": list(rows)})

@@ -1,0 +1,1 @@
+"""Drawings of results: Result -> figure files and the page, by experiment."""

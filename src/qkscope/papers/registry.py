@@ -1,0 +1,124 @@
+"""Which figures there are: each id bound to the function that runs it and the one that draws it, imported when needed.
+
+An experiment is ``run(settings) -> Result``; its drawing is ``draw(result) -> {file name: bytes}`` and lives in `page`,
+which this room never imports by name. A paper may also ``prepare`` what several of its figures share.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qkscope.errors import BadInput
+from qkscope.result import Result, check_folder
+
+log = logging.getLogger(__name__)
+
+PRESETS = ("smoke", "default", "paper")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a figure is asked for; ``shared`` is the folder in which figures find each other's work."""
+
+    preset: str
+    shared: Path
+    seed: int = 0
+    device: str = "cpu"
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure: what it shows, and where it is run and drawn (``module:function``)."""
+
+    title: str
+    run: str
+    draw: str
+
+
+_TOY = "qkscope.papers.lee2026"
+_DRAW = "qkscope.page.figures"
+PAPERS: dict[str, dict[str, Experiment]] = {
+    "lee2026": {
+        "fig2": Experiment("Recovered ranks, discrete task, d_head 16", f"{_TOY}.ranks:run", f"{_DRAW}.ranks:draw"),
+        "fig3": Experiment("The cube in query and key space", f"{_TOY}.geometry:run", f"{_DRAW}.geometry:draw"),
+        "fig4": Experiment("Swapping latents, discrete (3,5)", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
+        "fig5": Experiment("Interactions G, continuous task", f"{_TOY}.interactions:run", f"{_DRAW}.interactions:draw"),
+        "fig11": Experiment("Recovered ranks, the other three grids", f"{_TOY}.ranks:run", f"{_DRAW}.ranks:draw"),
+        "fig12": Experiment("The sphere in query and key space", f"{_TOY}.geometry:run", f"{_DRAW}.geometry:draw"),
+        "fig13": Experiment("Interactions G, discrete task", f"{_TOY}.interactions:run", f"{_DRAW}.interactions:draw"),
+        "fig14": Experiment("Swapping latents, d_head 16", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
+        "fig15": Experiment("Swapping latents, d_head 8", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
+    },
+}
+PREPARE: dict[str, str] = {"lee2026": f"{_TOY}.heads:prepare"}
+
+
+def list_experiments() -> list[dict[str, str]]:
+    """Every paper and figure, one row each."""
+    return [
+        {"paper": paper, "figure": figure, "shows": experiment.title}
+        for paper, figures in PAPERS.items()
+        for figure, experiment in figures.items()
+    ]
+
+
+def reproduce(
+    paper: str,
+    figures: Sequence[str],
+    *,
+    preset: str = "default",
+    out: str | Path = "runs",
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict[str, Result]:
+    """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
+
+    Parameters
+    ----------
+    figures : ids as `list_experiments` has them, or ``["all"]``.
+    preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
+    """
+    chosen = _checked(paper, figures, preset)
+    out = Path(out)
+    folders = {figure: check_folder(out / paper / figure) for figure in chosen}
+    settings = Settings(preset, out, seed, device)
+    if paper in PREPARE:
+        _resolve(PREPARE[paper])(list(chosen), settings)
+    results = {}
+    for figure, experiment in chosen.items():
+        log.info("%s/%s: %s ...", paper, figure, experiment.title)
+        start = time.perf_counter()
+        result: Result = _resolve(experiment.run)(replace(settings, figure=figure))
+        result = replace(result, seconds=time.perf_counter() - start)
+        files: Mapping[str, str | bytes] = _resolve(experiment.draw)(result)
+        result.write(folders[figure], files=files)
+        results[figure] = result
+    return results
+
+
+def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Experiment]:
+    if paper not in PAPERS:
+        raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
+    known = PAPERS[paper]
+    if preset not in PRESETS:
+        raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
+    if not figures:
+        raise BadInput(f"no figure was named: take some of {', '.join(known)}, or all.")
+    if list(figures) == ["all"]:
+        return known
+    for figure in figures:
+        if figure not in known:
+            raise BadInput(f"{paper} has no figure {figure!r} here: there is {', '.join(known)}, or all.")
+    return {figure: known[figure] for figure in dict.fromkeys(figures)}
+
+
+def _resolve(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
