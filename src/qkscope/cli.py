@@ -246,7 +246,8 @@ def reproduce(
     preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
     out: Out = Path("runs"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of every draw.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="Where toys are trained: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="Where models run and toys train: cpu or cuda.")] = "cpu",
+    model: Model = "smollm2-135m",
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -257,7 +258,7 @@ def reproduce(
     if listed:
         _print_rows("experiments", list_experiments(), as_json)
         return
-    results = run_reproduce(paper, figures or [], preset=preset, out=out, seed=seed, device=device)
+    results = run_reproduce(paper, figures or [], preset=preset, out=out, seed=seed, device=device, model=model)
     if as_json:
         _print_json({"results": [result.to_json() for result in results.values()]})
         return

@@ -20,6 +20,7 @@ from qkscope.result import Result, check_folder
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
+EMBEDDED = "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     figure: str = ""
+    model: str = EMBEDDED  # of figures that look into a language model
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,30 @@ class Experiment:
     title: str
     run: str
     draw: str
+    prepare: str = ""  # makes what figures of this kind share, in one go
 
 
-_TOY = "qkscope.papers.lee2026"
+_LEE = "qkscope.papers.lee2026"
 _DRAW = "qkscope.page.figures"
+
+
+def _toy(title: str, module: str) -> Experiment:
+    return Experiment(title, f"{_LEE}.{module}:run", f"{_DRAW}.{module}:draw", f"{_LEE}.heads:prepare")
+
+
 PAPERS: dict[str, dict[str, Experiment]] = {
     "lee2026": {
-        "fig2": Experiment("Recovered ranks, discrete task, d_head 16", f"{_TOY}.ranks:run", f"{_DRAW}.ranks:draw"),
-        "fig3": Experiment("The cube in query and key space", f"{_TOY}.geometry:run", f"{_DRAW}.geometry:draw"),
-        "fig4": Experiment("Swapping latents, discrete (3,5)", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
-        "fig5": Experiment("Interactions G, continuous task", f"{_TOY}.interactions:run", f"{_DRAW}.interactions:draw"),
-        "fig11": Experiment("Recovered ranks, the other three grids", f"{_TOY}.ranks:run", f"{_DRAW}.ranks:draw"),
-        "fig12": Experiment("The sphere in query and key space", f"{_TOY}.geometry:run", f"{_DRAW}.geometry:draw"),
-        "fig13": Experiment("Interactions G, discrete task", f"{_TOY}.interactions:run", f"{_DRAW}.interactions:draw"),
-        "fig14": Experiment("Swapping latents, d_head 16", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
-        "fig15": Experiment("Swapping latents, d_head 8", f"{_TOY}.swaps:run", f"{_DRAW}.swaps:draw"),
+        "fig2": _toy("Recovered ranks, discrete task, d_head 16", "ranks"),
+        "fig3": _toy("The cube in query and key space", "geometry"),
+        "fig4": _toy("Swapping latents, discrete (3,5)", "swaps"),
+        "fig5": _toy("Interactions G, continuous task", "interactions"),
+        "fig11": _toy("Recovered ranks, the other three grids", "ranks"),
+        "fig12": _toy("The sphere in query and key space", "geometry"),
+        "fig13": _toy("Interactions G, discrete task", "interactions"),
+        "fig14": _toy("Swapping latents, d_head 16", "swaps"),
+        "fig15": _toy("Swapping latents, d_head 8", "swaps"),
     },
 }
-PREPARE: dict[str, str] = {"lee2026": f"{_TOY}.heads:prepare"}
 
 
 def list_experiments() -> list[dict[str, str]]:
@@ -77,6 +85,7 @@ def reproduce(
     out: str | Path = "runs",
     seed: int = 0,
     device: str = "cpu",
+    model: str = EMBEDDED,
 ) -> dict[str, Result]:
     """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
 
@@ -84,13 +93,14 @@ def reproduce(
     ----------
     figures : ids as `list_experiments` has them, or ``["all"]``.
     preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
+    model : what figures of language models look into: the embedded one, a hub id or a folder.
     """
     chosen = _checked(paper, figures, preset)
     out = Path(out)
     folders = {figure: check_folder(out / paper / figure) for figure in chosen}
-    settings = Settings(preset, out, seed, device)
-    if paper in PREPARE:
-        _resolve(PREPARE[paper])(list(chosen), settings)
+    settings = Settings(preset, out, seed, device, model=model)
+    for prepare in dict.fromkeys(experiment.prepare for experiment in chosen.values() if experiment.prepare):
+        _resolve(prepare)([figure for figure, e in chosen.items() if e.prepare == prepare], settings)
     results = {}
     for figure, experiment in chosen.items():
         log.info("%s/%s: %s ...", paper, figure, experiment.title)
