@@ -7,6 +7,8 @@ another key into a head changes what comes out, while writing the same key does 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Places
+from qkscope.capture.pick import Picker, Places
 from qkscope.capture.probe import positions_of, short_inputs
-from qkscope.capture.tap import tap
+from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -56,7 +58,7 @@ def check_model(scope: Scope) -> Check:
         inputs["position_ids"] = positions_of(inputs["attention_mask"])
     places = _places(inputs, scope)
     half = scope.model.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 0.05 if half else 1e-4
+    tolerance = 1e-2 if half else 1e-4
 
     plain = _output(scope, inputs)
     if not bool(plain.isfinite().all()):
@@ -67,23 +69,30 @@ def check_model(scope: Scope) -> Check:
     if output_error > tolerance * max(1.0, float(plain.abs().max())):
         raise BadInput(f"{kind} cannot be looked into: its output changes by {output_error:.2g} under the tap.")
 
-    attention_error = 0.0
-    reference = _eager_attention(scope, inputs)
+    attention_error, largest = 0.0, 0.0
     for width in sorted({layer.d_head for layer in scope.facts.layers}):
         heads = [head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width]
-        captured = scope.capture_inputs(inputs, places=places, heads=heads)
+        picker = Picker(scope.facts, heads, places, stop=False)
+        # rounding in half precision grows from layer to layer, so there both sides come from one and the same pass
+        with tap(scope.model, picker.visit, scope.facts.layer_of) if not half else nullcontext():
+            scope.model.base_model(**inputs)
+        reference = _eager_attention(scope, inputs, picker.visit if half else None)
+        captured = picker.finish(places.row, {})
         ours = captured.attention()
+        logits = captured.attention_logits()
+        largest = max(largest, float(logits[logits.isfinite()].abs().max()))
         for slot, head in enumerate(captured.heads):
             weights = reference[head.layer][places.row, head.index, places.query].float()
             wanted = weights.gather(-1, places.keys)
             attention_error = max(attention_error, float((ours[:, slot] - wanted).abs().max()))
-    if not attention_error <= tolerance:
+    # the model rounds its logits to its own precision, we do not
+    if not attention_error <= max(tolerance, 1e-3) + largest * torch.finfo(scope.model.dtype).eps:
         raise BadInput(
             f"{kind} cannot be looked into: its attention is not softmax(scale q·k + mask) of the vectors its attention"
             f" call is given (off by {attention_error:.2g})."
         )
 
-    write_effect = _write_effect(scope, inputs, places, plain, tolerance)
+    write_effect = _write_effect(scope, inputs, places, plain, None if half else tolerance)
     return Check(output_error, attention_error, write_effect)
 
 
@@ -110,14 +119,18 @@ def _output(scope: Scope, inputs: dict[str, Tensor]) -> Tensor:
     return values.float() if mask is None or values.ndim < 3 else values[mask.bool()].float()
 
 
-def _eager_attention(scope: Scope, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _eager_attention(
+    scope: Scope, inputs: dict[str, Tensor], visit: Callable[[Call], None] | None
+) -> tuple[Tensor, ...]:
+    """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass."""
     model: Any = scope.model
     before = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     names = {key: getattr(config, "_attn_implementation_internal", None) for key, config in before.items()}
     try:
         for config in before.values():
             config._attn_implementation_internal = "eager"
-        attentions = model.base_model(**inputs, output_attentions=True).attentions
+        with tap(model, visit, scope.facts.layer_of) if visit is not None else nullcontext():
+            attentions = model.base_model(**inputs, output_attentions=True).attentions
     finally:
         for key, config in before.items():
             config._attn_implementation_internal = names[key]
@@ -126,7 +139,9 @@ def _eager_attention(scope: Scope, inputs: dict[str, Tensor]) -> tuple[Tensor, .
     return tuple(attentions)
 
 
-def _write_effect(scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, tolerance: float) -> float:
+def _write_effect(
+    scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, tolerance: float | None
+) -> float:
     head = Head(0, 0)
     last = places.keys[:1, -1:].expand(len(next(iter(inputs.values()))), 1)  # the last token: real in every row
     rows = torch.arange(len(last), device=last.device)
@@ -141,7 +156,8 @@ def _write_effect(scope: Scope, inputs: dict[str, Tensor], places: Places, plain
     with scope.patched([Edit.keys(head, last, away)]):
         moved = _output(scope, inputs)
     kind = scope.model.config.model_type
-    if float((kept - plain).abs().max()) > tolerance * max(1.0, float(plain.abs().max())):
+    # half precision rounds a recomputed head differently, and a router may then choose another expert
+    if tolerance is not None and float((kept - plain).abs().max()) > tolerance * max(1.0, float(plain.abs().max())):
         raise BadInput(f"{kind} cannot be patched: writing a key that is already there changes the output.")
     effect = float((moved - plain).abs().max())
     if effect == 0.0:
