@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -129,21 +129,24 @@ class _Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Local:
-    """Places on a layer's device, made once per batch and device: nothing in the layers waits for the GPU."""
+    """What the layers on one device need, made once per batch: small GPU calls cost more than their work."""
 
     row: Int[Tensor, "b"]
     query: Int[Tensor, "b"]
     keys: Int[Tensor, "b k"]
     key_mask: Bool[Tensor, "b k"]
-    one_each: bool
-    """Whether the rows are the sequences of the batch, in order."""
+    index: dict[tuple[int, ...], Tensor]
+    masks: dict[tuple[int, bool, int, int], _Masks] = field(default_factory=dict)
 
-    def index(self, numbers: list[int]) -> Int[Tensor, "n"]:
-        """Numbers to index with, sent without waiting."""
-        index = torch.tensor(numbers)
-        return index if self.row.device.type == "cpu" else index.pin_memory().to(self.row.device, non_blocking=True)
+
+class _Masks(NamedTuple):
+    """Additive masks of the chosen queries; layers share them, and `source` keeps their key from being used again."""
+
+    source: Tensor | None
+    at_keys: Float[Tensor, "b m k"]
+    elsewhere: Float[Tensor, "b m t"]
 
 
 class Picker:
@@ -221,8 +224,25 @@ class Picker:
     def _local(self, device: torch.device) -> _Local:
         if device not in self._on:
             row, query, keys, key_mask = (value.to(device) for value in vars(self.places).values())
-            self._on[device] = _Local(row, query, keys.masked_fill(~key_mask, 0), key_mask, self._one_each)
+            lists = {
+                tuple(own) for plan in self.plans.values() for own in (plan.heads, plan.slots, plan.kv, plan.kv_slots)
+            }
+            together = torch.tensor([number for own in lists for number in own]).to(device)
+            index = dict(zip(lists, together.split([len(own) for own in lists]), strict=True))
+            self._on[device] = _Local(row, query, keys.masked_fill(~key_mask, 0), key_mask, index)
         return self._on[device]
+
+    def _masks(self, call: Call, at: _Local) -> _Masks:
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        key = (id(call.mask), call.causal, queries, keys)
+        if key not in at.masks:
+            rows = call.mask_rows(at.row, at.query)
+            at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
+            named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
+            named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+            elsewhere = rows.masked_fill(named, -torch.inf)
+            at.masks[key] = _Masks(call.mask, at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), elsewhere)
+        return at.masks[key]
 
     def visit(self, call: Call) -> None:
         """Take what is wanted from one attention call."""
@@ -235,46 +255,45 @@ class Picker:
 
     def _take(self, call: Call, plan: _Plan) -> None:
         at = self._local(call.q.device)
-        heads, kv = at.index(plan.heads), at.index(plan.kv)
+        masks = self._masks(call, at)
         # every head of one position is a small tensor, so heads are chosen after positions
         every_q = call.q[at.row, :, at.query].float()
-        q = every_q[:, heads]
-        k = call.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
-        mask = call.mask_rows(at.row, at.query)
-        wide = mask.shape[1] > 1
-        bias = _at_keys(mask[:, heads] if wide else mask, at.keys).expand(-1, len(plan.heads), -1)
-        bias = self._logits_set(call, plan, at, q, k, bias)
-        self._put(self.bias, plan.slots, bias.masked_fill(~at.key_mask[:, None], -torch.inf))
+        q = _choose(every_q, plan.heads, at)
+        k = call.k[at.row[:, None, None], at.index[tuple(plan.kv)][:, None], at.keys[:, None]].float()
+        bias = masks.at_keys if masks.at_keys.shape[1] == 1 else _choose(masks.at_keys, plan.heads, at)
+        bias = self._logits_set(call, plan, at, q, k, bias.expand(-1, len(plan.heads), -1))
+        self._put(self.bias, plan.slots, bias)
         if self.rest is not None:
-            self._put(self.rest, plan.slots, self._rest(call, at, every_q, mask)[:, heads])
+            self._put(self.rest, plan.slots, _choose(self._rest(call, at, every_q, masks.elsewhere), plan.heads, at))
         q, k = self._into_space(call, plan, at, q, k)
         self._put(self.q, plan.slots, q)
-        self._put(self.k, plan.kv_slots, k.masked_fill(~at.key_mask[:, None, :, None], 0.0))
+        self._put(self.k, plan.kv_slots, k)
         self.scale[plan.slots] = call.scale
         if call.softcap is not None:
             self.softcap[plan.slots] = float(call.softcap)
 
     def _put(self, out: Tensor, slots: list[int], value: Tensor) -> None:
-        out.index_copy_(1, self._local(out.device).index(slots), value.to(out))
+        first, last = slots[0], slots[-1] + 1
+        if slots == list(range(first, last)):
+            out[:, first:last] = value
+        else:
+            out.index_copy_(1, self._local(out.device).index[tuple(slots)], value.to(out))
 
     def _rest(self, call: Call, at: _Local, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
-        batch, groups, keys, _ = call.k.shape
-        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=q.device)
-        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+        batch, groups, _, _ = call.k.shape
         sums = []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
             row = at.row[part]
-            every_k = (call.k if at.one_each and len(row) == batch else call.k[row]).float()
-            grouped = q[part].unflatten(1, (groups, -1))
-            logits = call.cap(call.scale * (grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
+            every_k = (call.k if self._one_each and len(row) == batch else call.k[row]).float()
+            grouped = q[part].unflatten(1, (groups, -1)) * call.scale
+            logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
             for head, rows, query, key, value in call.logits_set:
                 hit = (rows == row[:, None]) & (query == at.query[part][:, None])
                 at_row, entry = hit.nonzero(as_tuple=True)
                 logits[at_row, head, key[entry]] = value[entry].to(logits)
-            logits = (logits + mask[part]).masked_fill(named[part], -torch.inf)
-            sums.append(logits.logsumexp(-1))
-        rest = torch.cat(sums)
+            sums.append((logits + mask[part]).logsumexp(-1))
+        rest = torch.cat(sums) if len(sums) > 1 else sums[0]
         return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
 
     def _logits_set(self, call: Call, plan: _Plan, at: _Local, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
@@ -302,9 +321,9 @@ class Picker:
             return rotary.turn_back(q, k, at.row, at.query, layer.offset)
         part = slice(layer.offset, layer.offset + rotary.q.shape[-1])
         # latent attention shares one rotated key among all heads
-        kv = at.index(plan.kv).clamp_max(rotary.k.shape[1] - 1)
+        kv = at.index[tuple(plan.kv)].clamp_max(rotary.k.shape[1] - 1)
         q, k = q.clone(), k.clone()
-        q[..., part] = rotary.q[at.row, :, at.query][:, at.index(plan.heads)].float()
+        q[..., part] = _choose(rotary.q[at.row, :, at.query], plan.heads, at).float()
         k[..., part] = rotary.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
         return q, k
 
@@ -319,6 +338,7 @@ class Picker:
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
         if logits is not None and bool(logits.isnan().any()):
             raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
+        self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
         device = self.q.device
         capped = bool(self.softcap.isfinite().any())
         return Captured(
@@ -340,5 +360,6 @@ class Picker:
         )
 
 
-def _at_keys(rows: Float[Tensor, "b m t"], keys: Int[Tensor, "b k"]) -> Float[Tensor, "b m k"]:
-    return rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1))
+def _choose(values: Float[Tensor, "b h *r"], heads: list[int], at: _Local) -> Float[Tensor, "b n *r"]:
+    """Some heads of all, without a copy where they are all of them."""
+    return values if heads == list(range(values.shape[1])) else values[:, at.index[tuple(heads)]]
