@@ -12,14 +12,13 @@ from qkscope.page.plain import plain_page
 from qkscope.result import Result
 
 _HEADS = ("trained", "untrained")
-_LIMIT = 1.15
 
 
 def draw(result: Result) -> dict[str, str | bytes]:
     """The picture, and the interactive page with plotly's script inside."""
     name = result.experiment.split("/")[1]
     discrete = result.tables["geometry"][0]["variant"] == "discrete"
-    figure = new_figure(10.5, 5.2)
+    figure = new_figure(10.5, 5.6)
     with styled():
         for place, head in enumerate(_HEADS):
             axis: Any = figure.add_subplot(1, 2, place + 1, projection="3d")
@@ -33,9 +32,10 @@ def draw(result: Result) -> dict[str, str | bytes]:
                 f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}"
             )
             axis.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
-            axis.set(xlim=(-_LIMIT, _LIMIT), ylim=(-_LIMIT, _LIMIT), zlim=(-_LIMIT, _LIMIT))
+            reach = 1.02 * max(float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries"))
+            axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
             axis.view_init(elev=18, azim=-62)
-            axis.set_box_aspect((1, 1, 1), zoom=0.95)
+            axis.set_box_aspect((1, 1, 1), zoom=0.98)
         handles, labels = axis.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")

@@ -17,11 +17,11 @@ def draw(result: Result) -> dict[str, str | bytes]:
     """Heat maps row by d_head, then the two scatter plots."""
     rows = [dict(row) for row in result.tables["interactions"]]
     have = {(row["d_head"], row["r1"], row["r2"]) for row in rows}
-    shown = {d: [r for r in (*_SHOWN[d], *_SMOKE[d]) if (d, *r) in have][:4] for d in _SHOWN}
-    figure = new_figure(11, 8.6)
+    shown = {d: [r for r in dict.fromkeys((*_SHOWN[d], *_SMOKE[d])) if (d, *r) in have][:4] for d in _SHOWN}
+    figure = new_figure(11, 9.8)
     with styled():
-        parts: Any = figure.subfigures(2, 1, height_ratios=[1.75, 1])
-        axes = parts[0].subplots(2, 4, squeeze=False)
+        parts: Any = figure.subfigures(2, 1, height_ratios=[2.05, 1])
+        axes = parts[0].subplots(2, max(len(cells) for cells in shown.values()), squeeze=False)
         image = None
         for line, (d_head, cells) in zip(axes, shown.items(), strict=True):
             for axis, ranks in zip(line, cells, strict=False):
@@ -29,6 +29,8 @@ def draw(result: Result) -> dict[str, str | bytes]:
                 image = _heat_map(axis, result, row)
             for axis in line[len(cells) :]:
                 axis.set_axis_off()
+        parts[0].supylabel("query latents", fontsize=9)
+        parts[0].supxlabel("key latents (lines: between z1 and z2)", fontsize=9)
         if image is not None:
             bar = parts[0].colorbar(image, ax=axes, shrink=0.6, pad=0.01, ticks=[-1, 0, 1])
             bar.set_label("G / largest entry")
@@ -50,7 +52,7 @@ def _heat_map(axis: Axes, result: Result, row: dict[str, Any]) -> Any:
     total = row["r1"] + row["r2"]
     facts = f"off-diagonal {row['off_diagonal']:.3f}, asymmetry {row['asymmetry']:.2f}"
     axis.set_title(f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}\n{facts}", fontsize=8.5)
-    axis.set(xticks=[], yticks=[], xlabel="key latents", ylabel="query latents")
+    axis.set(xticks=[], yticks=[])
     for spine in axis.spines.values():
         spine.set_visible(True)
     return image

@@ -23,7 +23,7 @@ ORIGINAL, TARGET, REST, INK = "#3b6ea8", "#d9822b", "#b5bac3", "#22262e"
 _STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "font.family": "sans-serif", "figure.facecolor": "white", "pdf.fonttype": 42,
+    "font.family": "sans-serif", "figure.facecolor": "white",
 }  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""The command line end to end: figures, their folders and their numbers; unknown names get a sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qkscope import BadInput
+from qkscope.papers.registry import PAPERS, list_experiments, reproduce
+from qkscope.rules import rule_holds
+
+RANK_COLUMNS = {
+    "variant", "d_head", "r1", "r2", "rank1", "rank2", "null1", "null2", "untrained1", "untrained2",
+    "accuracy", "ceiling",
+}  # fmt: skip
+SWAP_COLUMNS = {
+    "condition", "orig_before", "target_before", "orig_after", "target_after", "low", "high", "n", "vacuous",
+}  # fmt: skip
+
+
+def qkscope(*arguments):
+    return subprocess.run([sys.executable, "-m", "qkscope", *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    done = qkscope("reproduce", "lee2026", "fig2", "fig3", "fig4", "--preset", "smoke", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def results(smoke, figure):
+    return json.loads((smoke[0] / "lee2026" / figure / "results.json").read_text())
+
+
+def test_each_figure_has_its_folder(smoke):
+    out, done = smoke
+    for figure in ("fig2", "fig3", "fig4"):
+        folder = out / "lee2026" / figure
+        assert {"results.json", "manifest.json", "report.html"} <= {path.name for path in folder.iterdir()}
+        assert (folder / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+        assert (folder / "figures" / f"{figure}.pdf").read_bytes().startswith(b"%PDF")
+        assert 'src="http' not in (folder / "report.html").read_text(), "the page works offline"
+    assert "glyph" not in done.stderr
+
+
+def test_claims_are_decided_by_their_rules(smoke):
+    for figure in ("fig2", "fig3", "fig4"):
+        found = results(smoke, figure)
+        assert (found["schema"], found["experiment"], found["preset"]) == (1, f"lee2026/{figure}", "smoke")
+        assert found["claims"]
+        for claim in found["claims"]:
+            assert claim["holds"] == rule_holds(claim["rule"], {k: claim[k] for k in ("ours", "control")})
+
+
+def test_smoke_already_shows_exact_ranks_and_their_controls(smoke):
+    rows = results(smoke, "fig2")["tables"]["ranks"]
+    assert set(rows[0]) >= RANK_COLUMNS
+    below = [row for row in rows if row["r1"] + row["r2"] < row["d_head"]]
+    assert len(below) >= 3
+    for row in below:
+        assert (row["rank1"], row["rank2"]) == (row["r1"], row["r2"])
+        assert row["accuracy"] > 0.8
+        assert row["accuracy"] < row["ceiling"] + 0.02
+
+
+def test_the_joint_swap_moves_the_attention_and_random_ones_do_not(smoke):
+    rows = results(smoke, "fig4")["tables"]["swap"]
+    assert set(rows[0]) >= SWAP_COLUMNS
+    found = {row["condition"]: row for row in rows}
+    assert found["both"]["orig_after"] <= 0.01
+    assert found["random_both"]["orig_after"] > 0.1
+    assert {"z1_oracle", "z1_oblique", "key_pca_both", "cov_qk_both", "untrained_both"} <= set(found)
+
+
+def test_the_cube_can_be_turned(smoke):
+    page = (smoke[0] / "lee2026" / "fig3" / "report.html").read_text()
+    assert "Plotly.newPlot" in page
+    assert "plotly.js v" in page, "the script is inside"
+    rows = {row["head"]: row for row in results(smoke, "fig3")["tables"]["geometry"]}
+    assert rows["trained"]["vertices"] == 8
+    assert rows["trained"]["cosine"] > rows["untrained"]["cosine"] + 0.2
+
+
+def test_figures_share_their_heads(smoke):
+    heads = list((smoke[0] / "heads").iterdir())
+    assert len(heads) == 5, "four cells of fig2, and one head for both fig3 and fig4"
+
+
+def test_every_figure_can_be_found():
+    from importlib import import_module
+
+    for row in list_experiments():
+        experiment = PAPERS[row["paper"]][row["figure"]]
+        for path in (experiment.run, experiment.draw):
+            module, _, name = path.partition(":")
+            assert callable(getattr(import_module(module), name))
+    listed = qkscope("reproduce", "--list", "--json")
+    assert {row["figure"] for row in json.loads(listed.stdout)["rows"]} >= {"fig2", "fig15"}
+
+
+def test_unknown_names_and_places_get_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for arguments, says in (
+        (("nobody2026", ["fig2"]), "there is no paper 'nobody2026' here: there is lee2026"),
+        (("lee2026", ["fig99"]), "no figure 'fig99' here: there is fig2, fig3"),
+        (("lee2026", []), "no figure was named"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            reproduce(*arguments, out=tmp_path)
+    with pytest.raises(BadInput, match="no preset 'huge': take smoke, default, paper"):
+        reproduce("lee2026", ["fig2"], preset="huge", out=tmp_path)
+    with pytest.raises(BadInput, match=r"cannot be written|is a file"):
+        reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path / "file")
+    wrong = qkscope("reproduce", "lee2026", "fig99", "--out", tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1
+    wrong = qkscope("toy", "retrieval", "--grids", "discrete-9", "--out", tmp_path)
+    assert wrong.returncode == 2
+    assert "discrete-8" in wrong.stderr
+
+
+def test_toy_retrieval_trains_one_cell(tmp_path):
+    done = qkscope("toy", "retrieval", "--ranks", "2,2", "--d-head", "8", "--steps", "40", "--lr", "1e-3",
+                   "--out", tmp_path, "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["tables"]["heads"]
+    assert (row["steps"], row["stopped"]) == (40, "out of steps")
+    assert (tmp_path / "retrieval" / "results.json").exists()
