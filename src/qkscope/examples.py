@@ -177,7 +177,7 @@ class Draft:
         self._append(piece)
         return self
 
-    def key(self, piece: str, **labels: int) -> Draft:
+    def key(self, piece: str, /, **labels: int) -> Draft:
         """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1, lexical=-1)``."""
         self._keys.append(Key(self._append(piece), labels))
         return self

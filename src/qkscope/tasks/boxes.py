@@ -17,7 +17,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -57,18 +57,17 @@ def binding(
     """
     if form not in _LINES:
         raise BadInput(f"form is one of {', '.join(_LINES)}, but got {form!r}.")
-    if not 2 <= entities <= 20:
-        raise BadInput(f"a prompt holds 2 to 20 entities, but got {entities}.")
+    checked_count(entities, "the number of entities in a prompt", 2, 20)
+    checked_count(filler, "the number of filler words", 0)
     if lexical not in ("same_query", "own_query"):
         raise BadInput(f"lexical is 'same_query' or 'own_query', but got {lexical!r}.")
-    if len(set(boxes)) <= entities:
-        raise BadInput(
-            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(set(boxes))}."
-        )
+    labelled = checked_words(boxes, "boxes")
+    if len(labelled) <= entities:
+        raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
-    fitted = split["fit"][: pool or None]
-    if len(fitted) <= entities:
-        raise BadInput(f"a pool of {len(fitted)} words is too small for {entities} entities and a counterfactual.")
+    if pool is not None:
+        checked_count(pool, f"the pool for {entities} entities and a counterfactual", entities + 1, len(split["fit"]))
+    fitted = split["fit"][:pool]
 
     def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
         """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
@@ -87,14 +86,14 @@ def binding(
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         rng = seeded(seed, "binding", form, entities, use, contrast)
         own = fitted if use == "fit" else split[use]
-        fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(list(boxes), entities)
+        fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
         units: list[Unit] = []
         for cluster in range(n):
             if contrast == "order":
                 named, labels = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
                 asked = named.index(fixed_words[0])
             else:
-                named, labels = rng.sample(own, entities), rng.sample(list(boxes), entities)
+                named, labels = rng.sample(own, entities), rng.sample(labelled, entities)
                 asked = rng.randrange(entities)
             pairs = list(zip(named, labels, strict=True))
             state = rng.getstate()
@@ -106,7 +105,7 @@ def binding(
             if contrast == "lexical":
                 other[asked] = (rng.choice([word for word in own if word not in named]), labels[asked])
             else:
-                other[asked] = (named[asked], rng.choice([box for box in boxes if box not in labels]))
+                other[asked] = (named[asked], rng.choice([box for box in labelled if box not in labels]))
             after = rng.getstate()
             rng.setstate(state)  # the copy gets the same filler
             copy = prompt(other, asked, contrast, rng, cluster)

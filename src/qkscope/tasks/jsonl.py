@@ -8,80 +8,159 @@
 (on one line). A key or query is named by ``text``, which must stand in the prompt once, or by ``span``. Without
 ``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
 unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by group. Keys labelled
-``answer`` decide what counts as right; without such labels the first contrast does.
+``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
+
+Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the group's signs are
+flipped together under the null, instead of the labels within a line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key, Span, find_span
-from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, seeded
+from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_name, seeded
+
+log = logging.getLogger(__name__)
 
 _FIELDS = {"prompt", "query", "keys", "group", "use"}
 _KEY_FIELDS = {"text", "span", "labels"}
+_CENTERS = ("none", "query", "both")
 
 
-def from_jsonl(path: str | Path, *, seed: int = 0, center: str = "none", chat: bool = False) -> Task:
-    """Read a task from a file; every line is checked, and an error names the line."""
+@dataclass(frozen=True)
+class _Line:
+    where: str
+    example: Example
+    group: str | None
+    use: Use | None
+
+
+def from_jsonl(
+    path: str | Path, *, seed: int = 0, center: Literal["none", "query", "both"] = "none", chat: bool = False
+) -> Task:
+    """Read a task from a file; every line is checked, and an error names the line.
+
+    Parameters
+    ----------
+    path : a UTF-8 text file with one JSON object per line.
+    seed : of dealing out lines that do not say their use.
+    center : centring of every contrast: take out of ΔC what all queries (``query``), or also all keys, see alike.
+    chat : whether prompts go into the model's chat template.
+    """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}.") from None
+    if center not in _CENTERS:
+        raise BadInput(f"center is one of {', '.join(_CENTERS)}, but got {center!r}.")
+    lines = _lines(path)
     read = [_line(text, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
     if not read:
         raise BadInput(f"{path} holds no examples: write one JSON object per line.")
-    names = list(dict.fromkeys(name for example, *_ in read for key in example.keys for name in key.labels))
+    names = list(dict.fromkeys(name for line in read for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
-    groups: dict[str, list[Example]] = {}
-    uses: dict[str, Use | None] = {}
-    for number, (example, group, use) in enumerate(read):
-        name = group if group is not None else f"line {number}"
-        groups.setdefault(name, []).append(_with_answer(example, contrasts[0]))
-        if uses.setdefault(name, use) != use:
-            raise BadInput(f"{path}: the lines of group {name!r} have different uses: give them the same.")
+    groups: dict[str, list[_Line]] = {}
+    for number, line in enumerate(read):
+        # a line of its own gets a name that no group can have: groups are named by text
+        own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
+        if own and own[0].use != line.use:
+            raise BadInput(f"{line.where} has another use than its group {line.group!r}: give them the same.")
+        own.append(replace(line, example=_with_answer(line.example, contrasts)))
+    uses: dict[str, Use | None] = {name: own[0].use for name, own in groups.items()}
     free = [name for name, use in uses.items() if use is None]
     seeded(seed, "jsonl", path.name).shuffle(free)
     for i, name in enumerate(free):
         uses[name] = USES[i % len(USES)]
+    warned: set[tuple[str, str]] = set()
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
-        own = [
-            tuple(examples)
-            for name, examples in groups.items()
-            if uses[name] == use and any(key.label(contrast) for example in examples for key in example.keys)
-        ]
+        own = [unit for name, group in groups.items() if uses[name] == use and (unit := _unit(group, use, contrast))]
         if not own:
-            raise BadInput(f"{path} has no example for {use} with labels of {contrast!r}: add lines, or set their use.")
+            needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
+            raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
+        if n > len(own) and (use, contrast) not in warned:
+            warned.add((use, contrast))
+            log.warning("%s has %d of the %d examples asked for to %s %s.", path, len(own), n, use, contrast)
         return own[:n]
 
-    made = {name: Contrast(name, "as labelled", center=center, paired=False) for name in contrasts}  # type: ignore[arg-type]
-    return Task(
-        "jsonl",
-        made,
-        draw,
-        seed,
-        chat,
-        {
-            "file": str(path),
-            "hash": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32],
-            "center": center,
-            "chat": chat,
-        },
-    )
+    made = {
+        name: Contrast(name, "as labelled", center=center, paired=_paired(name, list(groups.values())))
+        for name in contrasts
+    }
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+    return Task("jsonl", made, draw, seed, chat, {"file": str(path), "hash": digest, "center": center, "chat": chat})
 
 
-def _line(text: str, where: str) -> tuple[Example, str | None, Use | None]:
+def _lines(path: Path) -> list[str]:
+    """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise BadInput(f"{path}, line {number} is not UTF-8: save the file as UTF-8 text.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise BadInput(f"{path} cannot be read ({reason}): name a file with one JSON object per line.") from None
+    return re.split(r"\r\n|\n|\r", text)
+
+
+def _signs(line: _Line, contrast: str) -> set[int]:
+    return {key.label(contrast) for key in line.example.keys} - {0}
+
+
+def _unit(group: Sequence[_Line], use: Use, contrast: str) -> Unit:
+    """The lines of a group that count: to fit, those with labels; to score or swap, those with right and wrong keys."""
+    wanted = 1 if use == "fit" else 2
+    return tuple(line.example for line in group if len(_signs(line, contrast)) >= wanted)
+
+
+def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
+    """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
+    labelled = [[line for line in group if _signs(line, contrast)] for group in groups]
+    whole = [line for group in labelled for line in group if len(_signs(line, contrast)) == 2]
+    for group in labelled:
+        together = {sign for line in group for sign in _signs(line, contrast)}
+        for line in group:
+            has = _signs(line, contrast)
+            if len(has) == 1 and (whole or len(together) == 1):
+                sign, other = ("+", "−") if has == {1} else ("−", "+")
+                raise BadInput(
+                    f"{line.where} has {sign} but no {other} keys of {contrast!r}: label both in every line, or put"
+                    " the two lines of each pair into one group."
+                )
+    return not whole
+
+
+def _line(text: str, where: str) -> _Line:
+    try:
+        return _parsed(_json(text, where), where)
+    except RecursionError:
+        raise BadInput(f"{where} is nested too deeply: write one flat object per line.") from None
+
+
+def _json(text: str, where: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise BadInput(f"{where} names {twice[0]!r} twice in one object: keep one.")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except BadInput:
+        raise
+    except ValueError:  # not only JSONDecodeError: a number of 5,000 digits is one too
         raise BadInput(f"{where} is not JSON: write one object per line.") from None
+
+
+def _parsed(data: Any, where: str) -> _Line:
     if not isinstance(data, dict):
         raise BadInput(f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
     unknown = sorted(set(data) - _FIELDS)
@@ -90,16 +169,33 @@ def _line(text: str, where: str) -> tuple[Example, str | None, Use | None]:
     prompt = data.get("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise BadInput(f"{where} needs a prompt: a text that is not empty.")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise BadInput(f"{where} has half a surrogate pair in its prompt, which no tokenizer reads: take it out.")
     if not isinstance(data.get("keys"), list) or not data["keys"]:
         raise BadInput(f"{where} needs keys: a list of pieces of the prompt with their labels.")
     keys = [_key(prompt, key, f"{where}, key {i}") for i, key in enumerate(data["keys"], 1)]
+    spans = [key.span for key in keys]
+    for i, span in enumerate(spans):
+        if span in spans[:i]:
+            raise BadInput(f"{where}, key {i + 1} is key {spans.index(span) + 1} again: name each piece once.")
     if not any(sign > 0 for key in keys for sign in key.labels.values()):
         raise BadInput(f"{where} marks no positive key: give at least one key a label of 1.")
     use, group = data.get("use"), data.get("group")
     if use is not None and use not in USES:
-        raise BadInput(f"{where} has use {use!r}: it is one of {', '.join(USES)}.")
-    query = (_span(prompt, data["query"], f"{where}, query"),) if data.get("query") is not None else ()
-    return Example(text=prompt, queries=query, keys=tuple(keys)), None if group is None else str(group), use
+        raise BadInput(f"{where} has use {_short(use)}: it is one of {', '.join(USES)}.")
+    if group is not None and type(group) not in (str, int):
+        raise BadInput(f"{where} has group {_short(group)}: name it by a text or a number.")
+    query = data.get("query")
+    if isinstance(query, dict) and set(query) - {"text", "span"}:
+        raise BadInput(f"{where}, query should be a text, or an object with text or span.")
+    queries = () if query is None else (_span(prompt, query, f"{where}, query"),)
+    example = Example(text=prompt, queries=queries, keys=tuple(keys))
+    return _Line(where, example, None if group is None else str(group), use)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def _key(prompt: str, data: Any, where: str) -> Key:
@@ -107,8 +203,11 @@ def _key(prompt: str, data: Any, where: str) -> Key:
         raise BadInput(f"{where} should be an object with text or span, and labels.")
     labels = data.get("labels", {})
     if not isinstance(labels, Mapping) or any(type(v) is not int or v not in (-1, 0, 1) for v in labels.values()):
-        raise BadInput(f"{where} needs labels of 1, -1 or 0 by contrast, but has {json.dumps(labels)[:80]}.")
-    return Key(_span(prompt, data, where), {str(name): sign for name, sign in labels.items()})
+        raise BadInput(f"{where} needs labels of 1, -1 or 0 by contrast, but has {_short(labels)}.")
+    try:
+        return Key(_span(prompt, data, where), {checked_name(name): sign for name, sign in labels.items()})
+    except BadInput as error:
+        raise BadInput(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
 def _span(prompt: str, data: Any, where: str) -> Span:
@@ -122,18 +221,18 @@ def _span(prompt: str, data: Any, where: str) -> Span:
         try:
             return find_span(prompt, data["text"])
         except BadInput as error:
-            raise BadInput(f"{where}: {error}") from None
+            says, often, _ = str(error).partition(": mark it by its offsets")  # advice for those who write Python
+            raise BadInput(f"{where}: {says}" + (': name it by "span": [start, stop].' if often else "")) from None
     span = data["span"]
     right = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
     if not right or not 0 <= span[0] < span[1] <= len(prompt):
-        raise BadInput(
-            f"{where} has span {json.dumps(span)[:40]}, which is not in the prompt of {len(prompt)} characters."
-        )
+        raise BadInput(f"{where} has span {_short(span, 40)}, which is not in the prompt of {len(prompt)} characters.")
     return span[0], span[1]
 
 
-def _with_answer(example: Example, contrast: str) -> Example:
+def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
     if any(ANSWER in key.labels for key in example.keys):
         return example
-    keys = tuple(Key(key.span, {**key.labels, ANSWER: key.label(contrast)}) for key in example.keys)
+    first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
+    keys = tuple(Key(key.span, {**key.labels, ANSWER: key.label(first)}) for key in example.keys)
     return Example(text=example.text, queries=example.queries, keys=keys)

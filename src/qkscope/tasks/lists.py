@@ -12,7 +12,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import CATEGORIES, FIVE
 
 Form = Literal["list", "bullets", "question"]
@@ -46,20 +46,26 @@ def filter_task(
     """
     if form not in _FORMS:
         raise BadInput(f"form is one of {', '.join(_FORMS)}, but got {form!r}.")
+    checked_count(items, "the number of items of a category", 1)
     if isinstance(categories, int):
         named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]
         if len(named) != categories:
             raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
     else:
-        named = list(categories)
+        named = checked_words(categories, "categories")
     unknown = [name for name in named if name not in words]
     if unknown:
         raise BadInput(f"there is no word list for {unknown[0]!r}: there is {', '.join(words)}.")
-    if len(named) < 2 or items < 1:
-        raise BadInput(f"a list needs 2 categories and 1 item of each, but got {len(named)} and {items}.")
+    if len(named) < 2:
+        raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
     if {ANSWER, POOLED} & set(named):
         raise BadInput(f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts.")
     split = {name: pools(words[name], seed, name, least=items) for name in named}
+    home: dict[str, str] = {}
+    for name in named:
+        for word in words[name]:
+            if home.setdefault(word, name) != name:
+                raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         rng = seeded(seed, "filter", form, items, *named, use, contrast)

@@ -21,6 +21,9 @@ ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 Unit = tuple[Example, ...]
+# Columns and rows that results give names of their own; a contrast called the same would overwrite them.
+_TAKEN = ("all", "attention", "both", "logit", "position", "residual", "token")
+_TAKEN_STARTS = ("cov_qk_", "key_pca_", "random_", "sham_")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Task:
     chat: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parameters, for the manifest
 
+    def __post_init__(self) -> None:
+        for name in self.contrasts:
+            checked_name(name)
+
     def choose(self, n: int) -> list[Unit]:
         """Units for scoring heads."""
         return self.draw("choose", ANSWER, _positive(n))
@@ -76,7 +83,7 @@ def seeded(*address: object) -> random.Random:
 
 def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, list[str]]:
     """Cut a word list into three disjoint pools of at least ``least`` words each."""
-    unique = list(dict.fromkeys(words))
+    unique = checked_words(words, what)
     seeded(seed, "pools", what).shuffle(unique)
     size = len(unique) // len(USES)
     if size < least:
@@ -87,7 +94,31 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
 
 
+def checked_name(name: str) -> str:
+    """A name for a contrast: one that can be shown, and that no row or column of a result has already."""
+    taken = name in _TAKEN or name.startswith(_TAKEN_STARTS) or name.endswith("_oblique")
+    if taken or not name.strip() or not name.isprintable():
+        raise BadInput(f"a contrast cannot be called {name!r}, which results use or cannot show: rename it.")
+    return name
+
+
+def checked_words(words: Sequence[str], what: str) -> list[str]:
+    """The different words of a list, in its order; anything that is not a list of words is refused."""
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise BadInput(f"{what} should be a list of words, but got {type(words).__name__}.")
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or word != word.strip():
+            raise BadInput(f"{what} should be words without blanks around them, but there is {word!r}.")
+    return list(dict.fromkeys(words))
+
+
+def checked_count(value: int, what: str, low: int, high: int | None = None) -> int:
+    """A whole number in a range, or a sentence that says what it counts."""
+    if type(value) is not int or value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise BadInput(f"{what} should be a whole number {wanted}, but got {value!r}.")
+    return value
+
+
 def _positive(n: int) -> int:
-    if n < 1:
-        raise BadInput(f"the number of examples must be at least 1, but is {n}.")
-    return n
+    return checked_count(n, "the number of examples", 1)

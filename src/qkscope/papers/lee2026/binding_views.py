@@ -1,0 +1,176 @@
+"""Figures 8 and 17: boxes and questions as points, in the order and lexical subspaces, and without projecting.
+
+Prompts are held out: other words than those the subspaces were fitted on, so a cluster of a word is no memory of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import warnings
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.decompose import Fit
+from qkscope.heads import Head
+from qkscope.papers.lee2026.language import Row, Session, session_of
+from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, principal, separation
+from qkscope.papers.registry import Settings
+from qkscope.result import Claim, Result
+
+log = logging.getLogger(__name__)
+_WORDS = 9  # lexical labels drawn; more colours cannot be told apart
+_SHOWN = 1200
+FEATURES = ("order", "lexical")
+
+
+def run(settings: Settings) -> Result:
+    """Figure 8 projects on each feature's subspaces, figure 17 does not; the numbers of both stand in both."""
+    session = session_of(settings)
+    found, fit = session.found("binding"), session.fit("binding")
+    best = found.heads[0]
+    points = binding_points(session)
+    labels = _labels(session, points)
+    rows: list[Row] = []
+    arrays: dict[str, Tensor] = {}
+    for head in found.all:
+        for feature in FEATURES:
+            for space in (feature, "whole head"):
+                row, drawn = _view(points, labels[feature][1], fit, head, feature, space, session.seed)
+                rows.append({"head": str(head), "is_control": head == found.control, **row})
+                if head == best and (space == feature) == (settings.figure == "fig8"):
+                    arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
+    return Result(
+        experiment=f"lee2026/{settings.figure}",
+        answer=_answer(rows, str(best)),
+        tables={
+            "views": rows,
+            "labels": [{"feature": feature, "index": i, "label": name}
+                       for feature in FEATURES for i, name in enumerate(labels[feature][0][:_WORDS])],
+        },
+        claims=_claims(rows, str(best), str(found.control), settings.figure),
+        arrays=arrays,
+        preset=settings.preset,
+        model=session.scope.name,
+        seed=settings.seed,
+        provenance=session.about(settings.figure, form=session.form("binding"), head=str(best)),
+    )  # fmt: skip
+
+
+def binding_points(session: Session) -> Points:
+    """Held-out queries and keys of the found heads and the control."""
+    task, work, heads = session.binding_task(), session.work, session.found("binding").all
+    return session.once(
+        ("points", "binding"), lambda: capture_points(session.scope, task, task.test(work.test), heads, work.batch_size)
+    )
+
+
+def _labels(session: Session, points: Points) -> dict[str, tuple[list[str], Int[Tensor, "n k"]]]:
+    """Names of the labels, and the label of every key: its place in the prompt, and the word in the box."""
+    words = points.key_words(session.binding_task().asked["words"])
+    names = sorted({word for row in words for word in row})
+    n, k = points.k.shape[:2]
+    return {
+        "order": ([str(i + 1) for i in range(k)], torch.arange(k).expand(n, k)),
+        "lexical": (names, torch.tensor([[names.index(word) for word in row] for row in words])),
+    }
+
+
+def _view(
+    points: Points, labels: Int[Tensor, "n k"], fit: Fit, head: Head, feature: str, space: str, seed: int
+) -> tuple[Row, dict[str, Tensor]]:
+    q, k = points.at(head)
+    asked = labels[torch.arange(len(labels)), points.answers()]
+    flat, of_key = k.flatten(0, 1), labels.flatten()
+    if space != "whole head":
+        q, flat = fit[feature, head].project(q, "query"), fit[feature, head].project(flat, "key")
+    # as many queries as keys, so that the components are not the keys' alone
+    repeated = q.repeat_interleave(k.shape[1], dim=0)
+    coordinates = principal(torch.cat([repeated, flat]))
+    q_at, k_at = coordinates[: len(repeated) : k.shape[1]], coordinates[len(repeated) :]
+    everywhere, plane = align(q, asked, flat, of_key, seed), align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
+    early = torch.arange(len(labels)).repeat_interleave(k.shape[1]) % 2 == 0  # centroids from every other prompt
+
+    def clusters(x: Tensor) -> float:
+        return nearest_centroid(x[early], of_key[early], x[~early], of_key[~early])
+
+    row = {
+        "feature": feature, "space": space, "dimensions": fit[feature, head].rank if space == feature else q.shape[1],
+        "apart_on_pc1": separation(q_at[:, 0], k_at[:, 0]),
+        "cosine": everywhere.cosine, "cosine_shuffled_high": everywhere.shuffled_high,
+        "cosine_pc23": plane.cosine, "cosine_pc23_shuffled_high": plane.shuffled_high,
+        "query_finds_keys": everywhere.hits, "clusters": clusters(flat), "clusters_3_pcs": clusters(k_at),
+        "chance": everywhere.chance,
+    }  # fmt: skip
+    shown = (of_key < _WORDS).nonzero()[:_SHOWN, 0]
+    shown_q = (asked < _WORDS).nonzero()[:, 0]
+    drawn = {
+        "keys": k_at[shown].float(), "key_labels": of_key[shown],
+        "queries": q_at[shown_q].float(), "query_labels": asked[shown_q],
+    }  # fmt: skip
+    if feature == "lexical" and space == feature:
+        flattened = _umap(torch.cat([q[shown_q], flat[shown]]), seed)
+        if flattened is not None:
+            drawn |= {"umap_queries": flattened[: len(shown_q)], "umap_keys": flattened[len(shown_q) :]}
+    return row, drawn
+
+
+def _umap(x: Float[Tensor, "n d"], seed: int) -> Float[Tensor, "n 2"] | None:
+    """UMAP in two dimensions, where the extra is installed."""
+    if importlib.util.find_spec("umap") is None:
+        log.info("umap-learn is not installed (pip install 'qkscope[umap]'): the figure has PCA alone.")
+        return None
+    umap = importlib.import_module("umap")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that a fixed seed makes it use one thread
+        return torch.from_numpy(umap.UMAP(n_components=2, random_state=seed).fit_transform(x.float().numpy())).float()
+
+
+def _row(rows: list[Row], head: str, feature: str, space: str) -> Row:
+    return next(r for r in rows if (r["head"], r["feature"], r["space"]) == (head, feature, space))
+
+
+def _answer(rows: list[Row], head: str) -> str:
+    parts = []
+    for feature in FEATURES:
+        own, whole = _row(rows, head, feature, feature), _row(rows, head, feature, "whole head")
+        parts.append(
+            f"{feature} ({own['dimensions']} dimensions): centroid cosine {own['cosine']:.2f} (95% of random pairings "
+            f"below {own['cosine_shuffled_high']:.2f}; unprojected {whole['cosine']:.2f}), keys nearest to their own "
+            f"label's centroid {own['clusters']:.0%} (unprojected, three PCs {whole['clusters_3_pcs']:.0%}, chance "
+            f"{own['chance']:.0%})"
+        )
+    return f"At {head}, words not fitted on. " + "; ".join(parts) + "."
+
+
+def _claims(rows: list[Row], head: str, control: str, figure: str) -> list[Claim]:
+    claims = []
+    for feature in FEATURES:
+        own, whole = _row(rows, head, feature, feature), _row(rows, head, feature, "whole head")
+        other = _row(rows, control, feature, feature)
+        if figure == "fig8":
+            claims += [
+                Claim(f"{feature}: PC 1 separates keys from queries (AUC; control: the head that does worst)",
+                      "PC 1 encodes keys versus queries", own["apart_on_pc1"], other["apart_on_pc1"], "ours >= 0.95"),
+                Claim(f"{feature}: keys and queries of one label align (cosine of centroids; control: 95% of random "
+                      "pairings)", "alignment", own["cosine"], own["cosine_shuffled_high"], "ours > control"),
+                Claim(f"{feature}: the alignment is this head's (cosine; control: the head that does worst)",
+                      "implied", own["cosine"], other["cosine"], "ours > control + 0.1"),
+                Claim(f"{feature}: keys cluster by label (nearest centroid, other prompts; control: chance)",
+                      "clear clusters", own["clusters"], own["chance"], "ours > 2 * control"),
+                Claim(f"{feature}: the projection shows clusters that the first three PCs do not (three PCs each; "
+                      "control: unprojected)", "implied", own["clusters_3_pcs"], whole["clusters_3_pcs"],
+                      "ours > control + 0.02"),
+            ]  # fmt: skip
+        elif feature == "order":
+            claims.append(Claim("order is in the first three PCs of the whole head (nearest centroid; control: chance)",
+                                "encoded in the first few PCs", whole["clusters_3_pcs"], whole["chance"],
+                                "ours > 2 * control"))  # fmt: skip
+        else:
+            claims.append(Claim("lexical is not in the first three PCs of the whole head (nearest centroid; control: "
+                                "its own subspace)", "PCA does not localise it", whole["clusters_3_pcs"],
+                                own["clusters"], "ours < 0.5 * control"))  # fmt: skip
+    return claims

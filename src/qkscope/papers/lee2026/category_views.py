@@ -1,0 +1,226 @@
+"""Figure 6: categories in filter heads. Are queries and keys of one category neighbours, and is a rank of 1 news?
+
+Within one category all queries are alike, so ``ΔC ≈ q̄ (μ⁺ − μ⁻)ᵀ`` has rank 1 in any head. Each rank therefore stands
+beside its mean dominance, its null, its query-centred ranks, and the same numbers of the head that filters worst.
+The picture is drawn from prompts with words that nothing was fitted on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.decompose import Fit
+from qkscope.heads import Head
+from qkscope.maths.bases import joint_basis
+from qkscope.maths.subspace import Side
+from qkscope.papers.lee2026.language import Found, Row, Session, session_of
+from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, principal, separation
+from qkscope.papers.registry import Settings
+from qkscope.result import Claim, Result
+from qkscope.tasks.lists import POOLED
+from qkscope.tasks.task import Task
+
+_FINE = 13  # categories of panel b
+_ITEMS = 2  # of each of the thirteen: a list as long as panel a's
+_SHOWN = 1500  # keys in a picture
+SIDES: tuple[Side, Side] = ("query", "key")
+
+
+def run(settings: Settings) -> Result:
+    """Heads, ranks, the five categories seen with their queries, and thirteen categories of keys."""
+    session = session_of(settings)
+    found, fit = session.found("filter"), session.fit("filter")
+    best = found.heads[0]
+    task = session.filter_task()
+    seen = session.once(("points", "filter"), lambda: _points(session, task, found.all))
+    views: list[Row] = []
+    arrays: dict[str, Tensor] = {}
+    for head in found.all:
+        row, drawn = _view(seen, task, fit, head, session.seed)
+        views.append({"head": str(head), "is_control": head == found.control, **row})
+        if head in (best, found.control):
+            arrays |= {f"{'best' if head == best else 'control'}/{name}": value for name, value in drawn.items()}
+    clusters, keys = _fine(session, best)
+    ranks = [{**row, "is_control": row["head"] == str(found.control)} for row in fit.table()]
+    names = [name for name in task.contrasts if name != POOLED]
+    return Result(
+        experiment=f"lee2026/{settings.figure}",
+        answer=_answer(found, ranks, views),
+        tables={
+            "ranks": ranks, "views": views, "clusters": clusters,
+            "heads": found.ranking.top("ratio"),
+            "labels": [{"panel": "a", "index": i, "label": name} for i, name in enumerate(names)]
+            + [{"panel": "b", "index": i, "label": name} for i, name in enumerate(_fine_names(session))],
+        },
+        claims=_claims(session, found, ranks, views, clusters),
+        arrays={**arrays, **keys},
+        preset=settings.preset,
+        model=session.scope.name,
+        seed=settings.seed,
+        provenance=session.about(settings.figure, form=session.form("filter")),
+    )  # fmt: skip
+
+
+def _points(session: Session, task: Task, heads: list[Head]) -> Points:
+    return capture_points(session.scope, task, task.test(session.work.test), heads, session.work.batch_size)
+
+
+def _span(fit: Fit, head: Head, categories: list[str], side: Side) -> Float[Tensor, "d r"]:
+    """The categorical subspace: the span of every category's top direction."""
+    return joint_basis([fit[name, head].cut(1).basis(side) for name in categories])
+
+
+def _labels(points: Points, task: Task) -> tuple[list[str], Int[Tensor, "n k"]]:
+    """Category names, and the category of every key."""
+    words: dict[str, list[str]] = task.asked["words"]
+    category = {word: i for i, own in enumerate(words.values()) for word in own}
+    return list(words), torch.tensor([[category[text] for text in row] for row in points.key_texts()])
+
+
+def _view(points: Points, task: Task, fit: Fit, head: Head, seed: int) -> tuple[Row, dict[str, Tensor]]:
+    """One head: PCA of projected queries and keys together, and the numbers of what it shows."""
+    names, category = _labels(points, task)
+    q, k = points.at(head)
+    asked = category[torch.arange(len(category)), points.answers()]
+    flat, of_key = k.flatten(0, 1), category.flatten()
+    row: Row = {}
+    drawn: dict[str, Tensor] = {}
+    for space in ("projected", "whole"):
+        if space == "projected":
+            u, v = (_span(fit, head, names, side) for side in SIDES)
+            q_in, k_in = q @ u @ u.mT, flat @ v @ v.mT
+        else:
+            q_in, k_in = q, flat
+        # as many queries as keys, so that the components are not the keys' alone
+        repeated = q_in.repeat_interleave(k.shape[1], dim=0)
+        coordinates = principal(torch.cat([repeated, k_in]))
+        q_at, k_at = coordinates[: len(repeated) : k.shape[1]], coordinates[len(repeated) :]
+        plane = align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
+        everywhere = align(q_in, asked, k_in, of_key, seed)
+        prefix = "" if space == "projected" else "whole_"
+        row |= {
+            f"{prefix}apart_on_pc1": separation(q_at[:, 0], k_at[:, 0]),
+            f"{prefix}cosine_pc23": plane.cosine, f"{prefix}cosine_pc23_shuffled_high": plane.shuffled_high,
+            f"{prefix}cosine": everywhere.cosine, f"{prefix}cosine_shuffled_high": everywhere.shuffled_high,
+            f"{prefix}query_finds_keys": everywhere.hits, "chance": everywhere.chance,
+        }  # fmt: skip
+        if space == "projected":
+            drawn = {"queries": q_at.float(), "query_labels": asked, "keys": k_at[:_SHOWN].float(),
+                     "key_labels": of_key[:_SHOWN]}  # fmt: skip
+    return row, drawn
+
+
+def _fine_names(session: Session) -> list[str]:
+    return [name for name in session.filter_task(_FINE, items=_ITEMS).contrasts if name != POOLED]
+
+
+def _fine(session: Session, head: Head) -> tuple[list[Row], dict[str, Tensor]]:
+    """Thirteen categories, keys alone: does a word fall among words of its category that the centroids never saw?"""
+    task = session.filter_task(_FINE, items=_ITEMS)
+    names = _fine_names(session)
+    fit = session.decompose(task, [head], session.work.fine, contrasts=names, rank=1, replicates=19)
+    points = _points(session, task, [head])
+    _, category = _labels(points, task)
+    _, k = points.at(head)
+    basis = _span(fit, head, names, "key")
+    flat, labels = k.flatten(0, 1), category.flatten()
+    words = [text for row in points.key_texts() for text in row]
+    own = task.asked["words"]
+    place = {word: i for name in names for i, word in enumerate(sorted(set(own[name]) & set(words)))}
+    even = torch.tensor([place[word] % 2 == 0 for word in words])
+    projected = flat @ basis
+    pca = principal(flat, basis.shape[1])
+    generator = torch.Generator().manual_seed(session.seed)
+    # words, not keys, are dealt out to categories: a word's many keys are one observation
+    shuffled = []
+    vocabulary = sorted(set(words))
+    index = torch.tensor([vocabulary.index(word) for word in words])
+    of_word = torch.zeros(len(vocabulary), dtype=torch.long)
+    of_word[index] = labels
+    for _ in range(20):
+        dealt = of_word[torch.randperm(len(vocabulary), generator=generator)][index]
+        shuffled.append(nearest_centroid(projected[even], dealt[even], projected[~even], dealt[~even]))
+
+    def score(x: Tensor) -> float:
+        return nearest_centroid(x[even], labels[even], x[~even], labels[~even])
+
+    rows = [
+        {"space": "category directions", "dimensions": basis.shape[1], "accuracy": score(projected)},
+        {"space": "key PCA", "dimensions": basis.shape[1], "accuracy": score(pca)},
+        {"space": "whole head", "dimensions": flat.shape[1], "accuracy": score(flat)},
+        {"space": "category directions, shuffled words", "dimensions": basis.shape[1],
+         "accuracy": sum(shuffled) / len(shuffled)},
+    ]  # fmt: skip
+    drawn = {"fine/keys": principal(projected)[:_SHOWN].float(), "fine/key_labels": labels[:_SHOWN]}
+    return [{**row, "head": str(head), "chance": 1 / len(names), "words": len(vocabulary)} for row in rows], drawn
+
+
+def _answer(found: Found, ranks: list[Row], views: list[Row]) -> str:
+    best = views[0]
+    own = [row for row in ranks if row["head"] == best["head"] and row["contrast"] != POOLED]
+    pooled = next(row for row in ranks if row["head"] == best["head"] and row["contrast"] == POOLED)
+    score = found.row(found.heads[0])
+    return (
+        f"{best['head']} gives the asked category {score['ratio']:.2f} of its attention on items (chance "
+        f"{score['chance']:.2f}). Its category ranks are {_listed(row['rank_99'] for row in own)}, with mean dominance "
+        f"{min(row['mean_dominance'] for row in own):.2f} or more; centred on the query they are "
+        f"{_listed(row['rank_99_centred'] for row in own)}, {_listed(row['interaction_rank'] for row in own)} above "
+        f"the query shuffle. Pooled over categories and centred: rank {pooled['rank_99_centred']}, "
+        f"{pooled['interaction_rank']} above its null."
+    )
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _claims(
+    session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]
+) -> list[Claim]:  # fmt: skip
+    best, worst = views[0], views[-1]
+    own, control = (
+        [row for row in ranks if row["head"] == view["head"] and row["contrast"] != POOLED] for view in (best, worst)
+    )
+    pooled, pooled_control = (
+        next(row for row in ranks if row["head"] == view["head"] and row["contrast"] == POOLED)
+        for view in (best, worst)
+    )
+    score = found.row(found.heads[0])
+    by_space = {row["space"]: row["accuracy"] for row in clusters}
+    ours, theirs = max(row["rank_99"] for row in own), max(row["rank_99"] for row in control)
+    claims = [
+        Claim("filter heads attend to the asked category (ratio of the best head, lower bound; control: chance)",
+              "top three heads by ratio", score["ratio_low"], score["chance"], "ours > control"),
+        Claim("category contrasts have rank 1 (largest of five, 99% rule; control: the head that filters worst)",
+              "all result in rank 1", ours, theirs, "ours == 1"),
+        Claim("rank 1 tells a filter head from a head that does not filter (largest of five; control: worst head)",
+              "implied", ours, theirs, "ours == 1 and control > 1"),
+        Claim("rank 1 is more than the mean (largest mean dominance of the five; control: worst head)",
+              "implied", max(row["mean_dominance"] for row in own), max(row["mean_dominance"] for row in control),
+              "ours < 0.9"),
+        Claim("pooled and centred on the query, categories have directions above their null (control: worst head)",
+              "not in the paper", pooled["interaction_rank"], pooled_control["interaction_rank"],
+              "ours >= 2 and ours > control"),
+        Claim("PC 1 separates keys from queries (AUC; control: the head that filters worst)",
+              "PC 1 separates", best["apart_on_pc1"], worst["apart_on_pc1"], "ours >= 0.95"),
+        Claim("that PC 1 separates them tells a filter head from another (AUC; control: worst head)",
+              "implied", best["apart_on_pc1"], worst["apart_on_pc1"], "ours > control + 0.05"),
+        Claim("on PCs 2 and 3 keys and queries of one category align (cosine of centroids; control: 95% of random "
+              "pairings)", "symmetric", best["cosine_pc23"], best["cosine_pc23_shuffled_high"], "ours > control"),
+        Claim("they align more than without projecting (cosine on PCs 2 and 3; control: whole head)",
+              "implied", best["cosine_pc23"], best["whole_cosine_pc23"], "ours > control"),
+        Claim("13 categories form clusters of keys (unseen words nearest to their category; control: shuffled words)",
+              "clear semantic clusters", by_space["category directions"],
+              by_space["category directions, shuffled words"], "ours > 2 * control"),
+        Claim("the category directions cluster them better than key PCA of the same size",
+              "not in the paper", by_space["category directions"], by_space["key PCA"], "ours > control + 0.02"),
+    ]  # fmt: skip
+    if session.embedded:
+        top = [str(head) for head in found.heads]
+        claims.append(Claim("L22H4 and L21H8 are among the top three by ratio", "our reference", sum(
+            head in top for head in ("L22H4", "L21H8")), None, "ours == 2"))  # fmt: skip
+    return claims

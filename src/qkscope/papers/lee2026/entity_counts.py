@@ -1,0 +1,87 @@
+"""Figure 16: do ranks depend on the number of entities? Two numbers are varied apart.
+
+*Different words* the lexical contrast is fitted on (three pairs in a prompt): its rank cannot exceed their number less
+one. *Pairs in a prompt* (all the words): what the order contrast depends on. The same curves for the head that does
+worst say what a plateau is worth.
+"""
+
+from __future__ import annotations
+
+from qkscope.papers.lee2026.language import Row, Session, session_of
+from qkscope.papers.registry import Settings
+from qkscope.result import Claim, Result
+
+_PAIRS = 3  # in a prompt, while the words are varied
+_HEADS = 3
+
+
+def run(settings: Settings) -> Result:
+    """Ranks of the first three found heads and of the control at every count."""
+    session = session_of(settings)
+    rows = session.once("entity counts", lambda: _rows(session))
+    return Result(
+        experiment=f"lee2026/{settings.figure}",
+        answer=_answer(rows),
+        tables={"counts": rows},
+        claims=_claims(rows),
+        preset=settings.preset,
+        model=session.scope.name,
+        seed=settings.seed,
+        provenance=session.about(settings.figure, form=session.form("binding"), pairs=_PAIRS),
+    )
+
+
+def _rows(session: Session) -> list[Row]:
+    found, work = session.found("binding"), session.work
+    heads = list(dict.fromkeys([*found.heads[:_HEADS], found.control]))
+    jobs = [("words", pool, session.binding_task(_PAIRS, pool=pool), ["lexical"]) for pool in work.pools]
+    jobs += [("pairs", count, session.binding_task(count), ["order", "lexical"]) for count in work.entities]
+    rows: list[Row] = []
+    for varied, count, task, contrasts in jobs:
+        fit = session.decompose(task, heads, work.counts, contrasts=contrasts, replicates=work.count_replicates)
+        for row in fit.table():
+            centred = row["center"] == "query"
+            rows.append({
+                "varied": varied, "count": count, "head": row["head"], "contrast": row["contrast"],
+                "is_control": row["head"] == str(found.control), "rank": row["rank"],
+                # each rank beside the null of the same matrix: query-centred for order, plain for lexical
+                "rank_above_null": row["interaction_rank"] if centred else row["rank_null"],
+                "rank_uncentred": row["rank_99"], "mean_dominance": row["mean_dominance"], "n": work.counts,
+            })  # fmt: skip
+    return rows
+
+
+def _mean(rows: list[Row], varied: str, contrast: str, which: int, control: bool = False, of: str = "rank") -> float:
+    """Mean rank over heads at one of the counts (0: fewest, −1: most)."""
+    counts = sorted({row["count"] for row in rows if row["varied"] == varied})
+    own = [row[of] for row in rows if (row["varied"], row["contrast"], row["count"], row["is_control"])
+           == (varied, contrast, counts[which], control)]  # fmt: skip
+    return sum(own) / max(len(own), 1)
+
+
+def _answer(rows: list[Row]) -> str:
+    words = sorted({row["count"] for row in rows if row["varied"] == "words"})
+    pairs = sorted({row["count"] for row in rows if row["varied"] == "pairs"})
+    return (
+        f"Mean ranks by the 99% rule: lexical {_mean(rows, 'words', 'lexical', 0):.1f} with {words[0]} different words "
+        f"and {_mean(rows, 'words', 'lexical', -1):.1f} with {words[-1]} (at most words − 1); with {pairs[0]} and "
+        f"{pairs[-1]} pairs in a prompt lexical {_mean(rows, 'pairs', 'lexical', 0):.1f} and "
+        f"{_mean(rows, 'pairs', 'lexical', -1):.1f}, order {_mean(rows, 'pairs', 'order', 0):.1f} and "
+        f"{_mean(rows, 'pairs', 'order', -1):.1f}."
+    )
+
+
+def _claims(rows: list[Row]) -> list[Claim]:
+    claims = []
+    for varied, contrast in (("words", "lexical"), ("pairs", "lexical"), ("pairs", "order")):
+        most, before = (_mean(rows, varied, contrast, i) for i in (-1, -2))
+        claims.append(Claim(f"the {contrast} rank has stopped growing with the number of {varied} (at the most; "
+                            "control: at the next fewer)", "plateaus", most, before,
+                            "ours <= control + 1"))  # fmt: skip
+        claims.append(Claim(f"the {contrast} rank does not depend on the number of {varied} (at the most; control: at "
+                            "the fewest)", "do not appear to depend", most, _mean(rows, varied, contrast, 0),
+                            "abs(ours - control) <= 1"))  # fmt: skip
+    claims.append(Claim("where the lexical rank ends tells binding heads from the head that does worst (most words; "
+                        "control: that head)", "implied", _mean(rows, "words", "lexical", -1),
+                        _mean(rows, "words", "lexical", -1, control=True), "abs(ours - control) >= 2"))  # fmt: skip
+    return claims

@@ -1,0 +1,191 @@
+"""What the figures of language models share: one model, the heads found in it, their fits, made once per invocation.
+
+On the embedded model prompts are bare lists, which a small model can answer; any other model gets the paper's question
+form, in its chat template where it has one. Figures 19 and 20 are the paper's second model: on the embedded model, for
+which there is no second one, they repeat the test with a second form of prompt, from finding the heads on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, TypeVar
+
+from qkscope import tasks
+from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.find import Ranking, find_heads
+from qkscope.capture.scope import Scope
+from qkscope.heads import Head
+from qkscope.papers.registry import EMBEDDED, Settings
+from qkscope.result import provenance
+from qkscope.tasks.lists import POOLED
+from qkscope.tasks.task import Task
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Kind = Literal["filter", "binding"]
+Row = dict[str, Any]
+
+THRESHOLD = 0.30  # the paper's rule for binding heads
+_MOST_HEADS = 9  # the paper keeps nine binding heads
+_FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "question")}
+_SECOND = ("fig19", "fig20")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of one preset."""
+
+    choose: int  # prompts to find heads on
+    category: int  # prompts per category, five categories
+    fine: int  # prompts per category, thirteen categories
+    binding: int  # units per binding contrast
+    counts: int  # units per point of figure 16
+    test: int
+    downstream: int  # test prompts whose answer is read from a patched run; 0: none
+    replicates: int  # of each null
+    count_replicates: int  # the same for figure 16
+    pools: tuple[int, ...]  # different words, three pairs in a prompt
+    entities: tuple[int, ...]  # pairs in a prompt, all the words
+    draws: int = 20
+    batch_size: int = 32
+
+
+WORK = {
+    "smoke": Work(64, 12, 4, 48, 16, 48, 0, 39, 39, (4, 8, 16), (3, 6)),
+    "default": Work(256, 96, 32, 512, 160, 256, 96, 199, 39, (4, 6, 10, 16, 24, 32), (2, 3, 5, 9, 14)),
+    "paper": Work(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
+                  (2, 3, 4, 5, 7, 9, 12, 15, 18, 20)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """Heads chosen on a task, first the one to show, and the one that does it worst: the control."""
+
+    ranking: Ranking
+    heads: list[Head]
+    control: Head
+    enough: bool  # whether the heads reach the threshold; otherwise they are only the best there are
+
+    @property
+    def all(self) -> list[Head]:
+        """The heads, and the control last."""
+        return [*self.heads, self.control]
+
+    def row(self, head: Head) -> Row:
+        """Scores of one head."""
+        return next(dict(row) for row in self.ranking.tables["heads"] if row["head"] == str(head))
+
+
+class Session:
+    """A model and what was found in it so far."""
+
+    def __init__(self, model: str, preset: str, seed: int, device: str) -> None:
+        self.model, self.preset, self.seed, self.device = model, preset, seed, device
+        self.work = WORK[preset]
+        self._made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What ``make`` gives, made the first time the key is asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The model, loaded when the first figure needs it."""
+        return Scope.load(self.model, device=self.device)
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this is the model that comes with the package."""
+        return self.model.lower() == EMBEDDED
+
+    def is_second(self, figure: str) -> bool:
+        """Whether a figure asks for the second form; a model named by the user is the second model itself."""
+        return self.embedded and figure in _SECOND
+
+    def form(self, kind: Kind, second: bool = False) -> str:
+        """The form of the prompts."""
+        return _FORMS[kind][second] if self.embedded else "question"
+
+    @property
+    def chat(self) -> bool:
+        """Whether prompts go into the chat template."""
+        return not self.embedded and bool(getattr(self.scope.tokenizer, "chat_template", None))
+
+    def filter_task(self, categories: int = 5, second: bool = False, **options: Any) -> Task:
+        """Lists to pick a category from."""
+        form: Any = self.form("filter", second)
+        return tasks.filter(categories, form, self.seed, chat=self.chat, **options)
+
+    def binding_task(self, entities: int = 9, second: bool = False, **options: Any) -> Task:
+        """Boxes and what is in them."""
+        form: Any = self.form("binding", second)
+        return tasks.binding(entities, form, self.seed, chat=self.chat, **options)
+
+    def task(self, kind: Kind, second: bool = False) -> Task:
+        """The task of the causal tests."""
+        return self.filter_task(second=second) if kind == "filter" else self.binding_task(second=second)
+
+    def found(self, kind: Kind, second: bool = False) -> Found:
+        """Filter heads: the three of largest ratio. Binding heads: all that are right in 30% of prompts, at most 9."""
+        return self.once(("found", kind, second), lambda: self._find(kind, second))
+
+    def _find(self, kind: Kind, second: bool) -> Found:
+        log.info("finding %s heads on %d prompts ...", kind, self.work.choose)
+        ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
+        by = "ratio" if kind == "filter" else "accuracy"
+        best = ranking.top(by)
+        reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][:_MOST_HEADS]
+        # A swap can only move attention that is there: binding heads come in the order of what the right box gets.
+        reached.sort(key=lambda row: -row["ratio"] if kind == "filter" else -row["ratio"] * row["mass"])
+        heads = [Head.parse(row["head"]) for row in reached or best[:3]]
+        deepest = max(head.layer for head in heads)
+        # no deeper than the found heads, so that the control costs no further layers; never one of them
+        others = [h for row in ranking.top("ratio")[::-1] if (h := Head.parse(row["head"])).layer <= deepest]
+        control = next((head for head in others if head not in heads), heads[-1])
+        return Found(ranking, heads, control, bool(reached))
+
+    def fit(self, kind: Kind, second: bool = False) -> Fit:
+        """The task's contrasts at the found heads and at the control head.
+
+        Categories are cut at their top direction, the pooled contrast at the number of categories less one.
+        """
+        return self.once(("fit", kind, second), lambda: self._fit(kind, second))
+
+    def _fit(self, kind: Kind, second: bool) -> Fit:
+        task, found = self.task(kind, second), self.found(kind, second)
+        log.info("fitting %s at %s ...", kind, ", ".join(map(str, found.all)))
+        if kind == "binding":
+            return self.decompose(task, found.all, self.work.binding, contrasts=["order", "lexical"])
+        categories = [name for name in task.contrasts if name != POOLED]
+        rank = {**dict.fromkeys(categories, 1), POOLED: len(categories) - 1}
+        return self.decompose(task, found.all, self.work.category, rank=rank)
+
+    def decompose(self, task: Task, heads: list[Head], n: int, **options: Any) -> Fit:
+        """`decompose` with this preset's counts."""
+        settings = {"replicates": self.work.replicates, "batch_size": self.work.batch_size, "seed": self.seed}
+        return decompose(self.scope, task, heads, n, **{**settings, **options})
+
+    def about(self, figure: str, **more: Any) -> dict[str, Any]:
+        """Provenance of a figure."""
+        return provenance(
+            figure=figure, preset=self.preset, model=self.scope.name, revision=self.scope.revision,
+            weights=self.scope.weights_hash, tokenizer=self.scope.tokenizer_hash, chat=self.chat,
+            work=vars(self.work), **more,
+        )  # fmt: skip
+
+
+def session_of(settings: Settings) -> Session:
+    """The session of an invocation: figures asked for together find each other's fits."""
+    return _session(settings.model, settings.preset, settings.seed, settings.device)
+
+
+@lru_cache(maxsize=1)  # one model in memory at a time
+def _session(model: str, preset: str, seed: int, device: str) -> Session:
+    return Session(model, preset, seed, device)

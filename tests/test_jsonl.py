@@ -1,0 +1,276 @@
+"""Facts about a user's own file: it is a task, or one sentence that names the line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qkscope import BadInput, tasks
+from qkscope.tasks.task import ANSWER, USES, Task
+
+GOOD = {"prompt": "A cat, a dog. The cat", "keys": [
+    {"text": "cat,", "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}},
+]}  # fmt: skip
+EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
+
+
+def write(path: Path, *lines) -> Path:
+    path = path / "mine.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def numbered(count: int, **fields) -> list[dict]:
+    return [
+        {"prompt": f"cat A, dog B. Number {i}: the cat is in", "keys": [
+            {"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}], **fields}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def signs(task: Task, use: str, contrast: str, n: int = 1000) -> list[list[list[int]]]:
+    return [[[k.label(contrast) for k in e.keys] for e in unit] for unit in task.draw(use, contrast, n)]
+
+
+# ---------------------------------------------------------------- what a file means
+
+
+def test_keys_and_queries_stand_where_their_text_or_span_says(tmp_path):
+    line = {
+        "prompt": "A cat, a dog. The cat sat",
+        "query": {"span": [18, 21]},
+        "keys": [{"span": [2, 5], "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}}],
+        "use": "fit",
+    }
+    ((example,),) = tasks.from_jsonl(write(tmp_path, line)).fit("mine", 1)
+    assert example.queries == ((18, 21),)
+    assert [example.piece(key.span) for key in example.keys] == ["cat", "dog"]
+    ((named,),) = tasks.from_jsonl(write(tmp_path, {**line, "query": "sat"})).fit("mine", 1)
+    assert named.piece(named.queries[0]) == "sat"
+
+
+def test_uses_are_kept_and_other_lines_are_dealt_out_evenly(tmp_path):
+    path = write(tmp_path, *numbered(30), *numbered(4, use="test"))
+    task = tasks.from_jsonl(path)
+    assert [len(task.choose(99)), len(task.fit("mine", 99)), len(task.test(99))] == [10, 10, 14]
+    texts = [{unit[0].text for unit in units} for units in (task.choose(99), task.fit("mine", 99))]
+    assert not texts[0] & texts[1]
+    assert task.fit("mine", 99) == tasks.from_jsonl(path).fit("mine", 99)
+    assert task.fit("mine", 99) != tasks.from_jsonl(path, seed=1).fit("mine", 99)
+
+
+def test_lines_of_a_group_are_one_unit_wherever_they_stand(tmp_path):
+    lines = [{**line, "group": i % 6} for i, line in enumerate(numbered(18))]
+    task = tasks.from_jsonl(write(tmp_path, *lines))
+    units = [unit for use in USES for unit in task.draw(use, "mine", 99)]
+    assert sorted(len(unit) for unit in units) == [3] * 6
+    # a group may be called what a line of its own would be called, and 1 and "1" are the same group
+    lines = [{**numbered(1)[0], "group": "line 1"}, *numbered(2), {**numbered(1)[0], "group": "line 1"}]
+    task = tasks.from_jsonl(write(tmp_path, *lines))
+    assert sorted(len(unit) for use in USES for unit in task.draw(use, "mine", 9)) == [1, 1, 2]
+
+
+def test_lines_without_an_answer_are_judged_by_the_first_contrast_that_labels_them(tmp_path):
+    keys = [{"text": "A"}, {"text": "B"}]
+
+    def line(*labels):
+        return {"prompt": "A and B", "use": "test",
+                "keys": [{**k, "labels": own} for k, own in zip(keys, labels, strict=True)]}  # fmt: skip
+
+    task = tasks.from_jsonl(write(
+        tmp_path, line({"one": 1}, {"one": -1}), line({"two": -1}, {"two": 1}),
+        line({"one": 1, "answer": -1}, {"one": -1, "answer": 1}),
+    ))  # fmt: skip
+    assert list(task.contrasts) == ["one", "two"]
+    assert signs(task, "test", ANSWER) == [[[1, -1]], [[-1, 1]], [[-1, 1]]]
+
+
+def test_a_line_that_cannot_be_scored_is_left_out_of_scoring_only(tmp_path):
+    """+ in one line of a group, − in the other: good for a contrast, but neither line has a right and a wrong key."""
+    one = {"prompt": "A cat", "group": 1, "use": "fit", "keys": [{"text": "cat", "labels": {"mine": 1}}]}
+    two = {"prompt": "A dog", "group": 1, "use": "fit", "keys": [{"text": "dog", "labels": {"mine": -1, "answer": 1}}]}
+    task = tasks.from_jsonl(write(tmp_path, one, two))
+    assert signs(task, "fit", "mine") == [[[1], [-1]]]
+    assert task.contrasts["mine"].paired, "the group's signs are flipped together: within a line nothing can be dealt"
+    with pytest.raises(BadInput, match="no example for test with a right and a wrong key"):
+        task.test(1)
+    assert not tasks.from_jsonl(write(tmp_path, GOOD)).contrasts["mine"].paired
+
+
+def test_asking_for_more_than_there_is_takes_all_and_says_so_once(tmp_path, caplog):
+    task = tasks.from_jsonl(write(tmp_path, *numbered(9)))
+    with caplog.at_level(logging.WARNING):
+        assert len(task.test(3)) == 3
+        assert caplog.messages == []
+        assert len(task.test(100)) == len(task.test(100)) == 3
+    assert [re.sub(r"^\S+", "FILE", message) for message in caplog.messages] == [
+        "FILE has 3 of the 100 examples asked for to test answer."
+    ]
+
+
+def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
+    prompt = "Café\u2028\u0085 😀 cat, dog. The cat"
+    line = json.dumps({**GOOD, "prompt": prompt, "use": "fit"}, ensure_ascii=False)
+    plain = tasks.from_jsonl(write(tmp_path, line))
+    assert plain.fit("mine", 1)[0][0].text == prompt, "a line separator of Unicode does not end a line"
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + f"\r\n{line}\r\n\r\n".encode())
+    other = tasks.from_jsonl(path)
+    assert other.fit("mine", 1) == plain.fit("mine", 1)
+    path.write_bytes(f"{line}\r{line}".encode())
+    assert len(tasks.from_jsonl(path).fit("mine", 2)) == 2
+
+
+def test_a_changed_file_has_another_hash(tmp_path):
+    one = tasks.from_jsonl(write(tmp_path, *numbered(3))).asked["hash"]
+    assert one == tasks.from_jsonl(write(tmp_path, *numbered(3))).asked["hash"]
+    assert one != tasks.from_jsonl(write(tmp_path, *numbered(4))).asked["hash"]
+
+
+def test_the_worked_example_is_a_task_with_examples_for_every_use():
+    task = tasks.from_jsonl(EXAMPLE)
+    for use in USES:
+        for contrast in task.contrasts:
+            assert len(task.draw(use, contrast if use == "fit" else ANSWER, 12)) == 12
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def bad(**fields):
+    return json.dumps({**GOOD, **fields})
+
+
+def key(**fields):
+    return bad(keys=[GOOD["keys"][0], {"text": "dog", "labels": {"mine": -1}, **fields}])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{not json", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is n"),
+        (bad(prompt=1).replace("1", "9" * 5000, 1), "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
+        ("null", "line 2 is not a JSON object"),
+        ('{"prompt": "a", "prompt": "b", "keys": []}', "line 2 names 'prompt' twice"),
+        (bad(promt="a"), "line 2 has a field 'promt': the fields are group, keys, prompt, query, use"),
+        ('{"keys": []}', "line 2 needs a prompt"),
+        (bad(prompt=""), "line 2 needs a prompt"),
+        (bad(prompt=["a"]), "line 2 needs a prompt"),
+        (bad(prompt="A cat, a dog \ud800"), "line 2 has half a surrogate pair"),
+        ('{"prompt": "a"}', "line 2 needs keys"),
+        (bad(keys=[]), "line 2 needs keys"),
+        (bad(keys={"text": "cat,"}), "line 2 needs keys"),
+        (bad(keys=["cat,"]), "line 2, key 1 should be an object"),
+        (key(lables={}), "line 2, key 2 should be an object with text or span, and labels"),
+        (key(text="cow"), "line 2, key 2: 'cow' does not stand in the text"),
+        (key(text=""), "line 2, key 2 has an empty text"),
+        (key(text=3), "line 2, key 2 has an empty text"),
+        (key(span=[0, 1]), "line 2, key 2 should name either its text or its span"),
+        (key(text="cat,"), "line 2, key 2 is key 1 again"),
+        (bad(query="cat"), 'line 2, query: \'cat\' stands 2 times in the text'),
+        (bad(query="cat"), 'name it by "span": [start, stop].'),
+        (bad(query=3), "line 2, query should name either its text or its span"),
+        (bad(query={"text": "dog", "of": 1}), "line 2, query should be a text, or an object"),
+        (bad(query={"span": [0, 99]}), "line 2, query has span [0, 99], which is not in the prompt of 21 characters"),
+        (bad(query={"span": [3, 3]}), "which is not in the prompt"),
+        (bad(query={"span": [0, True]}), "which is not in the prompt"),
+        (key(labels=[1]), "line 2, key 2 needs labels of 1, -1 or 0"),
+        (key(labels={"mine": 2}), 'but has {"mine": 2}'),
+        (key(labels={"mine": True}), "needs labels of 1, -1 or 0"),
+        (key(labels={"mine": 1.0}), "needs labels of 1, -1 or 0"),
+        (bad(keys=[{"text": "dog", "labels": {"mine": -1}}]), "line 2 marks no positive key"),
+        (bad(keys=[{"text": "dog"}]), "line 2 marks no positive key"),
+        (bad(keys=[GOOD["keys"][0]]), "line 2 has + but no − keys of 'mine': label both in every line"),
+        (bad(use="train"), 'line 2 has use "train": it is one of choose, fit, test'),
+        (bad(use=["fit"]), "line 2 has use"),
+        (bad(group=[1]), "line 2 has group [1]: name it by a text or a number"),
+        (key(labels={"both": 1}), "line 2, key 2: a contrast cannot be called 'both'"),
+        (key(labels={"mine": -1, "\ud800": 1}), "a contrast cannot be called"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_in_one_sentence(tmp_path, line, says):
+    with pytest.raises(BadInput) as caught:
+        tasks.from_jsonl(write(tmp_path, GOOD, line))
+    assert says in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_the_lines_of_a_group_agree_on_their_use(tmp_path):
+    with pytest.raises(BadInput, match=r"line 2 has another use than its group 'a'"):
+        tasks.from_jsonl(write(tmp_path, {**GOOD, "group": "a", "use": "fit"}, {**GOOD, "group": "a"}))
+
+
+def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    with pytest.raises(BadInput, match=r"mine.jsonl cannot be read \(No such file"):
+        tasks.from_jsonl(path)
+    path.write_bytes(b"")
+    with pytest.raises(BadInput, match="holds no examples"):
+        tasks.from_jsonl(path)
+    path.write_bytes(b"\n\xff\n")
+    with pytest.raises(BadInput, match="line 2 is not UTF-8"):
+        tasks.from_jsonl(path)
+    with pytest.raises(BadInput, match=r"cannot be read \(Is a directory\)"):
+        tasks.from_jsonl(tmp_path)
+    with pytest.raises(BadInput, match="cannot be read"):
+        tasks.from_jsonl("a\0b.jsonl")
+    with pytest.raises(BadInput, match="center is one of none, query, both, but got 'keys'"):
+        tasks.from_jsonl(write(tmp_path, GOOD), center="keys")
+
+
+def test_a_use_without_examples_says_what_to_add(tmp_path):
+    task = tasks.from_jsonl(write(tmp_path, {**GOOD, "use": "fit"}))
+    for draw in (task.choose, task.test):
+        with pytest.raises(BadInput, match="with a right and a wrong key: add lines, or set their use"):
+            draw(3)
+
+
+# ---------------------------------------------------------------- anything at all
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+marks = st.fixed_dictionaries({}, optional={
+    "text": st.sampled_from(["cat", "dog", ".", " ", "The", "x"]) | values,
+    "span": st.lists(st.integers(-2, 30), min_size=2, max_size=2) | values,
+    "labels": st.dictionaries(
+        st.sampled_from(["mine", "answer", "other", "both", "../up", ""]), st.sampled_from([-1, 0, 1]), max_size=3
+    ) | values,
+})  # fmt: skip
+objects = st.fixed_dictionaries({}, optional={
+    "prompt": st.just(GOOD["prompt"]) | values, "query": marks | values, "group": st.integers(0, 2) | values,
+    "keys": st.lists(marks, max_size=4) | values, "use": st.sampled_from([*USES, None]) | values,
+    "more": values,
+})  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary() | st.lists(objects | st.just(GOOD), max_size=5).map(
+    lambda lines: "\n".join(map(json.dumps, lines)).encode("utf-8")))  # fmt: skip
+def test_any_bytes_are_a_task_or_a_sentence(tmp_path, content):
+    path = tmp_path / "any.jsonl"
+    path.write_bytes(content)
+    try:
+        found = tasks.from_jsonl(path)
+    except BadInput as error:
+        found = error
+    if isinstance(found, BadInput):
+        assert str(found).endswith(".")
+        return
+    for contrast in found.contrasts:
+        for use in USES:
+            try:
+                units = found.draw(use, contrast, 3)
+            except BadInput:
+                continue
+            assert all(len(unit) > 0 for unit in units)
