@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
     """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
+    import_module("qkscope.bench_models")  # registers its rows
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:
         raise BadInput(f"there is no bench row {unknown[0]!r}: there is {', '.join(_ROWS)}.")
@@ -37,13 +39,13 @@ def bench(only: Sequence[str] | None = None) -> list[Row]:
     return rows
 
 
-def _row(function: Callable[[], Row]) -> Callable[[], Row]:
+def row(function: Callable[[], Row]) -> Callable[[], Row]:
     """Register a row under its function's name."""
-    _ROWS[function.__name__.removeprefix("_")] = function
+    _ROWS[function.__name__] = function
     return function
 
 
-def _compare(
+def compare(
     plain: Callable[[], Any], ours: Callable[[], Any], repeats: int, *, warm: bool = True
 ) -> tuple[float, float]:
     """Median seconds of both, alternating."""
@@ -57,11 +59,13 @@ def _compare(
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
-def _faster(plain_s: float, ours_s: float, note: str) -> Row:
+def faster(plain_s: float, ours_s: float, note: str) -> Row:
+    """A row that says how many times faster we are."""
     return {"plain_s": plain_s, "ours_s": ours_s, "ratio": plain_s / ours_s, "note": note}
 
 
-def _overhead(plain_s: float, ours_s: float, note: str) -> Row:
+def overhead(plain_s: float, ours_s: float, note: str) -> Row:
+    """A row that says how many times the cost it is."""
     return {"plain_s": plain_s, "ours_s": ours_s, "ratio": ours_s / plain_s, "note": note}
 
 
@@ -75,8 +79,8 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@_row
-def _moments_update() -> Row:
+@row
+def moments_update() -> Row:
     """270 heads in 90 key groups, 16 queries, 10 keys, d_head 64, both signs, float64 sums, one core."""
     layers, heads, groups, rows, keys, d = 30, 9, 3, 16, 10, 64
     generator = torch.Generator().manual_seed(0)
@@ -97,11 +101,11 @@ def _moments_update() -> Row:
             sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
 
     with _threads(1):
-        plain_s, ours_s = _compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
+        plain_s, ours_s = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
     ours_c = moments.delta("c") * moments.count("c")[0, 0]
     plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
     assert torch.allclose(ours_c, plain_c, rtol=1e-9, atol=1e-9), "both sides must compute the same ΔC"
-    return _faster(
+    return faster(
         plain_s, ours_s, "Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core"
     )
 
@@ -120,21 +124,21 @@ def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> 
         found["ours"] = thin_svd(w_q, w_k)[1]
 
     with _threads(1):
-        plain_s, ours_s = _compare(plain, ours, repeats, warm=repeats > 1)
+        plain_s, ours_s = compare(plain, ours, repeats, warm=repeats > 1)
     error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
     assert error < 1e-10, "both sides must find the same singular values"
     return plain_s, ours_s, error
 
 
-@_row
-def _thin_svd_576_64() -> Row:
+@row
+def thin_svd_576_64() -> Row:
     """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
     plain_s, ours_s, error = _thin_against_dense(270, 576, 64, repeats=1)
-    return _faster(plain_s, ours_s, f"270 heads, d_model 576, d_head 64; same values to {error:.0e}; one core")
+    return faster(plain_s, ours_s, f"270 heads, d_model 576, d_head 64; same values to {error:.0e}; one core")
 
 
-@_row
-def _thin_svd_4096_128() -> Row:
+@row
+def thin_svd_4096_128() -> Row:
     """One head of Llama-3.1-8B's shape."""
     plain_s, ours_s, error = _thin_against_dense(1, 4096, 128, repeats=1)
-    return _faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")
+    return faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")
