@@ -53,17 +53,31 @@ def _toy(title: str, module: str) -> Experiment:
     return Experiment(title, f"{_LEE}.{module}:run", f"{_DRAW}.{module}:draw", f"{_LEE}.heads:prepare")
 
 
+def _model(title: str, run: str, draw: str) -> Experiment:
+    return Experiment(title, f"{_LEE}.{run}:run", f"{_DRAW}.{draw}:draw")
+
+
 PAPERS: dict[str, dict[str, Experiment]] = {
     "lee2026": {
         "fig2": _toy("Recovered ranks, discrete task, d_head 16", "ranks"),
         "fig3": _toy("The cube in query and key space", "geometry"),
         "fig4": _toy("Swapping latents, discrete (3,5)", "swaps"),
         "fig5": _toy("Interactions G, continuous task", "interactions"),
+        "fig6": _model("Categories in filter heads, seen", "category_views", "category_views"),
+        "fig7": _model("Swapping categories in filter heads", "filter_swaps", "model_swaps"),
+        "fig8": _model("Order and lexical subspaces, seen", "binding_views", "binding_views"),
+        "fig9": _model("Swapping order and lexical features", "binding_swaps", "model_swaps"),
+        "fig10": _model("One prompt's attention logits, split", "logit_split", "logit_split"),
         "fig11": _toy("Recovered ranks, the other three grids", "ranks"),
         "fig12": _toy("The sphere in query and key space", "geometry"),
         "fig13": _toy("Interactions G, discrete task", "interactions"),
         "fig14": _toy("Swapping latents, d_head 16", "swaps"),
         "fig15": _toy("Swapping latents, d_head 8", "swaps"),
+        "fig16": _model("Ranks against the number of entities", "entity_counts", "entity_counts"),
+        "fig17": _model("Keys and queries, not projected", "binding_views", "binding_views"),
+        "fig18": _model("Swapping order and lexical, other heads", "binding_swaps", "model_swaps"),
+        "fig19": _model("Swapping categories, second model or form", "filter_swaps", "model_swaps"),
+        "fig20": _model("Swapping order and lexical, second model or form", "binding_swaps", "model_swaps"),
     },
 }
 

@@ -1,8 +1,8 @@
 """Figure 16: do ranks depend on the number of entities? Two numbers are varied apart.
 
-*Different words* the lexical contrast is fitted on (three pairs in a prompt): its rank cannot exceed their number less
-one. *Pairs in a prompt* (all the words): what the order contrast depends on. The same curves for the head that does
-worst say what a plateau is worth.
+*Different words* the lexical contrast is fitted on (three pairs in a prompt): if nothing but the word mattered, its
+rank could not exceed their number less one. *Pairs in a prompt* (all the words): what the order contrast depends on.
+The same curves for the head that does worst say what a plateau is worth.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _answer(rows: list[Row]) -> str:
     pairs = sorted({row["count"] for row in rows if row["varied"] == "pairs"})
     return (
         f"Mean ranks by the 99% rule: lexical {_mean(rows, 'words', 'lexical', 0):.1f} with {words[0]} different words "
-        f"and {_mean(rows, 'words', 'lexical', -1):.1f} with {words[-1]} (at most words − 1); with {pairs[0]} and "
+        f"and {_mean(rows, 'words', 'lexical', -1):.1f} with {words[-1]}; with {pairs[0]} and "
         f"{pairs[-1]} pairs in a prompt lexical {_mean(rows, 'pairs', 'lexical', 0):.1f} and "
         f"{_mean(rows, 'pairs', 'lexical', -1):.1f}, order {_mean(rows, 'pairs', 'order', 0):.1f} and "
         f"{_mean(rows, 'pairs', 'order', -1):.1f}."

@@ -55,7 +55,7 @@ class Work:
 
 WORK = {
     "smoke": Work(64, 12, 4, 48, 16, 48, 0, 39, 39, (4, 8, 16), (3, 6)),
-    "default": Work(256, 96, 32, 512, 160, 256, 96, 199, 39, (4, 6, 10, 16, 24, 32), (2, 3, 5, 9, 14)),
+    "default": Work(256, 64, 24, 320, 96, 256, 64, 199, 39, (4, 8, 16, 32), (2, 4, 9, 14)),
     "paper": Work(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20)),
 }  # fmt: skip
@@ -140,14 +140,15 @@ class Session:
         log.info("finding %s heads on %d prompts ...", kind, self.work.choose)
         ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
         by = "ratio" if kind == "filter" else "accuracy"
-        best = ranking.top(by)
+        # In the first layer the last token has seen nothing: its query is the same in every prompt.
+        best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
         reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][:_MOST_HEADS]
         # A swap can only move attention that is there: binding heads come in the order of what the right box gets.
         reached.sort(key=lambda row: -row["ratio"] if kind == "filter" else -row["ratio"] * row["mass"])
         heads = [Head.parse(row["head"]) for row in reached or best[:3]]
         deepest = max(head.layer for head in heads)
         # no deeper than the found heads, so that the control costs no further layers; never one of them
-        others = [h for row in ranking.top("ratio")[::-1] if (h := Head.parse(row["head"])).layer <= deepest]
+        others = [h for row in ranking.top("ratio")[::-1] if 0 < (h := Head.parse(row["head"])).layer <= deepest]
         control = next((head for head in others if head not in heads), heads[-1])
         return Found(ranking, heads, control, bool(reached))
 
