@@ -108,6 +108,7 @@ def _run_threads(trainers: Sequence[Trainer], progress: Progress, workers: int) 
 def _run_graphs(trainers: Sequence[Trainer], progress: Progress) -> None:
     for trainer in trainers:
         trainer.begin()
+    streams = {id(trainer): torch.cuda.Stream() for trainer in trainers}
     graph: torch.cuda.CUDAGraph | None = None
     recorded: list[Trainer] = []
     while live := [trainer for trainer in trainers if not trainer.done]:
@@ -118,32 +119,36 @@ def _run_graphs(trainers: Sequence[Trainer], progress: Progress) -> None:
             graph, recorded = None, live
             taken = min(_WARM_UP, steps)
             for _ in range(taken):
-                for trainer in live:
-                    trainer.train_step()
+                _step_all(live, streams)
             if taken < steps:
-                graph = _record(live)
+                graph = _record(live, streams)
         for _ in range(steps - taken):
             assert graph is not None
             graph.replay()
         changes = [trainer.check(steps) for trainer in live]
         if any(changes):
-            graph = None  # rows may have left a stack: its tensors are new ones
+            graph = None  # rows have left a stack: its tensors are new ones
         progress()
 
 
-def _record(trainers: Sequence[Trainer]) -> torch.cuda.CUDAGraph:
+def _step_all(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]) -> None:
+    """One step of every trainer, each on its own stream, between a fork and a join."""
+    here = torch.cuda.current_stream()
+    for trainer in trainers:
+        stream = streams[id(trainer)]
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            trainer.train_step()
+    for trainer in trainers:
+        here.wait_stream(streams[id(trainer)])
+
+
+def _record(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]) -> torch.cuda.CUDAGraph:
     """One step of every trainer as a graph; recording does not run it."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     for trainer in trainers:
         graph.register_generator_state(trainer.generator)
-    streams = [torch.cuda.Stream() for _ in trainers]
     with torch.cuda.graph(graph):
-        here = torch.cuda.current_stream()
-        for trainer, stream in zip(trainers, streams, strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                trainer.train_step()
-        for stream in streams:
-            here.wait_stream(stream)
+        _step_all(trainers, streams)
     return graph

@@ -178,10 +178,11 @@ class StackedRetrieval(TrainingTask):
 
     def validation_loss(self, params: Mapping[str, Tensor]) -> Float[Tensor, " m"]:
         """Mean loss over the fixed validation set."""
-        total: Tensor | float = 0.0
-        for batch in self._validation_set():
-            total = total + self._forward(params, batch)["log_p"].gather(1, self._rows(batch)).mean(dim=(1, 2))
-        return -total / self.validation[0]  # type: ignore[return-value]
+        total = torch.zeros(len(self.cells), device=self.device)
+        batches = self._validation_set()
+        for batch in batches:
+            total += self._forward(params, batch)["log_p"].gather(1, self._rows(batch)).mean(dim=(1, 2))
+        return -total / len(batches)
 
     def gradients(self, params: Stack, batch: Batch, out: Stack) -> Float[Tensor, " m"]:
         """Losses, and their gradients by hand."""
@@ -243,7 +244,10 @@ class StackedRetrieval(TrainingTask):
             seed = derived_seed(self.cells[0].seed, 6, VARIANTS.index(self.variant))
             generator = torch.Generator(device=self.device).manual_seed(seed)
             count, n = self.validation
-            self._held_out = [Batch(*(part.clone() for part in self.draw(generator, n))) for _ in range(count)]
+            drawn = [Batch(*(part.clone() for part in self.draw(generator, n))) for _ in range(count)]
+            # A GPU takes them all at once; on a CPU small batches stay in the cache.
+            whole = [Batch(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))]
+            self._held_out = whole if self.device.type == "cuda" else drawn
         return self._held_out
 
     def _buffer(self, name: str, *shape: int) -> Tensor:

@@ -261,7 +261,7 @@ class Trainer:
             self._record(losses)
 
     def check(self, steps_taken: int) -> bool:
-        """Validate, stop what is done, and say whether the stack has changed."""
+        """Validate, stop what is done, and say whether the stack has been made anew."""
         self.step += steps_taken
         losses = self.active_task.validation_loss(self.params.named()).double().cpu()
         rows = self.models
@@ -277,14 +277,12 @@ class Trainer:
             verdict[verdict == RUNNING] = OUT_OF_STEPS
         verdict[~(losses <= self.recipe.diverged_above * self.initial[rows])] = DIVERGED
         leaving = alive & (verdict != RUNNING)
-        changed = bool(leaving.any())
-        if changed:
-            self._leave(leaving, verdict)
+        rebuilt = bool(leaving.any()) and self._leave(leaving, verdict)
         if self.checkpoint and (self.done or time.monotonic() - self._saved >= self.checkpoint_seconds):
             self.save()
-        return changed
+        return rebuilt
 
-    def _leave(self, leaving: Tensor, verdict: Tensor) -> None:
+    def _leave(self, leaving: Tensor, verdict: Tensor) -> bool:
         gone = self.models[leaving]
         self.final.flat[gone.to(self.final.flat.device)] = self.params.flat[leaving.to(self.task.device)].to(
             self.final.flat.device
@@ -298,8 +296,9 @@ class Trainer:
         if 0 < len(keep) <= self.compact_below * len(self.models):
             where = keep.to(self.task.device)
             self._load(self.models[keep], self.params.flat[where], (self.first[where], self.second[where]))
-        else:
-            self.rates.copy_((self.lr[self.models] * (self.status[self.models] == RUNNING))[:, None])
+            return True
+        self.rates.copy_((self.lr[self.models] * (self.status[self.models] == RUNNING))[:, None])
+        return False
 
     def _record(self, losses: Tensor) -> None:
         row = torch.full((len(self.names),), torch.nan, dtype=torch.float64)
