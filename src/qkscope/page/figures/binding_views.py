@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 
+from qkscope.page.figures.captions import model_name, name_axes
 from qkscope.page.figures.style import new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -28,8 +29,7 @@ def draw(result: Result) -> dict[str, str | bytes]:
             plane = figure.add_subplot(2, columns, line * columns + 2)
             _scatter(solid, arrays, feature, labels, slice(0, 3))
             _scatter(plane, arrays, feature, labels, slice(1, 3))
-            solid.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
-            solid.view_init(elev=18, azim=-62)
+            name_axes(solid)
             where = (
                 f"{feature} subspace ({row['dimensions']} dimensions)" if name == "fig8" else f"{space}, by {feature}"
             )
@@ -52,7 +52,7 @@ def draw(result: Result) -> dict[str, str | bytes]:
                 _scatter(flat, {**arrays, **shown}, feature, labels, slice(0, 2))
                 flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
                 flat.set_title("UMAP")
-        figure.suptitle(f"{result.model}: held-out prompts", fontsize=10)
+        figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)
     return with_page(result, {name: figure})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 
+from qkscope.page.figures.captions import model_name, name_axes
 from qkscope.page.figures.style import INK, new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -30,8 +31,7 @@ def draw(result: Result) -> dict[str, str | bytes]:
                 look: dict[str, Any] = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
                 solid.scatter(*points.T, **look)
                 plane.scatter(points[:, 1], points[:, 2], label=name if side == "keys" else None, **look)
-        solid.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
-        solid.view_init(elev=18, azim=-62)
+        name_axes(solid)
         solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
         plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
         plane.set_title(
@@ -47,7 +47,9 @@ def draw(result: Result) -> dict[str, str | bytes]:
             f"13 categories, keys: nearest centroid {clusters['category directions']:.0%}\n"
             f"(key PCA {clusters['key PCA']:.0%}, shuffled words {clusters['category directions, shuffled words']:.0%})"
         )
-        figure.suptitle(f"{result.model}: items of lists in the categorical subspace, held-out words", fontsize=10)
+        figure.suptitle(
+            f"{model_name(result)}: items of lists in the categorical subspace, held-out words", fontsize=10
+        )
     return with_page(result, {result.experiment.split("/")[1]: figure})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkscope.page.figures.captions import model_name
 from qkscope.page.figures.style import REST, new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -36,5 +37,5 @@ def draw(result: Result) -> dict[str, str | bytes]:
         axes[0].set_ylabel("rank")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-        figure.suptitle(f"{result.model}: solid, the 99% rule; dotted, components above the null", fontsize=10)
+        figure.suptitle(f"{model_name(result)}: solid, the 99% rule; dotted, components above the null", fontsize=10)
     return with_page(result, {result.experiment.split("/")[1]: figure})

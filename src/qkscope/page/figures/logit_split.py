@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
+from qkscope.page.figures.captions import model_name
 from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -28,7 +29,7 @@ def draw(result: Result) -> dict[str, str | bytes]:
         parts.set_xticks([])
         parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
         head = result.tables["prompt"][0]["head"]
-        parts.set_title(f"{result.model} {head}: logits of one held-out prompt, as its last token sees them")
+        parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
         attention.bar(places, [row["attention"] for row in rows], 0.7, color="#8a919e")
         attention.set_ylabel("attention")
         attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)

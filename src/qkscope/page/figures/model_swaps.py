@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qkscope.page.figures.captions import model_name
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -53,20 +54,22 @@ def _full(result: Result, cells: dict[str, dict[str, Row]]) -> Figure:
     widths = [0.42 * len(conditions) + 0.6] * len(shown) + [4.4]
     figure = new_figure(sum(widths) + 0.6, 5.6)
     with styled():
-        axes = figure.subplots(2, len(shown) + 1, squeeze=False, width_ratios=widths, height_ratios=[3, 2])
+        grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
         for i, head in enumerate(shown):
-            top, low = axes[0][i], axes[1][i]
+            top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
             attention_bars(top, cells[head], conditions, head)
             top.set_xticks([])
             _shifts(low, cells[head], conditions)
             if i == 0:
                 top.set_ylabel("attention")
-                low.set_ylabel("shift of the target's share")
-        _curve(axes[0][-1], result.tables["curve"], shown[0])
-        _downstream(axes[1][-1], result.tables.get("downstream", ()))
-        handles, labels = axes[0][0].get_legend_handles_labels()
+                low.set_ylabel("shift")
+                handles, labels = top.get_legend_handles_labels()
+        patched = result.tables.get("downstream", ())
+        _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
+        if patched:
+            _downstream(figure.add_subplot(grid[1, -1]), patched)
         figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
-        figure.suptitle(f"{result.model}: swap features between the right key and another, held-out words", fontsize=10)
+        figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
     return figure
 
 
@@ -133,14 +136,11 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
     axis.set(xlabel="dimensions swapped", ylabel="shift")
     axis.set_xticks(sorted({row["k"] for row in own}))
     axis.set_title(f"{head}: by size")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _downstream(axis: Axes, rows: Sequence[Any]) -> None:
     """How often the model then answers with the right and with the target key."""
-    if not rows:
-        axis.set_axis_off()
-        return
     groups = list(dict.fromkeys(row["heads"] for row in rows))
     own = [row for row in rows if row["heads"] == groups[-1]]
     names = {"both": "both", "random_both": "random", "key_pca_both": "key PCA"}

@@ -1,0 +1,21 @@
+"""How figures of language models name the model and the axes of a 3-D view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkscope.result import Result
+
+
+def model_name(result: Result) -> str:
+    """The model without its folder or owner."""
+    return (result.model or "").rstrip("/").split("/")[-1]
+
+
+def name_axes(axis: Any) -> None:
+    """Three principal components, seen from one side, without numbers: their scale says nothing."""
+    axis.set(xticks=[], yticks=[], zticks=[])
+    for i, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), start=1):
+        label(f"PC {i}", labelpad=-10)
+    axis.view_init(elev=18, azim=-62)
+    axis.set_box_aspect((1, 1, 1), zoom=0.95)
