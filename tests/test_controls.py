@@ -10,7 +10,7 @@ from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import replicate_sums, signed_weights
 from qkscope.maths.subspace import Subspace
-from qkscope.toys.planted import PlantedHead
+from planted import PlantedHead
 
 NULLS = ("sign_flip", "query_shuffle")
 

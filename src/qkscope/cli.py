@@ -60,22 +60,18 @@ def _options(
 
 @app.command()
 def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
-    """Run the main job and write a page: find features, test them causally, explain one prompt."""
+    """Run the main job on the embedded model: find heads, take them apart, test it causally, explain a prompt."""
     from qkscope.result import check_folder
 
     check_folder(out)
     from qkscope.demo import demo as run_demo
 
-    result, page = run_demo()
-    result.write(out, files={"report.html": page})
-    if as_json:
-        _print_json(result.to_json())
-        return
-    typer.echo(result.answer)
-    for name, rows in result.tables.items():
-        _print_table(name, rows)
-    _print_table("claims", [claim.to_json() for claim in result.claims])
-    typer.echo(f"The page: {out / 'report.html'}")
+    result, files = run_demo()
+    result.write(out, files=files)
+    _print_result(result, as_json)
+    if not as_json:
+        _print_table("claims", [claim.to_json() for claim in result.claims])
+        typer.echo(f"The page: {out / 'report.html'}")
 
 
 @app.command()
@@ -115,11 +111,13 @@ def _task(name: str, form: str, size: int | None, seed: int, chat: bool) -> Any:
     from qkscope import tasks
 
     if name.endswith(".jsonl"):
+        if size is not None:
+            raise BadInput(f"--size is for binding and filter: the prompts of {name} are as they are.")
         return tasks.from_jsonl(name, seed=seed, chat=chat)
     if name == "binding":
-        return tasks.binding(size or 9, form, seed, chat=chat)  # type: ignore[arg-type]
+        return tasks.binding(9 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
     if name == "filter":
-        return tasks.filter(size or 5, form, seed, chat=chat)  # type: ignore[arg-type]
+        return tasks.filter(5 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
     raise BadInput(f"there is no task {name!r}: take binding, filter, or a .jsonl file of your own.")
 
 
@@ -138,6 +136,10 @@ def heads(
 ) -> None:  # fmt: skip
     """Score every head on a task in one pass, with intervals and the chance level."""
     made = _task(task, form, size, seed, chat)
+    made.choose(n)
+    _check_batch_size(batch_size)
+    if not 0 <= threshold <= 1:
+        raise BadInput(f"--threshold is a share from 0 to 1, but got {threshold}.")
     from qkscope.analyses.find import find_heads
 
     ranking = find_heads(_load(model, device, dtype), made, n, batch_size=batch_size)
@@ -166,12 +168,12 @@ def decompose(
 
     chosen = parse_heads(heads)
     made = _task(task, form, size, seed, chat)
-    from qkscope.analyses.fit_folder import run_decompose
+    from qkscope.analyses.fit_folder import plan_decompose, run_decompose
 
-    fit = run_decompose(
-        _load(model, device, dtype), made, chosen, n, out,
-        contrasts=None if contrasts is None else contrasts.split(","), space=space, batch_size=batch_size, seed=seed,
-    )  # fmt: skip
+    names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
+    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed}
+    plan_decompose(made, chosen, n, out, **options)
+    fit = run_decompose(_load(model, device, dtype), made, chosen, n, out, **options)
     _print_result(fit, as_json, out)
 
 
@@ -184,22 +186,45 @@ def swap(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
-    from qkscope.analyses.fit_folder import load_fit, read_job
-
-    asked = read_job(folder)
-    scope = _load(asked["model"], device, dtype)
-    fit, made = load_fit(folder, scope)
-    from qkscope.analyses.swap import SIZES
+    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.swap import SIZES, check_swappable
     from qkscope.analyses.swap import swap as run_swap
 
+    asked = read_job(folder)
+    _check_fitted(heads, asked, folder)
+    check_swappable(asked["space"], downstream)
+    _check_batch_size(batch_size)
+    task_of(asked, folder).test(n)
+    scope = _load(asked["model"], device, dtype)
+    fit, made = load_fit(folder, scope)
     sizes = [k for k in SIZES if k <= scope.d_head]
     units = made.test(n)
     result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed)
-    _print_result(result, as_json)
     if downstream:
+        from dataclasses import replace
+
         from qkscope.analyses.downstream import swap_downstream
 
-        _print_result(swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed), as_json)
+        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed)
+        result = replace(
+            result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
+            seconds=result.seconds + more.seconds,
+        )  # fmt: skip
+    _print_result(result, as_json)
+
+
+def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> None:
+    """Heads to look at are among those of a fit folder."""
+    from qkscope.heads import parse_heads
+
+    for head in [] if heads is None else parse_heads(heads):
+        if str(head) not in asked["heads"]:
+            raise BadInput(f"{folder} was not fitted at {head}: there is {', '.join(asked['heads'])}.")
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise BadInput(f"--batch-size is at least 1, but got {batch_size}.")
 
 
 @app.command()
@@ -211,13 +236,24 @@ def explain(
     device: Device = None, dtype: Dtype = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Split the attention logits of one prompt, token by token, among the fitted features."""
-    from qkscope.analyses.fit_folder import load_fit, read_job
+    from typing import get_args
+
+    from qkscope.analyses.attribute import attribute
+    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.swap import check_swappable
+    from qkscope.heads import Head
+    from qkscope.maths.attribution import Split
 
     asked = read_job(folder)
+    _check_fitted(None if head is None else str(Head.parse(head)), asked, folder)
+    check_swappable(asked["space"])
+    if split not in get_args(Split):
+        raise BadInput(f"--split is one of {', '.join(get_args(Split))}, but got {split!r}.")
+    if not prompt:
+        raise BadInput("the prompt is empty: give at least one character.")
+    task_of(asked, folder)
     scope = _load(asked["model"], device, dtype)
     fit, made = load_fit(folder, scope)
-    from qkscope.analyses.attribute import attribute
-
     text = prompt.replace("\\n", "\n")
     parts = attribute(scope, text, head or fit.heads[0], fit, split=split, chat=made.chat)  # type: ignore[arg-type]
     if as_json:

@@ -7,19 +7,67 @@ job died is taken up. Subspaces are recomputed from the sums: they are cheap, an
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.decompose import Fit, checked_contrasts, decompose
 from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.result import SCHEMA
 from qkscope.tasks.task import Task
 
 _JOB = "job.json"
+_FIELDS = ("weights", "tokenizer", "model", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
+           "batch_size", "seed")  # fmt: skip
+
+
+def plan_decompose(
+    task: Task,
+    heads: Sequence[Head],
+    n: int,
+    out: str | Path,
+    *,
+    contrasts: Sequence[str] | None = None,
+    space: Space = "post_rope",
+    batch_size: int = 32,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The job as far as it is known without the model, checked: its examples, its options and its folder."""
+    names = checked_contrasts(task, contrasts)
+    for name in names:
+        task.fit(name, n)
+    check_space(space)
+    if batch_size < 1:
+        raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
+    plan = {
+        "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
+        "heads": [str(head) for head in heads], "n": n, "contrasts": names, "space": space,
+        "batch_size": batch_size, "seed": seed,
+    }  # fmt: skip
+    folder = Path(out)
+    if (folder / _JOB).exists():
+        _check_same(folder, plan)
+        return plan
+    if folder.is_file() or (folder.is_dir() and any(path.suffix != ".part" for path in folder.iterdir())):
+        raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+    return plan
+
+
+def _check_same(folder: Path, job: dict[str, Any]) -> None:
+    found = read_job(folder)
+    differs = [name for name in job if found[name] != job[name]]
+    if differs:
+        raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
 
 
 def run_decompose(
@@ -30,43 +78,30 @@ def run_decompose(
     out: str | Path,
     *,
     contrasts: Sequence[str] | None = None,
-    space: str = "post_rope",
+    space: Space = "post_rope",
     batch_size: int = 32,
     seed: int = 0,
 ) -> Fit:
     """Decompose into a folder, going on where an earlier run of the same job stopped."""
     folder = Path(out)
-    job = {
-        "schema": SCHEMA, "model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash,
-        "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
-        "heads": [str(head) for head in heads], "n": n,
-        "contrasts": list(task.contrasts) if contrasts is None else list(contrasts), "space": space,
-        "batch_size": batch_size, "seed": seed,
-    }  # fmt: skip
+    heads = [scope.check(head) for head in heads]
+    plan = plan_decompose(
+        task, heads, n, out, contrasts=contrasts, space=space, batch_size=batch_size, seed=seed
+    )  # fmt: skip
+    job = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, **plan}
     if (folder / _JOB).exists():
-        found = read_job(folder)
-        differs = [name for name in job if found.get(name) != job[name]]
-        if differs:
-            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+        _check_same(folder, job)
     else:
-        _start(folder, job)
+        _write(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
+    for left_over in folder.glob("*.part"):  # what a killed run was writing
+        left_over.unlink(missing_ok=True)
     fit = decompose(
         scope, task, heads, n, contrasts=job["contrasts"], space=space, batch_size=batch_size, seed=seed, out=folder
-    )  # type: ignore[arg-type]
+    )
     text = json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     _write(folder / "results.json", text)
     _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
     return fit
-
-
-def _start(folder: Path, job: dict[str, Any]) -> None:
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / _JOB, json.dumps(job, indent=1, ensure_ascii=False))
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
 
 
 def _write(path: Path, text: str) -> None:
@@ -83,7 +118,10 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     try:
         job = json.loads(path.read_text(encoding="utf-8"))
         schema = int(job["schema"])
-    except (ValueError, KeyError, TypeError):
+        missing = [name for name in _FIELDS if name not in job] if schema <= SCHEMA else []
+        if missing:
+            raise KeyError(missing[0])
+    except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(f"{path} is damaged: run decompose again into another folder.") from None
     if schema > SCHEMA:
         raise BadInput(
@@ -100,7 +138,7 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
             raise BadInput(f"{folder} was made with other {field} than {scope.name} has here: load the same model.")
     if not (Path(folder) / "results.json").exists():
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
-    task = _task_of(job, folder)
+    task = task_of(job, folder)
     fit = decompose(
         scope, task, job["heads"], job["n"], contrasts=job["contrasts"], space=job["space"],
         batch_size=job["batch_size"], seed=job["seed"], out=folder,
@@ -108,12 +146,15 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
     return fit, task
 
 
-def _task_of(job: dict[str, Any], folder: str | Path) -> Task:
+def task_of(job: dict[str, Any], folder: str | Path) -> Task:
+    """The task that a fit folder was made from; a file that has changed since is refused."""
     asked, seed = dict(job["asked"]), job["task_seed"]
     if job["task"] == "binding":
         return tasks.binding(asked.pop("entities"), asked.pop("form"), seed, **asked)
     if job["task"] == "filter":
         return tasks.filter(asked.pop("categories"), asked.pop("form"), seed, **asked)
+    if not Path(asked["file"]).is_file():
+        raise BadInput(f"{folder} was made from {asked['file']}, which is not here: run this where decompose was run.")
     task = tasks.from_jsonl(asked["file"], seed=seed, chat=asked["chat"], center=asked["center"])
     if json.loads(json.dumps(dict(task.asked))) != asked:
         raise BadInput(f"{asked['file']} has changed since {folder} was made from it: run decompose again.")
