@@ -42,7 +42,7 @@ def head_map(layers: int, heads: int, ranking: Ranking) -> Figure:
     for row in ranking.top()[:5]:
         head = Head.parse(row["head"])
         axis.annotate(
-            str(head), (head.layer, head.index), (4, 4), textcoords="offset points", color="white", fontsize=7
+            str(head), (head.layer, head.index), (8, -3), textcoords="offset points", color="white", fontsize=7
         )
     axis.set(xlabel="layer", ylabel="head", title=f"Every head of {ranking.model}")
     return figure
