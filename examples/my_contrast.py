@@ -1,8 +1,8 @@
 """Write my_contrast.jsonl: whom does a pronoun look at? `python examples/my_contrast.py > examples/my_contrast.jsonl`.
 
 Three people, one of them of the pronoun's gender. The query is the pronoun, the last token; the keys are the names;
-+ is the name that agrees with it, − are the other two. Names for choosing heads, for fitting and for testing differ, and
-each place is told both ways round (two men and a woman for "she", two women and a man for "he"): one group. No name
++ is the name that agrees with it, − are the other two. Names for choosing heads, for fitting and for testing differ.
+Each place is told both ways round (two men and a woman for "she", two women and a man for "he"): one group. No name
 stands first: the first token of a prompt draws attention whatever it says.
 """
 
@@ -10,16 +10,17 @@ import json
 import random
 import sys
 
-WOMEN = "Mary Linda Susan Sarah Karen Lisa Emily Anna Julia Emma Alice Laura Nancy Jessica Helen".split()
-MEN = "John James Robert David Thomas Daniel Mark Paul Kevin Brian George Peter Henry Jack Adam".split()
+WOMEN = """Mary Linda Susan Sarah Karen Lisa Emily Anna Julia Emma Alice Laura Nancy Jessica Helen"""
+MEN = """John James Robert David Thomas Daniel Mark Paul Kevin Brian George Peter Henry Jack Adam"""
 PLACES = ("park", "market", "station", "beach", "library", "museum", "cafe", "harbour")
 COUNTS = {"choose": 8, "fit": 20, "test": 8}  # groups of two lines
 
 
 def main() -> None:
+    """Write the lines to stdout."""
     rng = random.Random(0)
     for number, (use, count) in enumerate(COUNTS.items()):
-        women, men = WOMEN[number::3], MEN[number::3]  # five names each, used for nothing else
+        women, men = WOMEN.split()[number::3], MEN.split()[number::3]  # five names each, used for nothing else
         for group in range(count):
             place = rng.choice(PLACES)
             for pronoun, right, wrong in (("she", women, men), ("he", men, women)):

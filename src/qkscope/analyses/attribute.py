@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.swap import default_features
 from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
@@ -65,7 +67,13 @@ def attribute(
         chosen = {name: features[name, head] for name in default_features(features)}
         space = features.space
     else:
-        chosen, space = dict(features), "post_rope"
+        chosen = dict(features)
+        spaces = {str(subspace.about.get("space", "post_rope")) for subspace in chosen.values()}
+        if len(spaces) > 1:
+            raise BadInput(f"the features were fitted in different spaces ({', '.join(sorted(spaces))}): take one.")
+        space = cast(Space, spaces.pop() if spaces else "post_rope")
+    if isinstance(prompt, Example) and len(prompt.queries) > 1:
+        raise BadInput(f"a prompt is explained from one query, but {len(prompt.queries)} are marked: mark one.")
     for name, subspace in chosen.items():
         if subspace.head is not None and subspace.head != head:
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")

@@ -13,16 +13,24 @@ from typing import Any
 import torch
 
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.swap import Swaps, conditions, default_features, joint_name
+from qkscope.analyses.swap import (
+    Swaps,
+    check_answers,
+    check_swappable,
+    checked_features,
+    conditions,
+    draw_pairs,
+    joint_name,
+)
 from qkscope.analyses.units import batches_of
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
-from qkscope.heads import Head, parse_heads
+from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
-from qkscope.maths.swap import draw_targets, swapped_keys
+from qkscope.maths.swap import swapped_keys
 from qkscope.result import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
@@ -41,26 +49,41 @@ def swap_downstream(
 ) -> Swaps:
     """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
 
-    Random subspaces (one draw) and key PCA of the same size stand beside the features.
+    Random subspaces (one draw) and key PCA of the same size stand beside the features. The pairs of keys are those that
+    `swap` draws with the same seed; all edits are of the keys of the unedited run. An answer counts as right when the
+    likeliest candidate is a right one.
     """
     start = time.perf_counter()
-    if fit.space != "post_rope":
-        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
-    chosen = list(fit.heads) if heads is None else parse_heads(heads)
-    names = default_features(fit) if features is None else list(features)
+    check_swappable(fit.space, downstream=True)
+    chosen, names = checked_features(fit, heads, features)
+    if not units:
+        raise BadInput("there are no examples: give at least one.")
+    check_answers(units)
     joint = joint_name(names)
     every, _ = conditions(fit, chosen, names, draws=1, seed=seed)
     projectors = {name: every[name] for name in (joint, f"random_{joint}", f"key_pca_{joint}")}
     sets = [chosen] if together else [[head] for head in chosen]
     parts: dict[tuple[str, str], list[torch.Tensor]] = {}
     unit_of: list[torch.Tensor] = []
+    batches = batches_of(units, batch_size)
+    # the same rows in the same order as those of `swap`, so that the same pairs are drawn
+    listed = [(i, example) for batch in batches for i in batch for example in units[i]]
+    row_of: dict[int, list[int]] = {}
+    width = max(len(example.keys) for _, example in listed)
+    labels_of = torch.zeros(len(listed), width, dtype=torch.long)
+    for place, (i, example) in enumerate(listed):
+        row_of.setdefault(i, []).append(place)
+        labels_of[place, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+        if len(example.queries) > 1:
+            raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
+    pairs = draw_pairs(labels_of, seed)
 
     def run(indices: list[int]) -> None:
-        encoded = scope.encode([units[i][0] for i in indices], chat=fit.chat)
+        encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
-        labels = encoded.labels[ANSWER].long()
-        orig = draw_targets(torch.full_like(before.example, -1), labels > 0, seed)
-        target = draw_targets(orig, labels < 0, seed + 1)
+        own = torch.tensor([place for i in indices for place in row_of[i]])
+        orig, target = (chosen_keys[own].to(scope.device) for chosen_keys in pairs)
+        labels = encoded.labels[ANSWER]
         rows = torch.arange(len(orig), device=orig.device)
         candidates = encoded.inputs["input_ids"].gather(1, before.key_positions)
         assert before.logits is not None
@@ -74,13 +97,15 @@ def swap_downstream(
                 values[name, ",".join(map(str, group))] = after.logits
         for key, logits in values.items():
             scores = logits.gather(1, candidates).masked_fill(~before.key_mask, -torch.inf)
+            scores = scores.masked_fill(labels == 0, -torch.inf)
             best = scores.argmax(1)
+            right = labels[rows, best] > 0
             parts.setdefault(key, []).append(
-                torch.stack([scores[rows, orig], scores[rows, target], best == orig, best == target], dim=1).cpu()
+                torch.stack([scores[rows, orig], scores[rows, target], right, best == target], dim=1).cpu()
             )
-        unit_of.append(torch.tensor([indices[i] for i in before.example.tolist()]))
+        unit_of.append(torch.tensor([i for i in indices for _ in units[i]]))
 
-    for _ in stream(batches_of([unit[:1] for unit in units], batch_size), run, progress):
+    for _ in stream(batches, run, progress):
         pass
     unit = torch.cat(unit_of)
     found = {key: torch.cat(value) for key, value in parts.items()}

@@ -1,7 +1,8 @@
 """Which heads attend to the right key: every head scored in one pass.
 
-A head is right when, of the named keys, one labelled ``answer`` +1 gets the most attention. ``ratio`` is the share of
-its attention on named keys that goes to the right ones, ``mass`` the share of all its attention that they get.
+Candidates are the keys labelled ``answer``. A head is right when the candidate that gets the most attention is labelled
++1. ``ratio`` is the share of its attention on candidates that goes to the right ones, ``mass`` the share of all its
+attention that the candidates get: a head can be right while it looks elsewhere.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def find_heads(
     for batch in capture_units(scope, units, heads, batch_size=batch_size, chat=task.chat, progress=progress):
         captured = batch.captured
         labels = captured.labels[ANSWER][:, None]
-        attention = captured.attention()
+        attention = captured.attention() * (labels != 0)
         named = attention.sum(dim=-1)
         right.append((labels.expand_as(attention).gather(-1, attention.argmax(-1, keepdim=True)) > 0)[..., 0])
         share.append((attention * (labels > 0)).sum(-1) / named.clamp_min(torch.finfo(named.dtype).tiny))

@@ -5,13 +5,14 @@ One capture of the held-out prompts serves every condition: the edited rows have
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.decompose import Fit
@@ -25,6 +26,8 @@ from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, rand
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention, swap_table
 from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Unit
+
+log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 12)
 
@@ -73,11 +76,12 @@ def swap(
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
     """
     start = time.perf_counter()
-    chosen = list(fit.heads) if heads is None else parse_heads(heads)
-    names = default_features(fit) if features is None else list(features)
-    for name in names:
-        for head in chosen:
-            _ = fit[name, head]  # raises with a sentence before the model runs
+    chosen, names = checked_features(fit, heads, features)
+    if draws < 1:
+        raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
+    for k in sizes:
+        if not 1 <= k <= scope.d_head:
+            raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
     rows = capture_rows(scope, units, fit, chosen, batch_size, seed, progress)
     projectors, against = conditions(fit, chosen, names, draws, seed)
     effects = {name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in projectors.items()}
@@ -85,7 +89,11 @@ def swap(
     if rows.others is not None:
         read = (rows.orig, rows.target)
         effects[f"sham_{joint}"] = swap_attention(rows.attention, *rows.others, projectors[joint], read=read)
-    table = swap_table(effects, chosen, rows.unit, against=against, seed=seed)
+    table = [
+        {**row, "condition_number": _condition_number(fit, names, row["head"]) if _is_oblique(row) else None}
+        for row in swap_table(effects, chosen, rows.unit, against=against, seed=seed)
+        if row["rank"] or not _is_oblique(row)
+    ]
     tables: dict[str, list[dict[str, Any]]] = {"swap": table}
     if sizes:
         tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
@@ -108,6 +116,29 @@ def _answer(table: list[dict[str, Any]], joint: str) -> str:
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
     )
+
+
+def _is_oblique(row: Mapping[str, Any]) -> bool:
+    return bool(row["condition"].endswith("_oblique"))
+
+
+def _condition_number(fit: Fit, features: Sequence[str], head: str) -> float:
+    """How close to dependent the features are at this head: 1 when orthogonal; an oblique swap of many is noise."""
+    return oblique_projectors([fit[name, head].basis("key") for name in features])[1]
+
+
+def checked_features(
+    fit: Fit, heads: str | Head | Sequence[str | Head] | None, features: Sequence[str] | None
+) -> tuple[list[Head], list[str]]:
+    """Heads and features to swap, all by default; what was not fitted is refused before the model runs."""
+    chosen = list(fit.heads) if heads is None else parse_heads(heads)
+    names = default_features(fit) if features is None else list(features)
+    if not names or len(set(names)) < len(names):
+        raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}.")
+    for name in names:
+        for head in chosen:
+            _ = fit[name, head]
+    return chosen, names
 
 
 def default_features(fit: Fit) -> list[str]:
@@ -133,8 +164,8 @@ def capture_rows(
     progress: bool | None = None,
 ) -> Rows:
     """Attention rows of held-out units, and the pairs of keys to swap: drawn once, for every condition."""
-    if fit.space == "pre_rope":
-        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame to swap.")
+    check_swappable(fit.space)
+    check_answers(units)
     parts = list(
         capture_units(scope, units, heads, space=fit.space, batch_size=batch_size, chat=fit.chat, progress=progress)
     )
@@ -160,16 +191,47 @@ def capture_rows(
         rest=torch.cat([p.captured.rest for p in parts if p.captured.rest is not None]).cpu(),
         key_mask=wide([p.captured.key_mask.long() for p in parts], 1, 0).bool(),
     )
-    right, wrong = labels > 0, labels < 0
-    orig = draw_targets(torch.full((len(labels),), -1), right, seed)
-    target = draw_targets(orig, wrong, seed + 1)
-    # Sham: two keys that were not asked for; where several are right (a filter list), two of the right ones.
-    crowd = right if bool((right.sum(1) > 1).all()) else wrong
-    others = None
-    if bool((crowd.sum(dim=1) > 1).all()):
-        one = draw_targets(target, crowd, seed + 2)
-        others = (one, draw_targets(one, crowd, seed + 3))
-    return Rows(attention, orig, target, others, torch.cat([p.unit for p in parts]).cpu())
+    orig, target = draw_pairs(labels, seed)
+    return Rows(attention, orig, target, _sham(labels, orig, target, seed), torch.cat([p.unit for p in parts]).cpu())
+
+
+def check_swappable(space: str, downstream: bool = False) -> None:
+    """Refuse a space in which attention, and so a swap, cannot be had."""
+    if space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this.")
+    if downstream and space != "post_rope":
+        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
+
+
+def check_answers(units: Sequence[Unit]) -> None:
+    """Every example to be swapped needs a right key and a wrong one."""
+    for unit in units:
+        for example in unit:
+            signs = {key.label(ANSWER) for key in example.keys}
+            if not {1, -1} <= signs:
+                raise BadInput(
+                    f"a swap needs keys labelled {ANSWER!r} 1 and -1 in every example, as not in {example.show(80)}."
+                )
+
+
+def draw_pairs(labels: Int[Tensor, "n k"], seed: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """A right key and a wrong one of every row, uniformly drawn."""
+    orig = draw_targets(torch.full((len(labels),), -1), labels > 0, seed)
+    return orig, draw_targets(orig, labels < 0, seed + 1)
+
+
+def _sham(
+    labels: Int[Tensor, "n k"], orig: Int[Tensor, " n"], target: Int[Tensor, " n"], seed: int
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None:
+    """Two keys whose swap should do nothing: two right ones (a filter list), or two wrong ones beside the target."""
+    right = labels > 0
+    if bool((right.sum(dim=1) > 1).all()):
+        return orig, draw_targets(orig, right, seed + 2)
+    free = (labels < 0) & (torch.arange(labels.shape[1]) != target[:, None])
+    if not bool((free.sum(dim=1) > 1).all()):
+        return None
+    one = draw_targets(target, free, seed + 2)
+    return one, draw_targets(one, free, seed + 3)
 
 
 def conditions(
@@ -183,11 +245,8 @@ def conditions(
     projectors[joint] = _stacked(together)
     against = {name: f"random_{name}" for name in [*features, joint]}
     if len(features) > 1:
-        try:
-            sets = [oblique_projectors([bases[name][i] for name in features])[0] for i in range(len(heads))]
-        except BadInput:
-            sets = []  # dependent subspaces have no oblique projectors; the joint swap is the one that counts them once
-        for j, name in enumerate(features if sets else ()):
+        sets = [_oblique(head, [bases[name][i] for name in features]) for i, head in enumerate(heads)]
+        for j, name in enumerate(features):
             projectors[f"{name}_oblique"] = Projector.stack([each[j] for each in sets])
             against[f"{name}_oblique"] = f"random_{name}"
     sizes = {name: [basis.shape[1] for basis in each] for name, each in {**bases, joint: together}.items()}
@@ -209,8 +268,6 @@ def size_curve(
     cov_q, cov_k = _covariances(fit, features, heads)
     table = []
     for k in sizes:
-        if not 1 <= k <= rows.attention.d_head:
-            raise BadInput(f"a curve of {k} dimensions does not fit into a head of {rows.attention.d_head}.")
         methods: dict[str, Projector] = {
             name: _stacked([fit[name, head].V[:, :k] for head in heads]) for name in features
         }
@@ -227,6 +284,15 @@ def size_curve(
                 "low": row["shift_low"], "high": row["shift_high"], "n": row["n"],
             })  # fmt: skip
     return table
+
+
+def _oblique(head: Head, bases: Sequence[Float[Tensor, "d r"]]) -> list[Projector]:
+    """Oblique projectors of one head; where its subspaces depend on each other there are none, and they are zero."""
+    try:
+        return oblique_projectors(bases)[0]
+    except BadInput as error:
+        log.info("%s has no oblique swaps: %s", head, error)
+        return [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases]
 
 
 def _stacked(bases: Sequence[Tensor]) -> Projector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,14 @@ def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
     return [order[start : start + step] for start in range(0, len(order), step)]
 
 
+def units_hash(units: Sequence[Unit]) -> str:
+    """Fingerprint of the examples: their text, marks and labels."""
+    digest = hashlib.sha256()
+    for unit in units:
+        digest.update(repr(unit).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()[:32]
+
+
 def capture_units(
     scope: Scope,
     units: Sequence[Unit],
@@ -50,7 +59,12 @@ def capture_units(
     shard: tuple[int, int] = (0, 1),
     progress: bool | None = None,
 ) -> Iterator[Batch]:
-    """Stream the units batch by batch, from batch ``first`` of this shard's share on."""
+    """Stream the units batch by batch, from batch ``first`` of this shard's share on.
+
+    A batch that does not fit into memory comes in parts, each of whole units.
+    """
+    if not units:
+        raise BadInput("there are no examples: give at least one.")
     own = batches_of(units, batch_size)[shard[0] :: shard[1]][first:]
 
     def run(indices: list[int]) -> Batch:

@@ -1,0 +1,854 @@
+"""Facts about the verbs on a tiny random model: they equal what is computed by hand, and survive being killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qkscope import BadInput, Head, cli, tasks
+from qkscope.analyses.attribute import attribute
+from qkscope.analyses.decompose import decompose, sums_file
+from qkscope.analyses.downstream import swap_downstream
+from qkscope.analyses.find import find_heads
+from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.swap import conditions, default_features, swap
+from qkscope.analyses.units import batches_of, capture_units, units_hash
+from qkscope.capture.families import tiny_model
+from qkscope.capture.patch import Edit
+from qkscope.capture.scope import Scope
+from qkscope.examples import Draft, Example, Key
+from qkscope.maths.intervals import wilson
+from qkscope.maths.moments import Moments
+from qkscope.maths.store import read_tensors
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import swapped_keys
+from qkscope.tasks.task import ANSWER, Task
+from qkscope.tasks.words import BOXES, OBJECTS
+
+HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny grouped-query Llama with a tokenizer that knows the words of the binding task."""
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?", "The", "is", "in", "Box", "Which", "box", "the", "Answer"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
+    fast.chat_template = "{% for m in messages %}Answer : {{ m['content'] }} Which{% endfor %}"
+    tiny_model("llama", vocab_size=len(words)).save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scope(folder: Path) -> Scope:
+    return Scope.load(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return tasks.binding(4)
+
+
+@pytest.fixture(scope="module")
+def fit(scope: Scope, task: Task):
+    return decompose(scope, task, HEADS, 40, batch_size=16, replicates=19)
+
+
+def one(scope: Scope, example: Example, heads=HEADS):
+    """Queries (h, d) and keys as each head reads them (h, k, d), of one example alone."""
+    captured = scope.capture_inputs(scope.encode([example]), heads=heads)
+    return captured.q[0].double(), captured.k[0, captured.kv_of_head].double()
+
+
+def outer(q, k):
+    return q[:, :, None] * k[:, None, :]
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
+
+
+# ---------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 16, 1000])
+@pytest.mark.parametrize("contrast", ["order", "lexical"])
+def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, batch_size, contrast):
+    units = task.fit(contrast, 11)
+    batches = batches_of(units, batch_size)
+    assert sorted(i for batch in batches for i in batch) == list(range(11))
+    assert [i for batch in batches for i in batch] == [i for batch in batches_of(units, 4) for i in batch]
+    assert max(sum(len(units[i]) for i in batch) for batch in batches) <= max(batch_size, len(units[0]))
+    for batch, indices in zip(capture_units(scope, units, HEADS, batch_size=batch_size), batches, strict=True):
+        rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
+        assert rows == [(i, m) for i in indices for m in range(len(units[i]))]
+
+
+def test_shards_and_restarts_take_whole_batches_of_the_same_list(scope, task):
+    units = task.fit("lexical", 9)
+    whole = [b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4)]
+    shards = [[b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4, shard=(i, 2))] for i in (0, 1)]
+    assert whole[0::2] == shards[0]
+    assert whole[1::2] == shards[1]
+    assert whole[2:] == [b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4, first=2)]
+
+
+def test_a_fingerprint_sees_text_marks_and_labels(task):
+    units = task.fit("lexical", 3)
+    assert units_hash(units) == units_hash(tasks.binding(4).fit("lexical", 3))
+    assert units_hash(units) != units_hash(tasks.binding(4, lexical="own_query").fit("lexical", 3))
+    assert units_hash(units) != units_hash(units[:2])
+
+
+# ---------------------------------------------------------------- contrasts by hand
+
+
+def test_lexical_meets_each_query_with_its_own_key_and_the_copys(scope, task):
+    total = 0
+    for first, copy in task.fit("lexical", 10):
+        place = [key.label("lexical") for key in first.keys].index(1)
+        (q_o, k_o), (q_c, k_c) = one(scope, first), one(scope, copy)
+        k_o, k_c = k_o[:, place], k_c[:, place]
+        total = total + (outer(q_o, k_o - k_c) + outer(q_c, k_c - k_o)) / 2
+    found = decompose(scope, task, HEADS, 10, contrasts=["lexical"], replicates=3)
+    close(found.sums["lexical"].moments.delta("lexical"), total / 10)
+
+
+def test_own_query_is_the_difference_of_the_prompts_own_pairs(scope):
+    task, total = tasks.binding(4, lexical="own_query"), 0
+    for first, copy in task.fit("lexical", 10):
+        place = [key.label("lexical") for key in first.keys].index(1)
+        (q_o, k_o), (q_c, k_c) = one(scope, first), one(scope, copy)
+        total = total + outer(q_o, k_o[:, place]) - outer(q_c, k_c[:, place])
+    found = decompose(scope, task, HEADS, 10, contrasts=["lexical"], replicates=3)
+    close(found.sums["lexical"].moments.delta("lexical"), total / 10)
+
+
+def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(scope, task):
+    right, wrong, queries, k_right, k_wrong = 0, 0, 0, 0, 0
+    for (example,) in task.fit("order", 10):
+        q, k = one(scope, example)
+        labels = torch.tensor([key.label("order") for key in example.keys])
+        plus, minus = k[:, labels > 0].sum(1), k[:, labels < 0].sum(1)
+        right, wrong = right + outer(q, plus) / 10, wrong + outer(q, minus) / 30
+        queries, k_right, k_wrong = queries + q / 10, k_right + plus / 10, k_wrong + minus / 30
+    found = decompose(scope, task, HEADS, 10, contrasts=["order"], replicates=3)
+    close(found.sums["order"].moments.delta("order"), right - wrong)
+    centred = right - wrong - outer(queries, k_right - k_wrong)
+    for i, head in enumerate(HEADS):
+        subspace = found["order", head]
+        scale = float((right - wrong)[i].abs().max())
+        torch.testing.assert_close(
+            subspace.U @ torch.diag(subspace.S) @ subspace.V.mT, centred[i], atol=1e-5 * scale, rtol=0
+        )
+    # in the first layer the query, a colon at a fixed place, never varies: what centring leaves is rounding
+    assert found["order", "L0H1"].rank == 1
+    assert found["order", "L0H1"].controls.verdict != "interaction"
+
+
+def test_batch_size_does_not_change_a_contrast(scope, task, fit):
+    """40 units in batches of 16, of 3 and of 1: not multiples of one another, and padded differently."""
+    for batch_size in (1, 3):
+        other = decompose(scope, task, HEADS, 40, batch_size=batch_size, replicates=3)
+        for name in fit.contrasts:
+            close(other.sums[name].moments.delta(name), fit.sums[name].moments.delta(name))
+            close(other.sums[name].cov_k.matrix(), fit.sums[name].cov_k.matrix())
+
+
+def test_the_covariances_are_those_of_all_queries_and_named_keys(scope, task, fit):
+    queries, keys = zip(*(one(scope, example) for (example,) in task.fit("order", 40)), strict=True)
+    for x, found in ((torch.stack(queries), fit.sums["order"].cov_q), (torch.cat(keys, 1).mT, fit.sums["order"].cov_k)):
+        x = x if x.shape[1] == 3 else x.permute(2, 0, 1)
+        centred = x - x.mean(0)
+        close(found.matrix(), torch.einsum("nhd,nhe->hde", centred, centred) / len(x))
+
+
+# ---------------------------------------------------------------- decompose
+
+
+def test_options_choose_contrasts_ranks_and_centring(scope, task, fit):
+    found = decompose(
+        scope, task, "L1H3", 20, contrasts=["box", "order"], rank={"box": 3}, center={"order": "none"}, replicates=19
+    )
+    assert found.contrasts == ["box", "order"]
+    assert found["box", "L1H3"].rank == 3
+    assert [row["center"] for row in found.table()] == ["none", "none"]
+    plain = found.sums["order"].moments.delta("order")[0]
+    close(found["order", "L1H3"].S, torch.linalg.svdvals(plain))
+    assert list(found) == [("box", Head(1, 3)), ("order", Head(1, 3))]
+    with pytest.raises(BadInput, match="nothing was fitted for 'lexical' at L1H3: there is box, order at L1H3"):
+        _ = found["lexical", "L1H3"]
+
+
+def test_a_rank_above_the_null_is_of_the_null_that_fits_the_centring(scope, task):
+    """Labels dealt out again for what is not centred, queries shuffled for what is; one direction is always kept."""
+    cut = decompose(scope, task, HEADS, 60, rank="null", replicates=59)
+    for name, kind in (("order", "interaction_rank"), ("box", "null_rank")):
+        for head in HEADS:
+            subspace = cut[name, head]
+            assert subspace.rank == max(getattr(subspace.controls, kind), 1)
+
+
+def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alone(scope, task, fit):
+    """In the first layer a box's key does not know its word: the copy's key is the same one, and lexical is zero."""
+    found = fit["lexical", "L0H1"]
+    assert float(found.S.max()) < 1e-6 < float(fit["lexical", "L1H3"].S.max())
+    assert (found.rank, found.controls.energy_rank, found.controls.verdict) == (1, 0, "not above null")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"contrasts": ["lexicl"]}, "no contrast 'lexicl'"),
+        ({"contrasts": ["box", "box"]}, "'box' is named twice"),
+        ({"contrasts": []}, "no contrast was named"),
+        ({"rank": 17}, "a number from 1 to 16, but got 17"),
+        ({"rank": 0}, "but got 0"),
+        ({"rank": "most"}, "but got 'most'"),
+        ({"rank": {"ordr": 1}}, "rank is given for 'ordr', which is not fitted"),
+        ({"center": {"order": "key"}}, "center is one of none, query, both"),
+        ({"center": {"ordr": "query"}}, "center is given for 'ordr'"),
+        ({"batch_size": 0}, "batch_size is at least 1"),
+        ({"space": "rope"}, "there is no space 'rope'"),
+        ({"heads": "L9H0"}, "L9H0 does not exist"),
+        ({"n": 0}, "at least 1"),
+    ],
+)
+def test_bad_options_are_one_sentence(scope, task, options, says):
+    with pytest.raises(BadInput, match=says):
+        decompose(scope, task, **{"heads": HEADS, "n": 4, **options})
+
+
+def test_batches_too_small_to_shuffle_are_called_out(scope, task, caplog):
+    decompose(scope, task, "L0H0", 8, contrasts=["lexical"], batch_size=2, replicates=3)
+    assert "raise batch_size to see whether lexical depends on the query" in caplog.text
+
+
+def state_of(path: Path) -> dict[str, object]:
+    """Every number of a fit folder, bit for bit, and what it says of itself."""
+    states = {file.name: read_tensors(file, "sums") for file in path.glob("*.safetensors")}
+    numbers = {
+        (file, name): t.numpy().tobytes() for file, (tensors, _) in states.items() for name, t in tensors.items()
+    }
+    return {**numbers, **{file: manifest for file, (_, manifest) in states.items()}}
+
+
+KILLED = """
+import os, signal, sys, torch
+from qkscope import tasks
+from qkscope.analyses.fit_folder import run_decompose
+from qkscope.capture.scope import Scope
+torch.set_num_threads(1)
+replace, calls = os.replace, []
+def dying(*names):
+    calls.extend(name for name in names[1:] if str(name).startswith(sys.argv[2]) and "safetensors" in str(name))
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)  # the new state is written, but not yet under its name
+    replace(*names)
+os.replace = dying
+run_decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", "L1H2"], 70, sys.argv[2], batch_size=4)
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(scope, task, folder, tmp_path):
+    """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state every 8 and at the end."""
+    heads = [Head(0, 1), Head(1, 2)]
+    whole, dead = tmp_path / "whole", tmp_path / "dead"
+    wanted = run_decompose(scope, task, heads, 70, whole, batch_size=4)
+    # three states of order and two of lexical are kept; it dies while it writes the third
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "6"], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert wanted.sums["lexical"].load(sums_file(dead, "lexical")) == 16
+    assert list(dead.glob("*.part")), "the state it was writing"
+    with pytest.raises(BadInput, match="is not finished: run the same decompose command again"):
+        load_fit(dead, scope)
+    found = run_decompose(scope, task, heads, 70, dead, batch_size=4)
+    assert state_of(dead) == state_of(whole)
+    assert len(state_of(whole)) == 3 * (1 + 5)
+    assert found.table() == wanted.table()
+    assert not list(dead.glob("*.part"))
+    again, same_task = load_fit(dead, scope)
+    assert again.table() == wanted.table()
+    assert same_task.test(5) == task.test(5)
+
+
+def test_a_batch_that_memory_cut_into_parts_still_counts_as_one(scope, task, tmp_path, monkeypatch):
+    """The number of batches is what a run goes on from; parts counted as batches would make it skip some."""
+    plain = decompose(scope, task, "L1H3", 20, contrasts=["order"], batch_size=4, replicates=3, out=tmp_path / "plain")
+    capture, calls = Scope.capture_inputs, []
+
+    def small_memory(self, encoded, **kwargs):
+        calls.append(len(encoded.example))
+        if len(encoded.example) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return capture(self, encoded, **kwargs)
+
+    monkeypatch.setattr(Scope, "capture_inputs", small_memory)
+    options = {"contrasts": ["order"], "batch_size": 4, "replicates": 3, "out": tmp_path / "cut"}
+    cut = decompose(scope, task, "L1H3", 20, **options)
+    assert len(calls) == 11  # 4 does not fit; then ten times 2
+    close(cut.sums["order"].moments.delta("order"), plain.sums["order"].moments.delta("order"))
+    assert cut.sums["order"].load(sums_file(tmp_path / "cut", "order")) == 5
+
+
+def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
+    out = tmp_path / "fit"
+    run_decompose(scope, task, [Head(0, 0)], 8, out, contrasts=["order"])
+    for other, says in (
+        ({"n": 9}, "n differ"),
+        ({"heads": [Head(0, 1)]}, "heads differ"),
+        ({"contrasts": ["box"]}, "contrasts differ"),
+        ({"batch_size": 4}, "batch_size differ"),
+        ({"space": "query_frame"}, "space differ"),
+        ({"task": tasks.binding(5)}, "asked differ"),
+        ({"task": tasks.binding(4, seed=1)}, "task_seed differ"),
+    ):
+        job = {"scope": scope, "task": task, "heads": [Head(0, 0)], "n": 8, "contrasts": ["order"], **other}
+        with pytest.raises(BadInput, match=f"holds another job .*{says}"):
+            run_decompose(**job, out=out)
+    # the sums themselves know their job too, for those who call decompose with a folder
+    for options, says in (({"batch_size": 4}, "batch_size differs"), ({"n": 9}, "n, examples differs")):
+        with pytest.raises(BadInput, match=says):
+            decompose(scope, task, ["L0H0"], **{"n": 8, "contrasts": ["order"], "out": out, **options})
+    twin = Scope.from_model(tiny_model("llama", seed=1), scope.tokenizer, check=False)
+    with pytest.raises(BadInput, match="other weights"):
+        load_fit(out, twin)
+
+
+def test_folders_that_are_no_fit_are_left_alone(scope, task, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(BadInput, match="holds other things than a fit"):
+        run_decompose(scope, task, [Head(0, 0)], 4, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    for content in ("", "[]", "{}", '{"schema": 1}', "\0"):
+        broken = tmp_path / "broken"
+        broken.mkdir(exist_ok=True)
+        (broken / "job.json").write_text(content)
+        with pytest.raises(BadInput, match="is damaged"):
+            load_fit(broken, scope)
+    (broken / "job.json").write_text('{"schema": 99}')
+    with pytest.raises(BadInput, match="newer qkscope"):
+        load_fit(broken, scope)
+
+
+def test_a_contrast_may_have_any_name_and_still_stays_in_its_folder(scope, tmp_path):
+    lines = [{"prompt": f"hat : A cat : B {word} :", "use": "fit", "keys": [
+        {"text": "A", "labels": {"../up": 1, "a b": 1, "a_b": -1}},
+        {"text": "B", "labels": {"../up": -1, "a b": -1, "a_b": 1}}]} for word in OBJECTS[:6]]  # fmt: skip
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "deep" / "fit"
+    fit = run_decompose(scope, tasks.from_jsonl(file), [Head(0, 0)], 6, out)
+    assert fit.contrasts == ["../up", "a b", "a_b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "mine.jsonl"]
+    assert len(list(out.glob("*.safetensors"))) == 3
+
+
+# ---------------------------------------------------------------- swap
+
+
+def test_the_table_has_one_row_per_head_and_condition(scope, task, fit):
+    table = swap(scope, task.test(12), fit).table()
+    names = [
+        f"{kind}{name}" for kind in ("", "random_", "key_pca_", "cov_qk_") for name in ("order", "lexical", "both")
+    ]
+    wanted = {*names, "order_oblique", "lexical_oblique", "sham_both"}
+    assert {(row["head"], row["condition"]) for row in table} == {(head, name) for head in HEADS for name in wanted}
+    assert len(table) == 3 * len(wanted)
+    for row in table:
+        assert row["n"] == 12
+        assert row["draws"] == (20 if row["condition"].startswith("random_") else 1)
+        assert (row["condition_number"] is not None) == row["condition"].endswith("_oblique")
+    for head in HEADS:
+        ranks = {row["condition"]: row["rank"] for row in table if row["head"] == head}
+        for name in ("order", "lexical", "both"):
+            assert len({ranks[f"{kind}{name}"] for kind in ("", "random_", "key_pca_", "cov_qk_")}) == 1
+        assert ranks["order"] == fit["order", head].rank
+        before = {(row["orig_before"], row["target_before"]) for row in table if row["head"] == head}
+        assert len(before) == 1, "one draw of pairs serves every condition"
+
+
+def test_every_condition_equals_a_patched_forward(scope, task, fit):
+    """The closed form against keys really written into the model, head by head, in batches of another size."""
+    units = task.test(10)
+    table = {(row["head"], row["condition"]): row for row in swap(scope, units, fit, draws=1, batch_size=3).table()}
+    every, _ = conditions(fit, [Head.parse(h) for h in HEADS], ["order", "lexical"], draws=1, seed=0)
+    rows = list(pairs_of(units))
+    encoded = scope.encode([example for example, *_ in rows])
+    orig, target = (torch.tensor([row[i] for row in rows]) for i in (1, 2))
+    before = scope.capture_inputs(encoded, heads=HEADS)
+    index = torch.arange(len(rows))
+    at = torch.stack([before.key_positions[index, orig], before.key_positions[index, target]], dim=1)
+    for name, projector in every.items():
+        for i, head in enumerate(HEADS):
+            own = type(projector)(*(f[0, i] if f.ndim == 4 else f[i] for f in projector))
+            keys = before.k[:, before.kv_of_head[i]]
+            pair = torch.stack(swapped_keys(keys[index, orig], keys[index, target], own), dim=1)
+            after = scope.capture_inputs(encoded, heads=[head], edits=[Edit.keys(head, at, pair)]).attention()[:, 0]
+            assert float(after[index, orig].mean()) == pytest.approx(table[head, name]["orig_after"], abs=1e-5)
+            assert float(after[index, target].mean()) == pytest.approx(table[head, name]["target_after"], abs=1e-5)
+
+
+def pairs_of(units, seed: int = 0) -> Iterator[tuple[Example, int, int]]:
+    """The pairs that a swap draws, drawn again: rows sorted by length, a right key each, then a wrong one each."""
+    examples = [example for batch in batches_of(units, 7) for i in batch for example in units[i]]
+    labels = torch.tensor([[key.label(ANSWER) for key in example.keys] for example in examples])
+    picks = [
+        torch.multinomial(allowed.double(), 1, generator=torch.Generator().manual_seed(seed + i))[:, 0].tolist()
+        for i, allowed in enumerate((labels > 0, labels < 0))
+    ]
+    yield from zip(examples, *picks, strict=True)
+
+
+def test_a_sham_touches_neither_of_the_two_keys(scope, task, fit):
+    for row in swap(scope, task.test(12), fit).table():
+        if row["condition"].startswith("sham_"):
+            assert row["orig_after"] / row["target_after"] == pytest.approx(
+                row["orig_before"] / row["target_before"], rel=0.3
+            )
+    two = tasks.binding(3)  # the right box, the target, and one more: nothing is left to sham with
+    small = decompose(scope, two, "L0H0", 20, contrasts=["order", "lexical"], replicates=3)
+    assert not any(row["condition"].startswith("sham_") for row in swap(scope, two.test(4), small).table())
+
+
+def test_ranks_that_fill_the_head_are_vacuous_and_have_no_oblique_swap(scope, task):
+    full = {"order": 16, "lexical": 2}
+    fit = decompose(scope, task, ["L0H1", "L1H0"], 20, contrasts=["order", "lexical"], rank=full, replicates=3)
+    table = swap(scope, task.test(8), fit).table()
+    vacuous = {row["condition"]: row["vacuous"] for row in table}
+    assert vacuous["order"]
+    assert vacuous["both"]
+    assert not vacuous["lexical"]
+    assert not any(name.endswith("_oblique") for name in vacuous), "dependent subspaces have no oblique projectors"
+    for row in table:
+        if row["condition"] in ("order", "random_order", "key_pca_order"):  # the keys change places
+            assert row["orig_after"] + row["target_after"] == pytest.approx(row["orig_before"] + row["target_before"])
+            assert row["orig_after"] == pytest.approx(row["target_before"], abs=1e-6)
+
+
+def test_one_head_without_oblique_swaps_does_not_cost_the_others_theirs(scope, task, fit):
+    wide = dict(fit.subspaces)
+    wide["order", Head(0, 1)] = wide["order", Head(0, 1)].cut(16)
+    table = swap(scope, task.test(8), dataclasses.replace(fit, subspaces=wide)).table()
+    assert {row["head"] for row in table if row["condition"].endswith("_oblique")} == {"L1H3", "L1H0"}
+
+
+def test_heads_of_different_rank_swap_as_they_would_alone(scope, task, fit):
+    ranks = {head: 1 + 3 * i for i, head in enumerate(fit.heads)}
+    subspaces = {(name, head): s.cut(ranks[head]) for (name, head), s in fit.subspaces.items()}
+    mixed = dataclasses.replace(fit, subspaces=subspaces)
+    units = task.test(8)
+    together = {(row["head"], row["condition"]): row for row in swap(scope, units, mixed, draws=2).table()}
+    for head in HEADS:
+        for row in swap(scope, units, mixed, heads=head, draws=2).table():
+            if row["condition"].startswith("random_"):
+                continue  # random subspaces are seeded by the head's place in the list
+            for name in ("rank", "orig_after", "target_after", "flip"):
+                assert row[name] == pytest.approx(together[head, row["condition"]][name], abs=1e-6)
+
+
+def test_the_curve_ends_where_everything_is_swapped(scope, task, fit):
+    curve = swap(scope, task.test(8), fit, sizes=[1, 16]).tables["curve"]
+    assert {row["method"] for row in curve} == {"order", "lexical", "key_pca", "cov_qk", "random"}
+    for head in HEADS:
+        ends = [row["orig_after"] for row in curve if row["head"] == head and row["k"] == 16]
+        assert ends == pytest.approx([ends[0]] * 5, abs=1e-6)
+
+
+def test_a_filter_list_swaps_within_the_category_as_its_sham(scope):
+    words = {name: OBJECTS[i * 20 : i * 20 + 20] for i, name in enumerate(("red", "blue", "green"))}
+    task = tasks.filter(3, items=2, words=words)
+    fit = decompose(scope, task, "L0H0", 12, replicates=3)
+    assert default_features(fit) == ["red", "blue", "green"]
+    names = {row["condition"] for row in swap(scope, task.test(6), fit).table()}
+    assert {"red", "all", "random_all", "sham_all", "green_oblique"} <= names
+    assert swap_downstream(scope, task.test(6), fit).tables["downstream"][0]["n"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"heads": "L0H0"}, "nothing was fitted for 'order' at L0H0"),
+        ({"features": ["colour"]}, "nothing was fitted for 'colour'"),
+        ({"features": []}, "features are different contrasts of order, lexical, box, but got \\[\\]"),
+        ({"features": ["order", "order"]}, "features are different contrasts"),
+        ({"units": []}, "there are no examples"),
+        ({"units": [(Example(text="hat : A"),)]}, "needs keys labelled 'answer' 1 and -1"),
+    ],
+)
+def test_bad_swaps_are_one_sentence(scope, task, fit, options, says):
+    for verb in (swap, swap_downstream):
+        with pytest.raises(BadInput, match=says):
+            verb(scope, **{"units": task.test(2), "fit": fit, **options})
+    for more, says_too in (({"draws": 0}, "draws is"), ({"sizes": [17]}, "17 dimensions does not fit")):
+        with pytest.raises(BadInput, match=says_too):
+            swap(scope, task.test(2), fit, **more)
+
+
+def test_spaces_without_attention_cannot_be_swapped(scope, task):
+    before = decompose(scope, task, "L0H0", 8, space="pre_rope", replicates=3)
+    with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
+        swap(scope, task.test(2), before)
+    frame = decompose(scope, task, "L0H0", 8, space="query_frame", replicates=3)
+    assert swap(scope, task.test(2), frame).table()
+    with pytest.raises(BadInput, match="a patched run writes post_rope keys"):
+        swap_downstream(scope, task.test(2), frame)
+
+
+# ---------------------------------------------------------------- downstream
+
+
+def test_a_full_swap_downstream_is_an_exchange_of_the_two_keys(scope, task):
+    full = decompose(scope, task, HEADS, 12, contrasts=["order", "lexical"], rank=16, replicates=3)
+    units = task.test(9)
+    row = swap_downstream(scope, units, full, batch_size=4).tables["downstream"][0]
+    assert row["heads"] == ",".join(HEADS)
+    fell = []
+    for example, orig, target in pairs_of(units):
+        encoded = scope.encode([example])
+        plain = scope.capture_inputs(encoded, heads=HEADS, logits=True)
+        at = plain.key_positions[:, [orig, target]]
+        edits = [
+            Edit.keys(head, at, plain.k[:, plain.kv_of_head[i]][:, [target, orig]]) for i, head in enumerate(HEADS)
+        ]
+        edited = scope.capture_inputs(encoded, heads=HEADS, logits=True, edits=edits)
+        ids = encoded.inputs["input_ids"][0, plain.key_positions[0]]
+        gap = [x.logits[0, ids[orig]] - x.logits[0, ids[target]] for x in (plain, edited)]
+        fell.append(float(gap[0] - gap[1]))
+    assert row["fell"] == pytest.approx(sum(fell) / len(fell), abs=1e-5)
+    assert max(map(abs, fell)) > 1e-3
+
+
+def test_an_edit_without_effect_changes_no_answer(scope, task, fit):
+    """A direction in which the two keys of every prompt agree: the exchange writes back what was there."""
+    units = task.test(6)
+    gaps = []
+    for example, orig, target in pairs_of(units):
+        _, keys = one(scope, example)
+        gaps.append(keys[:, target] - keys[:, orig])
+    agree = torch.linalg.svd(torch.stack(gaps, dim=1), full_matrices=True).Vh.mT.flip(-1)  # 6 gaps leave 10 of 16 free
+    subspaces = {
+        ("order", head): Subspace(agree[i], torch.ones(16), agree[i], 4, head) for i, head in enumerate(fit.heads)
+    }
+    still = dataclasses.replace(fit, subspaces=subspaces)
+    row = swap_downstream(scope, units, still, features=["order"]).tables["downstream"][0]
+    assert row["fell"] == pytest.approx(0, abs=1e-5)
+    assert row["accuracy_before"] == row["accuracy_after"]
+
+
+def test_heads_one_at_a_time_have_a_row_each(scope, task, fit):
+    rows = swap_downstream(scope, task.test(4), fit, together=False).tables["downstream"]
+    assert [row["heads"] for row in rows if row["condition"] == "both"] == HEADS
+
+
+# ---------------------------------------------------------------- attribute
+
+
+def tokens(explanation) -> str:
+    return " ".join(row["token"] for row in explanation.tables["tokens"])
+
+
+@pytest.mark.parametrize("split", ["sequential", "average", "oblique"])
+def test_parts_sum_to_the_logit_and_attention_to_one(scope, fit, split):
+    prompt = "hat: O\njam: Z\ncat: B\njam:"
+    found = attribute(scope, prompt, "L1H3", fit, split=split)
+    rows = found.tables["tokens"]
+    assert tokens(found) == "hat : O jam : Z cat : B jam :"
+    assert sum(row["attention"] for row in rows) == pytest.approx(1, abs=1e-5)
+    for row in rows:
+        assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(row["logit"], abs=1e-4)
+    whole = [Key((i, i + 1)) for i in range(len(rows))]
+    ids = tuple(scope.tokenizer(prompt)["input_ids"])
+    captured = scope.capture_inputs(scope.encode([Example(ids=ids, keys=whole)]), heads=["L1H3"])
+    assert [row["logit"] for row in rows] == pytest.approx(captured.attention_logits()[0, 0].tolist(), abs=1e-4)
+    shares = found.tables["summary"]
+    assert sum(row["variance_share"] for row in shares) == pytest.approx(1, abs=1e-5)
+    assert sum(row["reverse_order"] for row in shares) == pytest.approx(1, abs=1e-5)
+    assert found.show().splitlines()[0] == found.answer
+
+
+def test_a_prompt_may_be_one_token_or_have_its_query_marked_or_a_template(scope, fit):
+    alone = attribute(scope, "hat", "L1H3", fit)
+    assert [row["attention"] for row in alone.tables["tokens"]] == [pytest.approx(1)]
+    marked = Draft().write("hat: A jam").query(": ").write("B cat").example()
+    early = attribute(scope, marked, "L1H3", fit)
+    assert tokens(early) == "hat : A jam :", "what comes later is not seen"
+    same = attribute(scope, "hat: A jam:", "L1H3", fit)
+    assert early.tables["tokens"] == [pytest.approx(row) for row in same.tables["tokens"]]
+    chat = attribute(scope, "hat: A", "L1H3", fit, chat=True)
+    assert tokens(chat) == "Answer : hat : A Which"
+
+
+def test_features_of_another_head_or_in_two_spaces_are_refused(scope, task, fit):
+    with pytest.raises(BadInput, match="'order' belongs to L0H1, not to L1H3"):
+        attribute(scope, "hat", "L1H3", {"order": fit["order", "L0H1"]})
+    with pytest.raises(BadInput, match="nothing was fitted for 'order' at L0H0"):
+        attribute(scope, "hat", "L0H0", fit)
+    with pytest.raises(BadInput, match="no feature was given"):
+        attribute(scope, "hat", "L1H3", {})
+    frame = decompose(scope, task, "L1H3", 8, space="query_frame", replicates=3)
+    with pytest.raises(BadInput, match="different spaces"):
+        attribute(scope, "hat", "L1H3", {"a": frame["order", "L1H3"], "b": fit["order", "L1H3"]})
+    own = attribute(scope, "hat: A", "L1H3", {"order": frame["order", "L1H3"]})
+    assert own.provenance["asked"]["space"] == "query_frame", "features know the space they were fitted in"
+    two = Draft().query("hat").write(": ").query("A").example()
+    with pytest.raises(BadInput, match="explained from one query, but 2 are marked"):
+        attribute(scope, two, "L1H3", fit)
+
+
+# ---------------------------------------------------------------- find
+
+
+def test_scores_are_those_of_the_models_own_attention(scope, folder):
+    """Keys labelled 0 are no candidates, however much attention they get."""
+    examples = []
+    for (example,) in tasks.binding(4, "sentence", filler=3).choose(6):
+        keys = [Key(key.span, {ANSWER: key.label(ANSWER) if i else 0}) for i, key in enumerate(example.keys)]
+        keys[1] = Key(keys[1].span, {ANSWER: 1})
+        examples.append(Example(text=example.text, keys=keys))
+    task = Task("mine", {}, lambda use, contrast, n: [(example,) for example in examples])
+    rows = {row["head"]: row for row in find_heads(scope, task, 6, batch_size=4).top()}
+    eager = Scope.load(folder, device="cpu", attn="eager")
+    accuracy, ratio, mass = 0, 0, 0
+    for example in examples:
+        encoded = scope.encode([example])
+        with torch.no_grad():
+            attention = eager.model(**encoded.inputs, output_attentions=True).attentions
+        named = torch.stack(attention)[:, 0, :, -1][..., encoded.places.keys[0, 1:]].flatten(0, 1)
+        right = encoded.labels[ANSWER][0, 1:] > 0
+        accuracy = accuracy + right[named.argmax(-1)].double() / 6
+        ratio = ratio + named[:, right].sum(-1) / named.sum(-1) / 6
+        mass = mass + named.sum(-1) / 6
+    for i, head in enumerate(scope.heads()):
+        row = rows[str(head)]
+        assert row["accuracy"] == pytest.approx(float(accuracy[i]))
+        assert row["ratio"] == pytest.approx(float(ratio[i]), abs=1e-5)
+        assert row["mass"] == pytest.approx(float(mass[i]), abs=1e-5)
+        assert (row["low"], row["high"]) == wilson(round(6 * row["accuracy"]), 6)
+
+
+def test_wilsons_interval_holds_the_proportions_that_the_score_test_accepts():
+    for hits, n in ((0, 10), (3, 10), (10, 10), (57, 64)):
+        low, high = wilson(hits, n)
+        for p in (low, high):
+            if 0 < p < 1:
+                assert abs(hits / n - p) / (p * (1 - p) / n) ** 0.5 == pytest.approx(1.96)
+        assert low <= hits / n <= high
+
+
+def test_above_an_unreachable_threshold_is_an_empty_list(scope, task):
+    ranking = find_heads(scope, task, 8)
+    assert ranking.above(1.01) == []
+    assert len(ranking.above(0)) == 8
+    with pytest.raises(BadInput, match="ranked by accuracy, ratio or mass, not by 'fame'"):
+        ranking.top("fame")
+
+
+def test_words_that_share_a_token_are_refused_with_the_tokens(scope):
+    task = tasks.binding(2, boxes=["A-A", "B-A", "C-A", "D-A"])
+    assert find_heads(scope, task, 2).tables["heads"], "several tokens a box are no problem: the last one counts"
+    glued = Example(text="hatA", keys=[Key((0, 3), {ANSWER: 1}), Key((3, 4), {ANSWER: -1})])
+    with pytest.raises(BadInput, match=r"two keys share token 0, .*the tokens are"):
+        find_heads(scope, Task("mine", {}, lambda *_: [(glued,)]), 1)
+
+
+# ---------------------------------------------------------------- the shell
+
+
+def shell(*arguments: object, capsys, monkeypatch) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def qkscope(capsys, monkeypatch):
+    return lambda *arguments: shell(*arguments, capsys=capsys, monkeypatch=monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def fitted(scope, folder, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("fits") / "fit"
+    run_decompose(scope, tasks.binding(3), [Head(1, 3), Head(0, 1)], 16, out, contrasts=["order", "lexical"])
+    return out
+
+
+NOWHERE = ["--model", "/nowhere/model"]  # bad input must be said before this is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["heads", "bindng"], "there is no task 'bindng'"),
+        (["heads", "none.jsonl"], "none.jsonl cannot be read"),
+        (["heads", "binding", "--form", "bullets"], "form is one of list, sentence, question"),
+        (["heads", "binding", "--size", "0"], "number of entities in a prompt should be a whole number from 2 to 20"),
+        (["heads", "filter", "--size", "14"], "word lists for 13 categories"),
+        (["heads", "binding", "--n", "0"], "number of examples should be a whole number at least 1"),
+        (["heads", "binding", "--batch-size", "0"], "--batch-size is at least 1"),
+        (["heads", "binding", "--threshold", "30"], "--threshold is a share"),
+        (["decompose", "binding", "--heads", "18.6", "--out", "OUT"], "'18.6' is not a head"),
+        (["decompose", "binding", "--heads", "", "--out", "OUT"], "no head was named"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--contrasts", "a"], "no contrast 'a'"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--contrasts", ","], "no contrast was named"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--space", "rope"], "there is no space 'rope'"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--n", "-1"], "at least 1"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--batch-size", "0"], "at least 1"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "FULL"], "holds other things than a fit"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "/proc/nowhere"], "cannot be written"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "FIT"], "holds another job"),
+    ],
+)
+def test_bad_input_is_said_before_a_model_is_loaded(qkscope, fitted, tmp_path, arguments, says):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    places = {"OUT": tmp_path / "out", "FULL": tmp_path / "full", "FIT": fitted}
+    code, out, err = qkscope(*(places.get(a, a) for a in arguments), *NOWHERE)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["swap", "none"], "none is not a folder that decompose wrote"),
+        (["explain", "none", "hat:"], "none is not a folder that decompose wrote"),
+        (["swap", "FIT", "--heads", "L0H0"], "was not fitted at L0H0: there is L1H3, L0H1"),
+        (["swap", "FIT", "--heads", "six"], "'six' is not a head"),
+        (["swap", "FIT", "--n", "0"], "at least 1"),
+        (["swap", "FIT", "--batch-size", "0"], "--batch-size is at least 1"),
+        (["explain", "FIT", "hat:", "--head", "L0H0"], "was not fitted at L0H0"),
+        (["explain", "FIT", "hat:", "--head", "L1H3,L0H1"], "is not a head"),
+        (["explain", "FIT", "hat:", "--split", "fair"], "--split is one of sequential, average, oblique"),
+        (["explain", "FIT", ""], "the prompt is empty"),
+    ],
+)
+def test_bad_questions_to_a_fit_are_said_before_its_model_is_loaded(qkscope, fitted, tmp_path, arguments, says):
+    job = json.loads((fitted / "job.json").read_text())
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (gone / "job.json").write_text(json.dumps({**job, "model": "/nowhere/model"}))
+    code, out, err = qkscope(*(gone if a == "FIT" else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_fit_in_pre_rope_cannot_be_swapped_or_explained(qkscope, fitted, tmp_path):
+    job = json.loads((fitted / "job.json").read_text())
+    for space, arguments, says in (
+        ("pre_rope", ["swap"], "do not give the model's attention"),
+        ("pre_rope", ["explain", "hat:"], "do not give the model's attention"),
+        ("query_frame", ["swap", "--downstream"], "writes post_rope keys"),
+    ):
+        (tmp_path / "job.json").write_text(json.dumps({**job, "space": space, "model": "/nowhere/model"}))
+        code, _, err = qkscope(arguments[0], tmp_path, *arguments[1:])
+        assert code == 2
+        assert says in err
+
+
+def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, folder, tmp_path):
+    out = tmp_path / "fit"
+    said = {}
+    for name, arguments in {
+        "heads": ["heads", "binding", "--size", 3, "--n", 8, "--model", folder],
+        "decompose": [
+            "decompose",
+            "binding",
+            "--size",
+            3,
+            "--n",
+            16,
+            "--model",
+            folder,
+            "--heads",
+            "L1H3",
+            "--out",
+            out,
+        ],
+        "swap": ["swap", out, "--n", 8, "--downstream"],
+        "explain": ["explain", out, "hat: O\\njam:", "--split", "average"],
+    }.items():
+        code, text, err = qkscope(*arguments, "--json")
+        assert code == 0, err
+        said[name] = json.loads(text)
+        code, text, err = qkscope(*arguments)
+        assert (code, said[name]["answer"] in text) == (0, True), err
+    assert set(said["swap"]["tables"]) == {"swap", "curve", "downstream"}
+    assert [row["token"] for row in said["explain"]["tables"]["tokens"]] == ["hat", ":", "O", "jam", ":"]
+    assert {row["k"] for row in said["swap"]["tables"]["curve"]} == {1, 2, 4, 8, 12}
+
+
+def test_no_head_above_the_threshold_is_an_answer(qkscope, folder):
+    code, out, _ = qkscope("heads", "binding", "--size", 12, "--n", 24, "--threshold", "1", "--model", folder)
+    assert code == 0
+    assert "No head reaches 100%: the best is L" in out
+    assert "chance is 8%" in out
+
+
+def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused(
+    qkscope, folder, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for i, word in enumerate(OBJECTS[:30]):
+        keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
+        lines.append({"prompt": f"{word} : A hat : B {word} :", "keys": keys, "group": i // 2})
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = qkscope("heads", "mine.jsonl", "--model", folder, "--json")
+    assert code == 0, err
+    assert json.loads(out)["tables"]["heads"][0]["chance"] == 0.5
+    assert "mine.jsonl has 5 of the 256 examples asked for to choose answer." in caplog.text
+    for arguments in (
+        ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder],
+        ["swap", "fit", "--downstream"],
+        ["explain", "fit", "hat : A cat : B hat :"],
+    ):
+        code, out, err = qkscope(*arguments, "--json")
+        assert code == 0, err
+        assert json.loads(out)["tables"]
+    code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3", "--out", "fit2", "--size", "4")
+    assert (code, "--size is for binding and filter" in err) == (2, True)
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
+    for arguments in (["swap", "fit"], ["explain", "fit", "hat :"]):
+        code, out, err = qkscope(*arguments)
+        assert (code, out) == (2, "")
+        assert "mine.jsonl has changed since fit was made from it: run decompose again" in err
+    code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder)
+    assert (code, "fit holds another job (asked differ)" in err) == (2, True)
+    os.remove("mine.jsonl")
+    code, _, err = qkscope("swap", "fit")
+    assert (code, "was made from mine.jsonl, which is not here" in err) == (2, True)
+
+
+def test_stdout_is_json_alone_in_a_process_of_its_own(folder, fitted):
+    done = subprocess.run([sys.executable, "-m", "qkscope", "swap", str(fitted), "--n", "4", "--downstream", "--json"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "swap"
+
+
+def test_sums_of_another_kind_are_refused(scope, task, tmp_path):
+    Moments(["L0H0"], ["order"], 16).save(sums_file(tmp_path, "order"))
+    with pytest.raises(BadInput, match="holds moments, not sums"):
+        decompose(scope, task, "L0H0", 4, contrasts=["order"], out=tmp_path, replicates=3)
