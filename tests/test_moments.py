@@ -187,6 +187,19 @@ def test_ignored_keys_may_hold_anything():
     same(clean, dirty)
 
 
+def test_a_key_ignored_by_one_contrast_still_counts_for_another():
+    q, k, labels, weights, _ = batch(9)
+    labels["c"][2, 4] = labels["c"][3, 3] = 0
+    other = labels["c"].clone()
+    other[3, 3] = 1
+    broken = k.clone()
+    broken[2, :, 4] = float("nan")
+    clean, dirty = (Moments(HEADS, ["c", "d"], 3, group_size=2) for _ in range(2))
+    clean.update(q, k, {"c": labels["c"], "d": other}, weights=weights)
+    dirty.update(q, broken, {"c": labels["c"], "d": other}, weights=weights)
+    same(clean, dirty)
+
+
 def test_saved_and_loaded_is_the_same(tmp_path):
     moments = fill(carrying(about={"weights": "abc"}), 0)
     moments.save(tmp_path / "m.safetensors")

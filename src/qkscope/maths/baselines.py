@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.moments import augmented
+from qkscope.maths.augmented import augmented
 from qkscope.maths.svd import checked_svd
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,11 +24,20 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta
 from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
 from qkscope.maths.store import read_tensors, write_tensors
 
-Center = Literal["none", "query", "both"]
 SIGNS = ("positive", "negative")
+
+
+class _Layout(NamedTuple):
+    """The heads of a batch: their rows in the sums, their key heads, which key head each reads, and null rows."""
+
+    where: list[int]
+    key_heads: list[tuple[int, int]]
+    kv_of_head: list[int]
+    nulled: list[tuple[int, int]]  # (column of the batch, row of the null sums)
 
 
 class Moments:
@@ -81,6 +90,7 @@ class Moments:
         self._check_parameters()
 
         self.key_heads = list(dict.fromkeys(self._key_head(i) for i in range(len(self.heads))))
+        self._layouts: dict[int | None, _Layout] = {}
         a = d_head + 1
         shape = (len(self.heads), a, 2, a)
         null_shape = (len(self.null_heads), a, replicates, 2, a)
@@ -110,6 +120,20 @@ class Moments:
     def _key_head(self, i: int) -> tuple[int, int]:
         return self.heads[i].layer, self.heads[i].kv(self.group_size)
 
+    def _layout(self, layer: int | None) -> _Layout:
+        """Which heads and key heads a batch of this layer (or of all) brings; worked out once."""
+        if layer not in self._layouts:
+            where = [i for i, head in enumerate(self.heads) if layer is None or head.layer == layer]
+            key_heads = [g for g in self.key_heads if layer is None or g[0] == layer]
+            place = {key_head: g for g, key_head in enumerate(key_heads)}
+            nulled = [
+                (n, self.null_heads.index(self.heads[i]))
+                for n, i in enumerate(where)
+                if self.heads[i] in self.null_heads
+            ]
+            self._layouts[layer] = _Layout(where, key_heads, [place[self._key_head(i)] for i in where], nulled)
+        return self._layouts[layer]
+
     # ------------------------------------------------------------------ data in
 
     def update(
@@ -134,28 +158,23 @@ class Moments:
             numbers that are unique over all shards.
         layer : the layer these queries and keys come from, when a batch brings one layer at a time.
         """
-        where = [i for i, head in enumerate(self.heads) if layer is None or head.layer == layer]
-        key_heads = [g for g in self.key_heads if layer is None or g[0] == layer]
+        where, key_heads, kv_of_head, nulled = self._layout(layer)
         self._check_batch(q, k, labels, weights, prompts, len(where), len(key_heads), layer)
 
         queries, keys = augmented(q), k.to(torch.float64)
-        kv_of_head = [key_heads.index(self._key_head(i)) for i in where]
-        nulled = [(n, i) for n, i in enumerate(where) if self.heads[i] in self.null_heads]
-
         for contrast, label in labels.items():
             label = label.to(keys.device)
-            sums, keys = self._key_sums(keys, label, weights, q, where, key_heads, prompts)
-            _add_outer(self.sums[contrast], where, queries, sums.flatten(2), kv_of_head)
+            sums, clean = self._key_sums(keys, label, weights, q, where, key_heads, prompts)
+            add_outer(self.sums[contrast], where, queries, sums.flatten(2), kv_of_head)
             for kind in self.nulls if nulled else ():
                 assert prompts is not None
                 drawn = replicate_sums(
                     kind, self.seed, self.replicates,
-                    keys=keys, sums=sums, labels=label, weights=weights, prompts=prompts.to(keys.device),
+                    keys=clean, sums=sums, labels=label, weights=weights, prompts=prompts.to(keys.device),
                 )  # fmt: skip
                 state = self.null_sums[kind, contrast]
-                for n, i in nulled:  # a head at a time: replicates of all heads at once would not fit in memory
-                    row = self.null_heads.index(self.heads[i])
-                    _add_outer(state, [row], queries[:, n : n + 1], drawn[:, kv_of_head[n], None].flatten(2), [0])
+                for n, row in nulled:  # a head at a time: replicates of all heads at once would not fit in memory
+                    add_outer(state, [row], queries[:, n : n + 1], drawn[:, kv_of_head[n], None].flatten(2), [0])
 
     def _key_sums(
         self,
@@ -325,53 +344,6 @@ class Moments:
                 raise BadInput(f"{path} is damaged: {name} is missing or of another shape; make it again.")
             mine.copy_(tensors[name])
         return moments
-
-
-def centred_delta(
-    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
-) -> Float[Tensor, "*n d d"]:
-    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
-    if center not in get_args(Center):
-        raise BadInput(f"center is one of {', '.join(get_args(Center))}, but got {center!r}.")
-    reference = sums if reference is None else reference
-    count = reference[..., -1:, :, -1:]
-    conditional = sums / count
-    delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
-    if center == "none":
-        return delta[..., :-1, :-1]
-    means = reference / count
-    mean_query = means[..., :-1, :, -1:].mean(dim=-2)  # d × 1, halfway between the conditions
-    mean_key = means[..., -1:, :, :-1].mean(dim=-2)  # 1 × d
-    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
-    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
-
-
-def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
-    """``[v; 1]`` in float64."""
-    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
-    out[..., :-1] = vectors
-    return out
-
-
-def _add_outer(
-    state: Float[Tensor, "n a *x"],
-    where: list[int],
-    queries: Float[Tensor, "b h a"],
-    keys: Float[Tensor, "b g x"],
-    kv_of_head: list[int],
-) -> None:
-    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
-    heads, groups = len(where), keys.shape[1]
-    flat, first = state.flatten(2), where[0]
-    neighbours = where == list(range(first, first + heads))
-    size = heads // groups
-    if neighbours and kv_of_head == [h // size for h in range(heads)]:
-        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
-        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
-        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
-        return
-    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
-    flat[where] += product
 
 
 def _check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:

@@ -1,0 +1,64 @@
+"""Vectors with a constant 1 appended, and the sums of their products: averages and centring are blocks and shears.
+
+``M = Σ w [q; 1][k; 1]ᵀ`` holds ``Σ w q kᵀ``, ``Σ w q``, ``Σ w k`` and ``Σ w``; divided by ``Σ w``, the averages; and
+``[I, −q̄] M [I, −k̄]ᵀ`` is the sum of products of centred vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+
+Center = Literal["none", "query", "both"]
+
+
+def centred_delta(
+    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
+) -> Float[Tensor, "*n d d"]:
+    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
+    if center not in get_args(Center):
+        raise BadInput(f"center is one of {', '.join(get_args(Center))}, but got {center!r}.")
+    reference = sums if reference is None else reference
+    count = reference[..., -1:, :, -1:]
+    conditional = sums / count
+    delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
+    if center == "none":
+        return delta[..., :-1, :-1]
+    means = reference / count
+    mean_query = means[..., :-1, :, -1:].mean(dim=-2)  # d × 1, halfway between the conditions
+    mean_key = means[..., -1:, :, :-1].mean(dim=-2)  # 1 × d
+    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
+
+
+def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
+    """``[v; 1]`` in float64."""
+    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
+    out[..., :-1] = vectors
+    return out
+
+
+def add_outer(
+    state: Float[Tensor, "n a *x"],
+    where: list[int],
+    queries: Float[Tensor, "b h a"],
+    keys: Float[Tensor, "b g x"],
+    kv_of_head: list[int],
+) -> None:
+    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
+    heads, groups = len(where), keys.shape[1]
+    flat, first = state.flatten(2), where[0]
+    neighbours = where == list(range(first, first + heads))
+    size = heads // groups
+    if neighbours and kv_of_head == [h // size for h in range(heads)]:
+        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
+        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
+        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+        return
+    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
+    flat[where] += product
