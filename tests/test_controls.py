@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.maths.controls import Controls, false_discovery, mean_dominance, rank_above, run_controls
 from qkscope.maths.draws import draw_bits, draw_signs
@@ -10,7 +11,6 @@ from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import replicate_sums, signed_weights
 from qkscope.maths.subspace import Subspace
-from planted import PlantedHead
 
 NULLS = ("sign_flip", "query_shuffle")
 

@@ -24,17 +24,18 @@ from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
 from qkscope.capture.probe import forward_arguments, input_device, probe, text_config
 from qkscope.capture.selfcheck import Check, check_model
+from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.stream import stream
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, parse_heads
+from qkscope.heads import Head
 
 _CHECK_VERSION = 1
 
 
-class Scope:
+class Scope(Shape):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
     Attributes
@@ -147,37 +148,6 @@ class Scope:
         """Where inputs go."""
         return input_device(self.model)
 
-    @property
-    def n_layers(self) -> int:
-        """Number of layers."""
-        return len(self.facts.layers)
-
-    def _uniform(self, what: str) -> int:
-        values = sorted({getattr(layer, what) for layer in self.facts.layers})
-        if len(values) > 1:
-            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
-        return values[0]
-
-    @property
-    def n_heads(self) -> int:
-        """Query heads per layer."""
-        return self._uniform("n_heads")
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Key heads per layer."""
-        return self._uniform("n_kv_heads")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key head."""
-        return self.n_heads // self.n_kv_heads
-
-    @property
-    def d_head(self) -> int:
-        """Width of a query."""
-        return self._uniform("d_head")
-
     @cached_property
     def weights_hash(self) -> str:
         """Fingerprint of the weights: of the files they came from, or of the tensors."""
@@ -187,25 +157,6 @@ class Scope:
     def tokenizer_hash(self) -> str | None:
         """Fingerprint of the tokenizer and its chat template; None without a tokenizer."""
         return tokenizer_hash(self.tokenizer)
-
-    def heads(self) -> list[Head]:
-        """Every head of the model."""
-        return [Head(layer, i) for layer, facts in enumerate(self.facts.layers) for i in range(facts.n_heads)]
-
-    def check(self, head: Head | str) -> Head:
-        """The head, if the model has it; otherwise a sentence that names the range."""
-        head = Head.parse(head)
-        if head.layer >= self.n_layers:
-            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
-        count = self.facts.layers[head.layer].n_heads
-        if head.index >= count:
-            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
-        return head
-
-    def _heads(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
-        if heads is None or heads == "all":
-            return self.heads()
-        return [self.check(head) for head in parse_heads(heads)]
 
     def encode(
         self,
@@ -299,7 +250,7 @@ class Scope:
         Captured
             One batch at a time; nothing is kept.
         """
-        wanted = self._heads(heads)
+        wanted = self.parse(heads)
         check_space(space)
         if batch_size < 1 or not 0 <= shard[0] < shard[1]:
             raise BadInput(f"batch_size is at least 1 and shard is (i, n) with 0 <= i < n, not {batch_size}, {shard}.")
@@ -341,7 +292,7 @@ class Scope:
         edits : sequence of Edit
             Replacements that are in force during the run.
         """
-        wanted = self._heads(heads)
+        wanted = self.parse(heads)
         check_space(space)
         encoded = inputs if isinstance(inputs, Encoded) else None
         given = encoded.inputs if encoded is not None else inputs

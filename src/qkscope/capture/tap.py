@@ -212,8 +212,8 @@ def tap(
             for config in configs.values():
                 config._attn_implementation_internal = name
             yield
-        except Stop:
-            pass
+        except Stop as stop:
+            stop.__traceback__ = None  # its frames hold the layer's tensors, in a cycle until the collector comes by
         finally:
             for key, config in configs.items():
                 config._attn_implementation_internal = before[key]
