@@ -12,19 +12,50 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BadInput": "qkscope.errors",
+    "Example": "qkscope.examples",
     "Head": "qkscope.heads",
+    "Moments": "qkscope.maths.moments",
+    "Result": "qkscope.result",
+    "Scope": "qkscope.capture.scope",
+    "Subspace": "qkscope.maths.subspace",
+    "attribute": "qkscope.analyses.attribute",
+    "decompose": "qkscope.analyses.decompose",
+    "find_heads": "qkscope.analyses.find",
+    "list_families": "qkscope.capture.live_check",
+    "reproduce": "qkscope.papers.registry",
+    "swap": "qkscope.analyses.swap",
+    "swap_downstream": "qkscope.analyses.downstream",
+    "thin_svd": "qkscope.maths.weights",
 }
+_ROOMS = ("tasks",)
 
-__all__ = ["BadInput", "Head", "__version__"]
+__all__ = [
+    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "attribute", "decompose",
+    "find_heads", "list_families", "reproduce", "swap", "swap_downstream", "tasks", "thin_svd",
+]  # fmt: skip
 
 if TYPE_CHECKING:
+    from qkscope import tasks
+    from qkscope.analyses.attribute import attribute
+    from qkscope.analyses.decompose import decompose
+    from qkscope.analyses.downstream import swap_downstream
+    from qkscope.analyses.find import find_heads
+    from qkscope.analyses.swap import swap
+    from qkscope.capture.live_check import list_families
+    from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput
+    from qkscope.examples import Example
     from qkscope.heads import Head
+    from qkscope.maths.moments import Moments
+    from qkscope.maths.subspace import Subspace
+    from qkscope.maths.weights import thin_svd
+    from qkscope.papers.registry import reproduce
+    from qkscope.result import Result
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
+    if name in _HOME or name in _ROOMS:
+        value = getattr(import_module(_HOME[name]), name) if name in _HOME else import_module(f"qkscope.{name}")
         globals()[name] = value
         return value
     raise AttributeError(f"module 'qkscope' has no attribute {name!r}")

@@ -1,0 +1,45 @@
+"""The README's and the docs' Python runs as written, on the embedded model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_names_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+
+
+@pytest.mark.parametrize("name", ["README.md"])
+def test_the_twenty_lines_run_as_written(name, capsys):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = blocks(name)
+        assert found
+        for block in found:
+            names: dict = {}
+            exec(compile(block, name, "exec"), names)  # the block is ours, from the file under test
+    finally:
+        torch.set_num_threads(before)
+    printed = capsys.readouterr().out
+    assert "attends to the right key" in printed
+    assert "lexical at L18H6: rank" in printed
+    swapped = {
+        line.split()[0]: float(line.split()[2])
+        for line in printed.splitlines()
+        if line.startswith(("both ", "random_both "))
+    }
+    assert swapped["both"] < 0.3 < swapped["random_both"]
+    parts = names["parts"].tables["tokens"]
+    for row in parts:
+        assert row["logit"] == pytest.approx(row["order"] + row["lexical"] + row["residual"], abs=1e-3)
