@@ -40,7 +40,7 @@ calibrate: setup
 	@$(BIN)/python docs/calibration.py
 
 docs: setup
-	@$(PIP) '.[docs]'
+	@$(PIP) --editable '.[gguf,dev,docs]'
 	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"
 

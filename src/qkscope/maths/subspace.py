@@ -33,6 +33,7 @@ class Subspace:
 
     Examples
     --------
+    >>> import torch
     >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
     >>> feature.rank
     2
