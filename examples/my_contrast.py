@@ -2,8 +2,8 @@
 
 Three people, one of them of the pronoun's gender. The query is the pronoun, the last token; the keys are the names;
 + is the name that agrees with it, − are the other two. Names for choosing heads, for fitting and for testing differ.
-Each place is told both ways round (two men and a woman for "she", two women and a man for "he"): one group. No name
-stands first: the first token of a prompt draws attention whatever it says.
+"she" and "he" take turns, so that no name is right more often than another. No name stands first: the first token of a
+prompt draws attention whatever it says.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 WOMEN = """Mary Linda Susan Sarah Karen Lisa Emily Anna Julia Emma Alice Laura Nancy Jessica Helen"""
 MEN = """John James Robert David Thomas Daniel Mark Paul Kevin Brian George Peter Henry Jack Adam"""
 PLACES = ("park", "market", "station", "beach", "library", "museum", "cafe", "harbour")
-COUNTS = {"choose": 8, "fit": 20, "test": 8}  # groups of two lines
+COUNTS = {"choose": 16, "fit": 32, "test": 16}
 
 
 def main() -> None:
@@ -21,19 +21,17 @@ def main() -> None:
     rng = random.Random(0)
     for number, (use, count) in enumerate(COUNTS.items()):
         women, men = WOMEN.split()[number::3], MEN.split()[number::3]  # five names each, used for nothing else
-        for group in range(count):
-            place = rng.choice(PLACES)
-            for pronoun, right, wrong in (("she", women, men), ("he", men, women)):
-                names = [(rng.choice(right), 1), *((name, -1) for name in rng.sample(wrong, 2))]
-                rng.shuffle(names)
-                (a, _), (b, _), (c, _) = names
-                line = {
-                    "prompt": f"At the {place}, {a}, {b} and {c} met. After a while {pronoun}",
-                    "keys": [{"text": name, "labels": {"gender": label}} for name, label in names],
-                    "group": f"{use} {group}",
-                    "use": use,
-                }
-                sys.stdout.write(json.dumps(line) + "\n")
+        for i in range(count):
+            pronoun, right, wrong = (("she", women, men), ("he", men, women))[i % 2]
+            names = [(rng.choice(right), 1), *((name, -1) for name in rng.sample(wrong, 2))]
+            rng.shuffle(names)
+            (a, _), (b, _), (c, _) = names
+            line = {
+                "prompt": f"At the {rng.choice(PLACES)}, {a}, {b} and {c} met. After a while {pronoun}",
+                "keys": [{"text": name, "labels": {"gender": label}} for name, label in names],
+                "use": use,
+            }
+            sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -713,6 +713,7 @@ NOWHERE = ["--model", "/nowhere/model"]  # bad input must be said before this is
         (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--space", "rope"], "there is no space 'rope'"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--n", "-1"], "at least 1"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--batch-size", "0"], "at least 1"),
+        (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--center", "query"], "a file of your own"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "FULL"], "holds other things than a fit"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "/proc/nowhere"], "cannot be written"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "FIT"], "holds another job"),
@@ -818,9 +819,9 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
     code, out, err = qkscope("heads", "mine.jsonl", "--model", folder, "--json")
     assert code == 0, err
     assert json.loads(out)["tables"]["heads"][0]["chance"] == 0.5
-    assert "mine.jsonl has 5 of the 256 examples asked for to choose answer." in caplog.text
+    assert "mine.jsonl holds 5 examples to choose, fewer than 256: taking all." in caplog.text
     for arguments in (
-        ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder],
+        ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder, "--center", "query"],
         ["swap", "fit", "--downstream"],
         ["explain", "fit", "hat : A cat : B hat :"],
     ):
@@ -834,7 +835,9 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
         code, out, err = qkscope(*arguments)
         assert (code, out) == (2, "")
         assert "mine.jsonl has changed since fit was made from it: run decompose again" in err
-    code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder)
+    code, _, err = qkscope(
+        "decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--center", "query", *NOWHERE
+    )
     assert (code, "fit holds another job (asked differ)" in err) == (2, True)
     os.remove("mine.jsonl")
     code, _, err = qkscope("swap", "fit")

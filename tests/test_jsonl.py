@@ -110,7 +110,7 @@ def test_asking_for_more_than_there_is_takes_all_and_says_so_once(tmp_path, capl
         assert caplog.messages == []
         assert len(task.test(100)) == len(task.test(100)) == 3
     assert [re.sub(r"^\S+", "FILE", message) for message in caplog.messages] == [
-        "FILE has 3 of the 100 examples asked for to test answer."
+        "FILE holds 3 examples to test, fewer than 100: taking all."
     ]
 
 

@@ -106,14 +106,16 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1;
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, ...; as the weights are stored.")]
 
 
-def _task(name: str, form: str, size: int | None, seed: int, chat: bool) -> Any:
+def _task(name: str, form: str, size: int | None, seed: int, chat: bool, center: str | None = None) -> Any:
     """The task by name; checked before a model is loaded."""
     from qkscope import tasks
 
     if name.endswith(".jsonl"):
         if size is not None:
             raise BadInput(f"--size is for binding and filter: the prompts of {name} are as they are.")
-        return tasks.from_jsonl(name, seed=seed, chat=chat)
+        return tasks.from_jsonl(name, seed=seed, chat=chat, center=center or "none")  # type: ignore[arg-type]
+    if center is not None:
+        raise BadInput(f"--center is for a file of your own: the contrasts of {name} know theirs.")
     if name == "binding":
         return tasks.binding(9 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
     if name == "filter":
@@ -161,13 +163,14 @@ def decompose(
     chat: Chat = False, space: Space = "post_rope", batch_size: BatchSize = 32, device: Device = None,
     dtype: Dtype = None,
     contrasts: Annotated[str | None, typer.Option("--contrasts", help="Contrasts like order,lexical; all.")] = None,
+    center: Annotated[str | None, typer.Option("--center", help="Of a .jsonl file: none, query or both.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped."""
     from qkscope.heads import parse_heads
 
     chosen = parse_heads(heads)
-    made = _task(task, form, size, seed, chat)
+    made = _task(task, form, size, seed, chat, center)
     from qkscope.analyses.fit_folder import plan_decompose, run_decompose
 
     names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
@@ -194,11 +197,10 @@ def swap(
     _check_fitted(heads, asked, folder)
     check_swappable(asked["space"], downstream)
     _check_batch_size(batch_size)
-    task_of(asked, folder).test(n)
+    units = task_of(asked, folder).test(n)
     scope = _load(asked["model"], device, dtype)
-    fit, made = load_fit(folder, scope)
+    fit, _ = load_fit(folder, scope)
     sizes = [k for k in SIZES if k <= scope.d_head]
-    units = made.test(n)
     result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed)
     if downstream:
         from dataclasses import replace

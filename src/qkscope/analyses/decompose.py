@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.baselines import Covariance
-from qkscope.maths.controls import run_controls
+from qkscope.maths.controls import Controls, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.subspace import Subspace
@@ -37,6 +37,7 @@ Center = Literal["none", "query", "both"]
 
 _SAVE_EVERY = 8  # batches
 _FEW_TO_SHUFFLE = 4  # units in a batch
+_ALPHA = 0.05
 _ROUNDING = 1e-5  # of float32 queries and keys, with room
 
 
@@ -145,7 +146,7 @@ def decompose(
         )
         moments = sums[name].moments
         centring = (center or {}).get(name, contrast.center)
-        controls = run_controls(moments, name)
+        controls = {head: _judged(c, centring) for head, c in run_controls(moments, name).items()}
         cut: Rank = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
         found = Subspace.from_deltas(
             moments.delta(name, centring), chosen, scope.d_head, contrast=name, controls=controls, about=about
@@ -205,6 +206,16 @@ def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_hea
     for value in center.values():
         if value not in ("none", "query", "both"):
             raise BadInput(f"center is one of none, query, both, but got {value!r}.")
+
+
+def _judged(controls: Controls, centring: Center) -> Controls:
+    """Of a centred contrast, what depends on the query is tested by itself.
+
+    The difference as it is also holds the mean part, whose noise can hide an interaction that centring lays bare.
+    """
+    if centring == "none" or controls.q_interaction > _ALPHA:
+        return controls
+    return replace(controls, verdict="interaction")
 
 
 def _rank(cut: Rank, whole: Subspace, centring: Center) -> int:

@@ -86,7 +86,7 @@ def from_jsonl(
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
         if n > len(own) and (use, contrast) not in warned:
             warned.add((use, contrast))
-            log.warning("%s has %d of the %d examples asked for to %s %s.", path, len(own), n, use, contrast)
+            log.warning("%s holds %d examples to %s, fewer than %d: taking all.", path, len(own), use, n)
         return own[:n]
 
     made = {
