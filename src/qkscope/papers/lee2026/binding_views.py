@@ -39,9 +39,11 @@ def run(settings: Settings) -> Result:
     for head in found.all:
         for feature in FEATURES:
             for space in (feature, "whole head"):
-                row, drawn = _view(points, labels[feature][1], fit, head, feature, space, session.seed)
+                shown = head == best and (space == feature) == (settings.figure == "fig8")
+                mapped = shown and space == feature == "lexical"
+                row, drawn = _view(points, labels[feature][1], fit, head, feature, space, session.seed, mapped)
                 rows.append({"head": str(head), "is_control": head == found.control, **row})
-                if head == best and (space == feature) == (settings.figure == "fig8"):
+                if shown:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
     return Result(
         experiment=f"lee2026/{settings.figure}",
@@ -80,7 +82,14 @@ def _labels(session: Session, points: Points) -> dict[str, tuple[list[str], Int[
 
 
 def _view(
-    points: Points, labels: Int[Tensor, "n k"], fit: Fit, head: Head, feature: str, space: str, seed: int
+    points: Points,
+    labels: Int[Tensor, "n k"],
+    fit: Fit,
+    head: Head,
+    feature: str,
+    space: str,
+    seed: int,
+    mapped: bool,
 ) -> tuple[Row, dict[str, Tensor]]:
     q, k = points.at(head)
     asked = labels[torch.arange(len(labels)), points.answers()]
@@ -111,7 +120,7 @@ def _view(
         "keys": k_at[shown].float(), "key_labels": of_key[shown],
         "queries": q_at[shown_q].float(), "query_labels": asked[shown_q],
     }  # fmt: skip
-    if feature == "lexical" and space == feature:
+    if mapped:
         flattened = _umap(torch.cat([q[shown_q], flat[shown]]), seed)
         if flattened is not None:
             drawn |= {"umap_queries": flattened[: len(shown_q)], "umap_keys": flattened[len(shown_q) :]}

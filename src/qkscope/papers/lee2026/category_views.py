@@ -71,7 +71,7 @@ def _points(session: Session, task: Task, heads: list[Head]) -> Points:
 
 def _span(fit: Fit, head: Head, categories: list[str], side: Side) -> Float[Tensor, "d r"]:
     """The categorical subspace: the span of every category's top direction."""
-    return joint_basis([fit[name, head].cut(1).basis(side) for name in categories])
+    return joint_basis([fit[name, head].cut(1).basis(side).cpu() for name in categories])  # points are on the CPU
 
 
 def _labels(points: Points, task: Task) -> tuple[list[str], Int[Tensor, "n k"]]:

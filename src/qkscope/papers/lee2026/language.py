@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 _MOST_HEADS = 9  # the paper keeps nine binding heads
-_FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "question")}
+_FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
 _SECOND = ("fig19", "fig20")
 
 
@@ -143,8 +143,8 @@ class Session:
         # In the first layer the last token has seen nothing: its query is the same in every prompt.
         best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
         reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][:_MOST_HEADS]
-        # A swap can only move attention that is there: binding heads come in the order of what the right box gets.
-        reached.sort(key=lambda row: -row["ratio"] if kind == "filter" else -row["ratio"] * row["mass"])
+        # A swap can only move attention that is there: heads come in the order of what the right keys get.
+        reached.sort(key=lambda row: -row["ratio"] * row["mass"])
         heads = [Head.parse(row["head"]) for row in reached or best[:3]]
         deepest = max(head.layer for head in heads)
         # no deeper than the found heads, so that the control costs no further layers; never one of them

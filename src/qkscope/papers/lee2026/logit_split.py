@@ -31,7 +31,7 @@ def run(settings: Settings) -> Result:
     points = binding_points(session)
     example = points.units[0][0]
     parts = attribute(session.scope, example, head, fit, chat=session.chat)
-    bases = {name: fit[name, head].basis("query") for name in FEATURES}
+    bases = {name: fit[name, head].basis("query").cpu() for name in FEATURES}
     shares = _shares(points, head, bases, session.seed)
     tokens = [dict(row) for row in parts.tables["tokens"]]
     error = max(abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens)
