@@ -279,7 +279,7 @@ def _print_result(result: Any, as_json: bool, folder: Path | None = None) -> Non
 
 @app.command()
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="lee2026")] = "",
+    paper: Annotated[str, typer.Argument(help="lee2026, or all.")] = "",
     figures: Annotated[list[str] | None, typer.Argument(help="Figure ids, or all.")] = None,
     preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
     out: Out = Path("runs"),
@@ -290,20 +290,27 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Reproduce figures of the papers, each beside its controls; one folder OUT/PAPER/FIGURE each."""
-    from qkscope.papers.registry import list_experiments
+    from qkscope.papers.registry import PAPERS, list_experiments
     from qkscope.papers.registry import reproduce as run_reproduce
 
     if listed:
         _print_rows("experiments", list_experiments(), as_json)
         return
-    results = run_reproduce(paper, figures or [], preset=preset, out=out, seed=seed, device=device, model=model)
+    wanted = {name: ["all"] for name in PAPERS} if paper == "all" and not figures else {paper: figures or []}
+    results = [
+        result
+        for name, chosen in wanted.items()
+        for result in run_reproduce(
+            name, chosen, preset=preset, out=out, seed=seed, device=device, model=model
+        ).values()
+    ]
     if as_json:
-        _print_json({"results": [result.to_json() for result in results.values()]})
+        _print_json({"results": [result.to_json() for result in results]})
         return
-    for figure, result in results.items():
+    for result in results:
         typer.echo(f"{result.experiment}: {result.answer}")
         _print_table("claims", [claim.to_json() for claim in result.claims])
-        typer.echo(f"The page: {out / paper / figure / 'report.html'}\n")
+        typer.echo(f"The page: {out / result.experiment / 'report.html'}\n")
 
 
 toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
