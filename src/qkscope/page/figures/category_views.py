@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from qkscope.page.figures.captions import model_name, name_axes
-from qkscope.page.figures.style import INK, new_figure, styled, with_page
+from qkscope.page.figures.style import new_figure, styled, with_page
 from qkscope.result import Result
 
 _COLOURS = ("#c0392b", "#2f7d4f", "#2d6cb5", "#d98e04", "#7d4fa3")
@@ -15,7 +16,7 @@ _COLOURS = ("#c0392b", "#2f7d4f", "#2d6cb5", "#d98e04", "#7d4fa3")
 
 def draw(result: Result) -> dict[str, str | bytes]:
     """(a) three components and the plane of the last two, for the best head; (b) keys of thirteen categories."""
-    figure = new_figure(12.6, 4.7)
+    figure = new_figure(13.4, 4.7)
     names = {panel: [row["label"] for row in result.tables["labels"] if row["panel"] == panel] for panel in "ab"}
     view = dict(result.tables["views"][0])
     arrays = {name: value.numpy() for name, value in result.arrays.items()}
@@ -54,14 +55,13 @@ def draw(result: Result) -> dict[str, str | bytes]:
 
 
 def _fine(axis: Any, arrays: dict[str, Any], names: list[str]) -> None:
-    """Keys on their first two components, each category named at its centroid."""
+    """Keys on the two of their first three components that tell categories apart best; the third is mostly position."""
     colours = matplotlib.colormaps["tab20"]
     points, labels = arrays["fine/keys"], arrays["fine/key_labels"]
+    means = np.stack([points[labels == i].mean(axis=0) for i in np.unique(labels)])
+    x, y = sorted(np.argsort(means.var(axis=0) / points.var(axis=0))[-2:])
     for i, name in enumerate(names):
         own = points[labels == i]
-        axis.scatter(own[:, 0], own[:, 1], s=7, alpha=0.4, color=colours(i), linewidths=0)
-        if len(own):
-            frame = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": colours(i), "alpha": 0.85}
-            place = own[:, :2].mean(axis=0)
-            axis.annotate(name, place, fontsize=7.5, ha="center", va="center", color=INK, bbox=frame)
-    axis.set(xlabel="PC 1", ylabel="PC 2", xticks=[], yticks=[])
+        axis.scatter(own[:, x], own[:, y], s=9, alpha=0.6, color=colours(i), linewidths=0, label=name)
+    axis.set(xlabel=f"PC {x + 1}", ylabel=f"PC {y + 1}", xticks=[], yticks=[])
+    axis.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.6)

@@ -78,7 +78,7 @@ def _multiples(cells: dict[str, dict[str, Row]]) -> Figure:
     lines = -(-len(cells) // columns)
     figure = new_figure(2.8 * columns + 0.5, 2.7 * lines + 0.9)
     with styled():
-        axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+        axes = figure.subplots(lines, columns, squeeze=False).flatten()
         for axis, (head, cell) in zip(axes, cells.items(), strict=False):
             attention_bars(axis, cell, _SHORT, head)
         for axis in axes[len(cells) :]:
@@ -136,7 +136,7 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
     axis.set(xlabel="dimensions swapped", ylabel="shift")
     axis.set_xticks(sorted({row["k"] for row in own}))
     axis.set_title(f"{head}: by size")
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _downstream(axis: Axes, rows: Sequence[Any]) -> None:
