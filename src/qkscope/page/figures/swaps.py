@@ -60,4 +60,4 @@ def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], .
     axis.set_xticks(list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
     axis.set_ylim(0, 1.05)
     axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
-    axis.set_title(title + ("  (vacuous: fills the head)" if start["vacuous"] else ""), fontsize=8.5)
+    axis.set_title(title + ("\nvacuous: z1 + z2 fill the head" if start["vacuous"] else ""), fontsize=8.5)
