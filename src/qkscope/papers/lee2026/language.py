@@ -29,7 +29,6 @@ Kind = Literal["filter", "binding"]
 Row = dict[str, Any]
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
-_MOST_HEADS = 9  # the paper keeps nine binding heads
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
 _SECOND = ("fig19", "fig20")
 
@@ -49,12 +48,13 @@ class Work:
     count_replicates: int  # the same for figure 16
     pools: tuple[int, ...]  # different words, three pairs in a prompt
     entities: tuple[int, ...]  # pairs in a prompt, all the words
+    heads: int = 9  # at most so many binding heads: as many as the paper has
     draws: int = 20
     batch_size: int = 32
 
 
 WORK = {
-    "smoke": Work(64, 12, 4, 48, 16, 48, 0, 39, 39, (4, 8, 16), (3, 6)),
+    "smoke": Work(64, 12, 4, 48, 16, 48, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
     "default": Work(256, 64, 24, 320, 96, 256, 64, 199, 39, (4, 8, 16, 32), (2, 4, 9, 14)),
     "paper": Work(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20)),
@@ -142,7 +142,7 @@ class Session:
         by = "ratio" if kind == "filter" else "accuracy"
         # In the first layer the last token has seen nothing: its query is the same in every prompt.
         best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
-        reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][:_MOST_HEADS]
+        reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][: self.work.heads]
         # A swap can only move attention that is there: heads come in the order of what the right keys get.
         reached.sort(key=lambda row: -row["ratio"] * row["mass"])
         heads = [Head.parse(row["head"]) for row in reached or best[:3]]
