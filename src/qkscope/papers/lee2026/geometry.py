@@ -21,12 +21,14 @@ from qkscope.papers.lee2026.heads import PRESETS, heads_of
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import RetrievalHead, derived_seed
+from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192
 
 
+@one_thread()
 def run(settings: Settings) -> Result:
     """The first latent's geometry in a trained head, beside the same head before training."""
     work = PRESETS[settings.preset]

@@ -22,11 +22,13 @@ from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import Retrieval, asymmetry, cross_variable, derived_seed, off_diagonal
 from qkscope.toys.retrieval_heads import TrainedHead
+from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 _ROTATIONS = 20
 
 
+@one_thread()
 def run(settings: Settings) -> Result:
     """G of every cell of both grids, and what can be said of it in numbers."""
     work, heads = PRESETS[settings.preset], heads_of(settings)

@@ -23,12 +23,14 @@ from qkscope.result import Claim, Result, provenance
 from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.toys.retrieval import RetrievalHead, derived_seed
 from qkscope.toys.retrieval_heads import TrainedHead
+from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096
 
 
+@one_thread()
 def run(settings: Settings) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = PRESETS[settings.preset]

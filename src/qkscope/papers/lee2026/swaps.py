@@ -28,6 +28,7 @@ from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import Contexts, RetrievalHead, derived_seed
 from qkscope.toys.retrieval_heads import TrainedHead
+from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 Condition = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
@@ -35,6 +36,7 @@ _DRAWS = 20
 _ROWS_AT_ONCE = 6400
 
 
+@one_thread()
 def run(settings: Settings) -> Result:
     """Swaps at every head of the figure."""
     work = PRESETS[settings.preset]
