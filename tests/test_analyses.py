@@ -623,7 +623,7 @@ def test_scores_are_those_of_the_models_own_attention(scope, folder):
     task = Task("mine", {}, lambda use, contrast, n: [(example,) for example in examples])
     rows = {row["head"]: row for row in find_heads(scope, task, 6, batch_size=4).top()}
     eager = Scope.load(folder, device="cpu", attn="eager")
-    accuracy, ratio, mass = 0, 0, 0
+    accuracy, row_accuracy, ratio, mass = 0, 0, 0, 0
     for example in examples:
         encoded = scope.encode([example])
         with torch.no_grad():
@@ -633,9 +633,12 @@ def test_scores_are_those_of_the_models_own_attention(scope, folder):
         accuracy = accuracy + right[named.argmax(-1)].double() / 6
         ratio = ratio + named[:, right].sum(-1) / named.sum(-1) / 6
         mass = mass + named.sum(-1) / 6
+        whole = torch.stack(attention)[:, 0, :, -1].flatten(0, 1).argmax(-1)
+        row_accuracy = row_accuracy + torch.isin(whole, encoded.places.keys[0, 1:][right]).double() / 6
     for i, head in enumerate(scope.heads()):
         row = rows[str(head)]
         assert row["accuracy"] == pytest.approx(float(accuracy[i]))
+        assert row["row_accuracy"] == pytest.approx(float(row_accuracy[i]))
         assert row["ratio"] == pytest.approx(float(ratio[i]), abs=1e-5)
         assert row["mass"] == pytest.approx(float(mass[i]), abs=1e-5)
         assert (row["low"], row["high"]) == wilson(round(6 * row["accuracy"]), 6)
@@ -654,7 +657,7 @@ def test_above_an_unreachable_threshold_is_an_empty_list(scope, task):
     ranking = find_heads(scope, task, 8)
     assert ranking.above(1.01) == []
     assert len(ranking.above(0)) == 8
-    with pytest.raises(BadInput, match="ranked by accuracy, ratio or mass, not by 'fame'"):
+    with pytest.raises(BadInput, match="ranked by accuracy, row_accuracy, ratio, mass, not by 'fame'"):
         ranking.top("fame")
 
 
@@ -706,6 +709,7 @@ NOWHERE = ["--model", "/nowhere/model"]  # bad input must be said before this is
         (["heads", "binding", "--n", "0"], "number of examples should be a whole number at least 1"),
         (["heads", "binding", "--batch-size", "0"], "--batch-size is at least 1"),
         (["heads", "binding", "--threshold", "30"], "--threshold is a share"),
+        (["heads", "binding", "--by", "fame"], "--by is one of accuracy, row_accuracy, ratio, mass"),
         (["decompose", "binding", "--heads", "18.6", "--out", "OUT"], "'18.6' is not a head"),
         (["decompose", "binding", "--heads", "", "--out", "OUT"], "no head was named"),
         (["decompose", "binding", "--heads", "L1H1", "--out", "OUT", "--contrasts", "a"], "no contrast 'a'"),

@@ -133,7 +133,8 @@ def _load(model: str, device: str | None, dtype: str | None) -> Any:
 def heads(
     task: TaskName, model: Model = "smollm2-135m", n: Count = 256, form: Form = "list", size: Size = None,
     seed: Seed = 0, chat: Chat = False, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None,
-    threshold: Annotated[float, typer.Option("--threshold", help="Accuracy a head must reach to be listed.")] = 0.30,
+    threshold: Annotated[float, typer.Option("--threshold", help="Score a head must reach to be listed.")] = 0.30,
+    by: Annotated[str, typer.Option("--by", help="Score: accuracy, row_accuracy, ratio or mass.")] = "accuracy",
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Score every head on a task in one pass, with intervals and the chance level."""
@@ -142,17 +143,22 @@ def heads(
     _check_batch_size(batch_size)
     if not 0 <= threshold <= 1:
         raise BadInput(f"--threshold is a share from 0 to 1, but got {threshold}.")
-    from qkscope.analyses.find import find_heads
+    from qkscope.analyses.find import SCORES, find_heads
 
+    if by not in SCORES:
+        raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
     ranking = find_heads(_load(model, device, dtype), made, n, batch_size=batch_size)
     if as_json:
         _print_json(ranking.to_json())
         return
-    found = [row for row in ranking.top() if row["accuracy"] >= threshold]
+    found = [row for row in ranking.top(by) if row[by] >= threshold]
     typer.echo(ranking.answer)
     if not found:
-        best = ranking.top()[0]
-        typer.echo(f"No head reaches {threshold:.0%}: the best is {best['head']}, and chance is {best['chance']:.0%}.")
+        best = ranking.top(by)[0]
+        typer.echo(
+            f"No head reaches {threshold:.0%}: the best is {best['head']} with {best[by]:.0%}, and chance is "
+            f"{best['chance']:.0%}."
+        )
     _print_table("heads", found)
 
 

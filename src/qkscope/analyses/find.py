@@ -1,8 +1,9 @@
 """Which heads attend to the right key: every head scored in one pass.
 
-Candidates are the keys labelled ``answer``. A head is right when the candidate that gets the most attention is labelled
-+1. ``ratio`` is the share of its attention on candidates that goes to the right ones, ``mass`` the share of all its
-attention that the candidates get: a head can be right while it looks elsewhere.
+Candidates are the keys labelled ``answer``. ``accuracy``: of the candidates, a right one gets the most attention;
+``row_accuracy``: of all tokens it does, which is how Lee et al. 2026 choose heads. ``ratio`` is the share of the
+attention on candidates that goes to the right ones, ``mass`` the share of all attention that candidates get. A head
+that mostly looks at the first token, or at itself, can be accurate among candidates and have a row accuracy of 0.
 """
 
 from __future__ import annotations
@@ -12,15 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from qkscope.analyses.units import capture_units
+from qkscope.analyses.units import batches_of
+from qkscope.capture.encode import Encoded
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.intervals import clustered_bootstrap, wilson
 from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Task
+
+SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,8 @@ class Ranking(Result):
     def top(self, by: str = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""
         rows = [dict(row) for row in self.tables["heads"]]
-        if rows and by not in rows[0]:
-            raise BadInput(f"heads are ranked by accuracy, ratio or mass, not by {by!r}.")
+        if by not in SCORES:
+            raise BadInput(f"heads are ranked by {', '.join(SCORES)}, not by {by!r}.")
         return sorted(rows, key=lambda row: -row[by])
 
 
@@ -45,19 +53,17 @@ def find_heads(
     """Score every head on ``n`` prompts of the task that are used for nothing else."""
     start = time.perf_counter()
     heads, units = scope.heads(), task.choose(n)
-    right, share, mass, clusters, chances = [], [], [], [], []
-    for batch in capture_units(scope, units, heads, batch_size=batch_size, chat=task.chat, progress=progress):
-        captured = batch.captured
-        labels = captured.labels[ANSWER][:, None]
-        attention = captured.attention() * (labels != 0)
-        named = attention.sum(dim=-1)
-        right.append((labels.expand_as(attention).gather(-1, attention.argmax(-1, keepdim=True)) > 0)[..., 0])
-        share.append((attention * (labels > 0)).sum(-1) / named.clamp_min(torch.finfo(named.dtype).tiny))
-        mass.append(named)
-        clusters.append(batch.unit)
-        chances.append((labels[:, 0] > 0).sum(-1) / (labels[:, 0] != 0).sum(-1))
-    hits, ratios, masses, unit = (torch.cat(x).cpu() for x in (right, share, mass, clusters))
-    chance = float(torch.cat(chances).float().mean())
+
+    def run(indices: list[int]) -> tuple[Tensor, ...]:
+        members = [(i, example) for i in indices for example in units[i]]
+        encoded = scope.encode([example for _, example in members], chat=task.chat)
+        scores = _scores(encoded, _whole_rows(scope, encoded))
+        unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
+        return tuple(x.cpu() for x in (*scores, unit))
+
+    found = list(stream(batches_of(units, batch_size), run, progress))
+    hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*found, strict=True))
+    chance = float(chances.mean())
     low, high = clustered_bootstrap(ratios, unit)
     rows: list[dict[str, Any]] = []
     for i, head in enumerate(heads):
@@ -65,6 +71,7 @@ def find_heads(
         bounds = wilson(int(hits[:, i].sum()), len(hits))
         rows.append({
             "head": str(head), "accuracy": accuracy, "low": bounds[0], "high": bounds[1], "chance": chance,
+            "row_accuracy": float(row_hits[:, i].float().mean()),
             "ratio": float(ratios[:, i].mean()), "ratio_low": float(low[i]), "ratio_high": float(high[i]),
             "mass": float(masses[:, i].mean()), "n": len(hits),
         })  # fmt: skip
@@ -73,14 +80,40 @@ def find_heads(
     return Ranking(
         experiment=f"heads/{task.name}",
         answer=(
-            f"{best['head']} attends to the right key in {best['accuracy']:.0%} of {best['n']} prompts "
-            f"(95% interval {best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%})."
+            f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
+            f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); it attends to it most of all tokens in "
+            f"{best['row_accuracy']:.0%}."
         ),
         tables={"heads": rows},
         model=scope.name,
         seed=task.seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(**job(scope, task), n=n),
+    )
+
+
+def _whole_rows(scope: Scope, encoded: Encoded) -> Float[Tensor, "b h t"]:
+    """Attention of every head from each query to every token of its sequence."""
+    places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
+    columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
+    everywhere = Places(places.row, places.query, columns, mask[places.row])
+    return scope.capture_inputs(encoded.inputs, places=everywhere).attention()
+
+
+def _scores(encoded: Encoded, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
+    """Per row and head: right among candidates, right of all tokens, ratio, mass; and per row the chance level."""
+    labels, keys = encoded.labels[ANSWER], encoded.places.keys
+    attention = rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]
+    right = (labels > 0).to(rows.dtype)
+    right_of = right[:, None].expand_as(attention)
+    right_token = rows.new_zeros(rows.shape[0], rows.shape[2]).scatter_reduce(1, keys, right, "amax")
+    mass = attention.sum(dim=-1)
+    return (
+        right_of.gather(-1, attention.argmax(-1, keepdim=True))[..., 0] > 0,
+        right_token[:, None].expand_as(rows).gather(-1, rows.argmax(-1, keepdim=True))[..., 0] > 0,
+        (attention * right_of).sum(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny),
+        mass,
+        right.sum(-1) / (labels != 0).sum(-1),
     )
 
 

@@ -111,8 +111,9 @@ def swap(
 def _answer(table: list[dict[str, Any]], joint: str) -> str:
     row = next(r for r in table if r["condition"] == joint)
     random = next(r for r in table if r["condition"] == f"random_{joint}" and r["head"] == row["head"])
+    size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
     return (
-        f"Swapping {joint} at {row['head']} ({row['rank']} dimension{'s' * (row['rank'] > 1)}) takes its attention on the right key from "
+        f"Swapping {joint} at {row['head']} ({size}) takes its attention on the right key from "
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
     )
