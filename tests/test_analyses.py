@@ -36,6 +36,7 @@ from qkscope.maths.swap import swapped_keys
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import BOXES, OBJECTS
 
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread, as conftest gives this process
 HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
 
 
@@ -270,7 +271,7 @@ def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(sco
     whole, dead = tmp_path / "whole", tmp_path / "dead"
     wanted = run_decompose(scope, task, heads, 70, whole, batch_size=4)
     # three states of order and two of lexical are kept; it dies while it writes the third
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "6"], capture_output=True)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "6"], capture_output=True, env=ALONE)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert wanted.sums["lexical"].load(sums_file(dead, "lexical")) == 16
     assert list(dead.glob("*.part")), "the state it was writing"
@@ -850,7 +851,7 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
 
 def test_stdout_is_json_alone_in_a_process_of_its_own(folder, fitted):
     done = subprocess.run([sys.executable, "-m", "qkscope", "swap", str(fitted), "--n", "4", "--downstream", "--json"],
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True, env=ALONE)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["experiment"] == "swap"
 
