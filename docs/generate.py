@@ -38,7 +38,7 @@ def bench(rows: list[dict], hardware: str) -> None:
     lines = []
     for where, found in known.items():
         lines += [
-            f"### {where}",
+            f"## {where}",
             "",
             "| row | plain | ours | ratio | what | date |",
             "| --- | --- | --- | --- | --- | --- |",
