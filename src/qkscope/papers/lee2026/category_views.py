@@ -166,8 +166,8 @@ def _answer(found: Found, ranks: list[Row], views: list[Row]) -> str:
     score = found.row(found.heads[0])
     return (
         f"{best['head']} gives the asked category {score['ratio']:.2f} of its attention on items (chance "
-        f"{score['chance']:.2f}). Its category ranks are {_listed(row['rank_99'] for row in own)}, with mean dominance "
-        f"{min(row['mean_dominance'] for row in own):.2f} or more; centred on the query they are "
+        f"{score['chance']:.2f}). Its category ranks are {_listed(row['rank_99'] for row in own)}, with a mean "
+        f"dominance of at least {min(row['mean_dominance'] for row in own):.4f}; centred on the query they are "
         f"{_listed(row['rank_99_centred'] for row in own)}, {_listed(row['interaction_rank'] for row in own)} above "
         f"the query shuffle. Pooled over categories and centred: rank {pooled['rank_99_centred']}, "
         f"{pooled['interaction_rank']} above its null."
