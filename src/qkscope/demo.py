@@ -40,10 +40,8 @@ def demo(
 
     step(f"scoring all {len(scope.heads())} heads on {choose} prompts ...")
     ranking = find_heads(scope, task, choose)
-    # the accuracy rule of the paper, and heads that give the boxes most of their attention first
-    above = {str(head) for head in ranking.above(0.30)}
-    heads = [row["head"] for row in ranking.top("mass") if row["head"] in above][:_HEADS] or [ranking.top()[0]["head"]]
-    heads.sort(key=[row["head"] for row in ranking.top()].index)
+    best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
+    heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
     step(f"fitting order and lexical features of {', '.join(heads)}, and of {control} at chance ...")
     found = decompose(scope, task, [*heads, control], fit, contrasts=["order", "lexical"])
@@ -56,13 +54,13 @@ def demo(
         experiment="demo",
         answer=_answer(heads[0], rows),
         tables={
-            "heads": ranking.top()[:12],
+            "heads": best[:12],
             "ranks": found.table(),
             "swap": swaps.table(),
             "curve": swaps.tables["curve"],
             "tokens": parts.tables["tokens"],
         },
-        claims=_claims(heads[0], control, ranking.top(), found.table(), rows, swaps.tables["curve"]),
+        claims=_claims(heads[0], control, best, found.table(), rows, swaps.tables["curve"]),
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
