@@ -233,3 +233,20 @@ def test_bad_input_gets_a_sentence():
         accumulate(q, k, PAIR, replicates=3).null_deltas("query_shuffle", "c", "L5H5")
     with pytest.raises(BadInput, match="one prompt per value"):
         clustered_bootstrap(torch.ones(3), torch.arange(2))
+
+
+def test_few_prompts_cannot_have_many_components():
+    """Sixteen prompts span sixteen directions: with most of them projected out, any component would pass."""
+    head = PlantedHead.make({"wide": 9}, d_head=32)
+    q, k, labels = head.pairs("wide", 16, seed=0)
+    found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
+    assert found.null_rank <= 4
+    assert found.interaction_rank <= 4
+
+
+def test_identical_queries_never_interact():
+    """What centring leaves of them is rounding, and rounding is compared with the numbers it comes from."""
+    for seed in range(30):
+        q = randn(seed, 1, 1, 6).expand(60, 1, 6) * 3.3
+        found = run_controls(accumulate(q, randn(seed + 100, 60, 1, 2, 6), PAIR), "c", max_rank=1)[Head(0, 0)]
+        assert found.p_interaction == 1

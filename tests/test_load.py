@@ -184,3 +184,19 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BadInput, match="set XDG_CACHE_HOME"):
         Scope.load(tmp_path / "tiny.gguf", device="cpu")
+
+
+def test_a_weight_changed_in_memory_changes_the_hash():
+    """Ablating a weight is everyday work: what was made with the old weights must not pass for the new."""
+    scope = Scope.from_model(tiny_model("llama"), check=False)
+    before = scope.weights_hash
+    weight = scope.model.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        weight.mul_(2)
+    changed = scope.weights_hash
+    with torch.no_grad():
+        weight.div_(2)
+    assert before != changed
+    assert scope.weights_hash == before
+    weight.data.zero_()
+    assert scope.weights_hash not in (before, changed)

@@ -268,3 +268,14 @@ def test_nan_and_infinity_are_named(value):
     k[4, 1, 0, 2] = value
     message = bad(lambda: moments.update(q, k, labels, prompts=prompts))
     assert "key of L0H2 at example 7004, key 0" in message
+
+
+def test_a_pair_without_weight_takes_no_part_in_the_nulls_neither():
+    q, k, labels, weights, prompts = batch(3)
+    weights[:, 4] = 0
+    ignored = {"c": labels["c"].clone()}
+    ignored["c"][:, 4] = 0
+    zero, left_out = carrying(), carrying()
+    zero.update(q, k, labels, weights=weights, prompts=prompts)
+    left_out.update(q, k, ignored, weights=weights, prompts=prompts)
+    same(zero, left_out)

@@ -213,3 +213,15 @@ def test_bad_input_gets_a_sentence():
         with pytest.raises(BadInput) as error:
             call()
         assert says in str(error.value)
+
+
+def test_a_row_that_attends_to_neither_key_moves_nothing():
+    rows = random_rows(0)
+    hidden = rows.bias.clone()
+    hidden[2, :, :2] = -torch.inf
+    rows = AttentionRows(rows.q, rows.k, rows.scale, rows.kv_of_head, rows.softcap, hidden, rows.rest)
+    p = Projector.orthogonal(orthonormal(0, 6, 2).expand(4, 6, 2))
+    effect = swap_attention(rows, torch.zeros(7, dtype=int), torch.ones(7, dtype=int), p)
+    assert effect.shift[2].abs().max() == 0
+    assert effect.shift.isfinite().all()
+    assert effect.shift.abs().sum() > 0

@@ -52,7 +52,7 @@ def attribute(
     features: Fit | Mapping[str, Subspace],
     *,
     split: Split = "sequential",
-    chat: bool = False,
+    chat: bool | None = None,
 ) -> Explanation:
     """Split the logits of every token of a prompt, as the last token (or the marked query) sees them.
 
@@ -60,6 +60,7 @@ def attribute(
     ----------
     features : a `Fit`, or subspaces of this head by name.
     split : ``sequential`` (the paper's), ``average`` over all orders, or ``oblique``.
+    chat : whether the prompt goes into the chat template; as the features were fitted, if not given.
     """
     start = time.perf_counter()
     head = scope.check(head)
@@ -78,6 +79,8 @@ def attribute(
         if subspace.head is not None and subspace.head != head:
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
     chosen = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
+    if chat is None:
+        chat = isinstance(features, Fit) and features.chat
     encoded = scope.encode([prompt], chat=chat)
     ids = encoded.inputs["input_ids"][0]
     query = int(encoded.places.query[0])

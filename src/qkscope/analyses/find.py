@@ -109,7 +109,8 @@ def _scores(encoded: Encoded, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...
     right_token = rows.new_zeros(rows.shape[0], rows.shape[2]).scatter_reduce(1, keys, right, "amax")
     mass = attention.sum(dim=-1)
     return (
-        right_of.gather(-1, attention.argmax(-1, keepdim=True))[..., 0] > 0,
+        # a head that gives the candidates nothing prefers none of them: argmax would name the first
+        (right_of.gather(-1, attention.argmax(-1, keepdim=True))[..., 0] > 0) & (mass > 0),
         right_token[:, None].expand_as(rows).gather(-1, rows.argmax(-1, keepdim=True))[..., 0] > 0,
         (attention * right_of).sum(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny),
         mass,
@@ -121,6 +122,6 @@ def job(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
-        "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed, "asked": dict(task.asked),
-        "space": space,
+        "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
+        "asked": dict(task.asked), "space": space,
     }  # fmt: skip

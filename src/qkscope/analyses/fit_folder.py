@@ -88,7 +88,10 @@ def run_decompose(
     plan = plan_decompose(
         task, heads, n, out, contrasts=contrasts, space=space, batch_size=batch_size, seed=seed
     )  # fmt: skip
-    job = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, **plan}
+    job = {
+        "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
+        "tokenizer": scope.tokenizer_hash, **plan,
+    }  # fmt: skip
     if (folder / _JOB).exists():
         _check_same(folder, job)
     else:

@@ -93,6 +93,19 @@ def _checksum(tensor: Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
+def tensors_trace(tensors: Iterable[tuple[str, Tensor]]) -> tuple[object, ...]:
+    """What changes when a tensor does, without reading it all: its place, its version, and a few of its numbers.
+
+    An edit in place counts the version up; one that goes around the counter (``.data``) mostly shows in the numbers.
+    """
+    return tuple(
+        (name, tensor.data_ptr(), tensor._version, *tensor.detach().flatten()[:: max(tensor.numel() // 8, 1)].tolist())
+        if tensor.device.type != "meta"
+        else (name, "meta")
+        for name, tensor in tensors
+    )
+
+
 def tokenizer_hash(tokenizer: Any | None) -> str | None:
     """Hash of what decides about ids: the tokenizer's rules and vocabulary, and its chat template."""
     if tokenizer is None:

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.capture import load as loading
-from qkscope.capture.cache import cache_dir, read_json, tensors_hash, tokenizer_hash, write_json
+from qkscope.capture.cache import cache_dir, read_json, tensors_hash, tensors_trace, tokenizer_hash, write_json
 from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
@@ -60,6 +60,8 @@ class Scope(Shape):
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
         self._weights_hash = weights_hash
+        self._as_loaded = self._trace()
+        self._hashed: tuple[tuple[object, ...], str] | None = None
         limit = getattr(text_config(model), "max_position_embeddings", None)
         self._encoder = Encoder(tokenizer, limit if isinstance(limit, int) and limit > 0 else None)
 
@@ -148,10 +150,17 @@ class Scope(Shape):
         """Where inputs go."""
         return input_device(self.model)
 
-    @cached_property
+    def _trace(self) -> tuple[object, ...]:
+        return tensors_trace(self.model.state_dict().items())
+
+    @property
     def weights_hash(self) -> str:
-        """Fingerprint of the weights: of the files they came from, or of the tensors."""
-        return self._weights_hash or tensors_hash(self.model.state_dict().items())
+        """Fingerprint of the weights: of the files they came from, or of the tensors where these were changed."""
+        trace = self._trace()
+        if self._hashed is None or self._hashed[0] != trace:
+            of_files = self._weights_hash if trace == self._as_loaded else None
+            self._hashed = trace, of_files or tensors_hash(self.model.state_dict().items())
+        return self._hashed[1]
 
     @cached_property
     def tokenizer_hash(self) -> str | None:

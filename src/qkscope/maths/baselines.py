@@ -48,7 +48,7 @@ class Covariance:
         """Covariance of every column."""
         count = self.sums[:, -1:, -1:]
         if bool((count < 2).any()):
-            raise BadInput("a covariance needs at least two vectors.")
+            raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
         mean = self.sums[:, :-1, -1:] / count
         return self.sums[:, :-1, :-1] / count - mean @ mean.mT
 

@@ -40,9 +40,17 @@ class RankTest:
 
 
 def rank_above(
-    delta: Float[Tensor, "d d"], nulls: Float[Tensor, "r d d"], alpha: float = 0.05, max_rank: int | None = None
+    delta: Float[Tensor, "d d"],
+    nulls: Float[Tensor, "r d d"],
+    alpha: float = 0.05,
+    max_rank: int | None = None,
+    size: float = 0.0,
 ) -> RankTest:
-    """Number of components of ΔC above the null, tested in order with the found ones deflated."""
+    """Number of components of ΔC above the null, tested in order with the found ones deflated.
+
+    ``size`` is that of the numbers ΔC was computed from, where centring left much smaller ones: what is below their
+    rounding is no evidence.
+    """
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
     p_values, medians, highs = [], [], []
@@ -52,8 +60,7 @@ def rank_above(
         rest = rest - (rest @ right) @ right.mT
         # The largest singular value, from the eigenvalues of the square: four times as fast as an SVD.
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
-        # Both are rounding noise where queries or keys do not vary at all: a tie there is no evidence, so ≥ has slack.
-        reached = largest >= s[j] - 1e-12 * s[0]
+        reached = largest >= s[j] - 1e-12 * max(float(s[0]), size)
         p_values.append((1 + int(reached.sum())) / (len(nulls) + 1))
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
@@ -148,9 +155,12 @@ def _controls_of(
     row = moments.heads.index(head)
     delta, centred = (moments.delta(contrast, center)[row] for center in ("none", "query"))
     spectrum = torch.linalg.svdvals(delta)
-    above = rank_above(delta, moments.null_deltas(difference, contrast, head), alpha, max_rank)
-    interaction = rank_above(centred, moments.null_deltas("query_shuffle", contrast, head, "query"), alpha, max_rank)
     positive, negative = moments.count(contrast)[row].tolist()
+    # Few pairs span few directions: with most of them projected out, replicates have no room left, and anything passes.
+    limit = min(max_rank or moments.d_head, max(int(min(positive, negative)) // 4, 1))
+    above = rank_above(delta, moments.null_deltas(difference, contrast, head), alpha, limit)
+    shuffled = moments.null_deltas("query_shuffle", contrast, head, "query")
+    interaction = rank_above(centred, shuffled, alpha, limit, size=float(spectrum[0]))
     p_d, p_i = above.p_values[0], interaction.p_values[0]
     return Controls(
         energy_rank=int(energy_rank(spectrum)),

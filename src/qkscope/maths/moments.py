@@ -164,6 +164,8 @@ class Moments:
         queries, keys = augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
+            if weights is not None:  # a pair without weight takes no part, in the nulls neither
+                label = label.masked_fill(weights.to(keys.device) == 0, 0)
             sums, clean = self._key_sums(keys, label, weights, q, where, key_heads, prompts)
             add_outer(self.sums[contrast], where, queries, sums.flatten(2), kv_of_head)
             for kind in self.nulls if nulled else ():

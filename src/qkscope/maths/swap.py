@@ -45,10 +45,13 @@ class SwapEffect:
 
     @property
     def shift(self) -> Float[Tensor, "n h"]:
-        """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws; 1 is from none to all."""
-        before = self.target_before / (self.orig_before + self.target_before)
-        after = self.target_after / (self.orig_after + self.target_after)
-        return after.mean(dim=0) - before
+        """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws; 1 is from none to all.
+
+        A row that gives neither key any attention has nothing to move, and counts as 0.
+        """
+        before, after = self.orig_before + self.target_before, self.orig_after + self.target_after
+        moved = self.target_after / after - self.target_before / before
+        return torch.where((before > 0) & (after > 0), moved, torch.zeros_like(moved)).mean(dim=0)
 
     @property
     def vacuous(self) -> Bool[Tensor, " h"]:
