@@ -11,10 +11,10 @@ _COLOURS = ("#3b6ea8", "#d9822b", "#5a9367", "#8b5fa8")
 
 
 def draw(result: Result) -> dict[str, str | bytes]:
-    """Solid: the 99% rule. Dotted: components above the null. Grey: the head that does worst."""
+    """Solid: the 99% rule. Dotted: components above the null. Grey: a head at chance."""
     rows = [dict(row) for row in result.tables["counts"]]
     heads = list(dict.fromkeys(row["head"] for row in rows))
-    worst = {row["head"] for row in rows if row["is_control"]}
+    control = {row["head"] for row in rows if row["is_control"]}
     figure = new_figure(11.5, 3.9)
     with styled():
         axes = figure.subplots(1, 3, sharey=True)
@@ -22,9 +22,9 @@ def draw(result: Result) -> dict[str, str | bytes]:
             own = [row for row in rows if (row["varied"], row["contrast"]) == (varied, contrast)]
             for i, head in enumerate(heads):
                 line = sorted((row for row in own if row["head"] == head), key=lambda row: row["count"])
-                colour = REST if head in worst else _COLOURS[i % len(_COLOURS)]
+                colour = REST if head in control else _COLOURS[i % len(_COLOURS)]
                 counts = [row["count"] for row in line]
-                name = f"{head} (worst)" if head in worst else head
+                name = f"{head} (at chance)" if head in control else head
                 axis.plot(counts, [row["rank"] for row in line], "o-", ms=4, lw=1.5, color=colour, label=name)
                 axis.plot(counts, [row["rank_above_null"] for row in line], "s:", ms=3, lw=1, color=colour, alpha=0.8)
             if varied == "words" and own:

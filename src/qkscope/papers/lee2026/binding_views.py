@@ -162,11 +162,11 @@ def _claims(rows: list[Row], head: str, control: str, figure: str) -> list[Claim
         other = _row(rows, control, feature, feature)
         if figure == "fig8":
             claims += [
-                Claim(f"{feature}: PC 1 separates keys from queries (AUC; control: the head that does worst)",
+                Claim(f"{feature}: PC 1 separates keys from queries (AUC; control: a head at chance)",
                       "PC 1 encodes keys versus queries", own["apart_on_pc1"], other["apart_on_pc1"], "ours >= 0.95"),
                 Claim(f"{feature}: keys and queries of one label align (cosine of centroids; control: 95% of random "
                       "pairings)", "alignment", own["cosine"], own["cosine_shuffled_high"], "ours > control"),
-                Claim(f"{feature}: the alignment is this head's (cosine; control: the head that does worst)",
+                Claim(f"{feature}: the alignment is this head's (cosine; control: a head at chance)",
                       "implied", own["cosine"], other["cosine"], "ours > control + 0.1"),
                 Claim(f"{feature}: keys cluster by label (nearest centroid, other prompts; control: chance)",
                       "clear clusters", own["clusters"], own["chance"], "ours > 2 * control"),

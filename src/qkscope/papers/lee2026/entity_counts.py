@@ -2,7 +2,7 @@
 
 *Different words* the lexical contrast is fitted on (three pairs in a prompt): if nothing but the word mattered, its
 rank could not exceed their number less one. *Pairs in a prompt* (all the words): what the order contrast depends on.
-The same curves for the head that does worst say what a plateau is worth.
+The same curves for a head at chance say what a plateau is worth.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
         claims.append(Claim(f"the {contrast} rank does not depend on the number of {varied} (at the most; control: at "
                             "the fewest)", "do not appear to depend", most, _mean(rows, varied, contrast, 0),
                             "abs(ours - control) <= 1"))  # fmt: skip
-    claims.append(Claim("where the lexical rank ends tells binding heads from the head that does worst (most words; "
+    claims.append(Claim("where the lexical rank ends tells binding heads from a head at chance (most words; "
                         "control: that head)", "implied", _mean(rows, "words", "lexical", -1),
                         _mean(rows, "words", "lexical", -1, control=True), "abs(ours - control) >= 2"))  # fmt: skip
     return claims

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from statistics import NormalDist, median
 from typing import Any, Literal, TypeVar
 
 from qkscope import tasks
@@ -18,6 +19,7 @@ from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.find import Ranking, find_heads
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
+from qkscope.maths.intervals import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
 from qkscope.result import provenance
 from qkscope.tasks.lists import POOLED
@@ -48,7 +50,7 @@ class Work:
     count_replicates: int  # the same for figure 16
     pools: tuple[int, ...]  # different words, three pairs in a prompt
     entities: tuple[int, ...]  # pairs in a prompt, all the words
-    heads: int = 9  # at most so many binding heads: as many as the paper has
+    heads: int = 9  # look into at most so many binding heads: as many as the paper has
     draws: int = 20
     batch_size: int = 32
 
@@ -63,12 +65,12 @@ WORK = {
 
 @dataclass(frozen=True)
 class Found:
-    """Heads chosen on a task, first the one to show, and the one that does it worst: the control."""
+    """Heads chosen on a task, first the one to show, and a head at chance: the control."""
 
     ranking: Ranking
     heads: list[Head]
     control: Head
-    enough: bool  # whether the heads reach the threshold; otherwise they are only the best there are
+    reached: int  # how many heads pass the rule, shown or not; at 0 ``heads`` are only the best there are
 
     @property
     def all(self) -> list[Head]:
@@ -76,8 +78,44 @@ class Found:
         return [*self.heads, self.control]
 
     def row(self, head: Head) -> Row:
-        """Scores of one head."""
-        return next(dict(row) for row in self.ranking.tables["heads"] if row["head"] == str(head))
+        """Scores of one head, with a 95% interval of its row accuracy."""
+        row = next(dict(row) for row in self.ranking.tables["heads"] if row["head"] == str(head))
+        low, high = wilson(round(row["row_accuracy"] * row["n"]), row["n"])
+        return {**row, "row_low": low, "row_high": high}
+
+    def ratio_low(self, head: Head) -> float:
+        """Lower bound of a head's ratio that holds for all heads at once: this one was chosen on the same prompts."""
+        row, count = self.row(head), len(self.ranking.tables["heads"])
+        error = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975))
+        return float(row["ratio"] - NormalDist().inv_cdf(1 - 0.025 / count) * error)
+
+
+def choose_heads(ranking: Ranking, kind: Kind, most: int) -> Found:
+    """Filter heads: the three of largest ratio. Binding heads: those that attend to the right box most of all tokens.
+
+    The paper's rule for binding is 30% of prompts; ``most`` bounds how many of these are looked into. The control is
+    the head whose ratio is nearest to chance among those that look at the keys at least as much as the median head.
+    """
+    by = "ratio" if kind == "filter" else "row_accuracy"
+    # In the first layer the last token has seen nothing: its query is the same in every prompt.
+    best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
+    passed = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD]
+    # A swap can only move attention that is there: heads come in the order of what the right keys get.
+    chosen = sorted(passed[:most] or best[:3], key=lambda row: -row["ratio"] * row["mass"])
+    heads = [Head.parse(row["head"]) for row in chosen]
+    return Found(ranking, heads, _control(best, heads), len(passed))
+
+
+def _control(rows: list[Row], heads: list[Head]) -> Head:
+    """A head at chance, no deeper than the found ones, so that it costs no further layers; never one of them.
+
+    Not the head that does worst: that one turns away from the right keys, for which it has to know them as well.
+    """
+    deepest, mass = max(head.layer for head in heads), median(row["mass"] for row in rows)
+    others = [row for row in rows if (h := Head.parse(row["head"])).layer <= deepest and h not in heads]
+    looking = [row for row in others if row["mass"] >= mass] or others
+    nearest = min(looking, key=lambda row: abs(row["ratio"] - row["chance"]), default=None)
+    return Head.parse(nearest["head"]) if nearest else heads[-1]
 
 
 class Session:
@@ -133,24 +171,13 @@ class Session:
         return self.filter_task(second=second) if kind == "filter" else self.binding_task(second=second)
 
     def found(self, kind: Kind, second: bool = False) -> Found:
-        """Filter heads: the three of largest ratio. Binding heads: all that are right in 30% of prompts, at most 9."""
+        """The heads that do this kind of task, and the control beside them."""
         return self.once(("found", kind, second), lambda: self._find(kind, second))
 
     def _find(self, kind: Kind, second: bool) -> Found:
         log.info("finding %s heads on %d prompts ...", kind, self.work.choose)
         ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
-        by = "ratio" if kind == "filter" else "accuracy"
-        # In the first layer the last token has seen nothing: its query is the same in every prompt.
-        best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
-        reached = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD][: self.work.heads]
-        # A swap can only move attention that is there: heads come in the order of what the right keys get.
-        reached.sort(key=lambda row: -row["ratio"] * row["mass"])
-        heads = [Head.parse(row["head"]) for row in reached or best[:3]]
-        deepest = max(head.layer for head in heads)
-        # no deeper than the found heads, so that the control costs no further layers; never one of them
-        others = [h for row in ranking.top("ratio")[::-1] if 0 < (h := Head.parse(row["head"])).layer <= deepest]
-        control = next((head for head in others if head not in heads), heads[-1])
-        return Found(ranking, heads, control, bool(reached))
+        return choose_heads(ranking, kind, self.work.heads)
 
     def fit(self, kind: Kind, second: bool = False) -> Fit:
         """The task's contrasts at the found heads and at the control head.
