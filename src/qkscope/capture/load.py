@@ -72,7 +72,7 @@ def load(
     if folder.exists() or str(name).startswith(("/", ".", "~")) or str(name).count("/") > 1:
         what = "is a file" if folder.exists() else "does not exist"
         raise BadInput(f"{name} {what}, not a model folder: give a folder with config.json, a .gguf file or a hub id.")
-    with _told(f"{name} could not be loaded", f"{name}", revision):
+    with _told(f"{name} could not be loaded", f"{name}", revision), _quiet():
         config = _config(str(name), revision)
         model = _build(config, str(name), {**options, "revision": revision})
     commit = getattr(config, "_commit_hash", None)
@@ -245,14 +245,18 @@ def _tokenizer(name: str, revision: str | None, **options: Any) -> Any | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars from transformers for the moment."""
+    """No progress bars from transformers for the moment, and no word on every retry from the hub."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    hub = logging.getLogger("huggingface_hub")
+    before = hub.level
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        hub.setLevel(before)
         if shown:
             transformers_logging.enable_progress_bar()
 
