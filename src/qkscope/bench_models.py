@@ -19,6 +19,7 @@ from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.swap import Rows, capture_rows, conditions
 from qkscope.analyses.units import batches_of
 from qkscope.bench import Row, compare, faster, overhead, row
+from qkscope.capture.encode import Encoded
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
@@ -37,20 +38,26 @@ def _scope() -> Scope:
     return Scope.load("smollm2-135m")
 
 
-@row
-def capture_overhead() -> Row:
-    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
-    scope = _scope()
-    units = tasks.binding(9).fit("order", 4 * _BATCH)
+def _bare_body(scope: Scope, count: int) -> tuple[list[Encoded], Callable[[], None]]:
+    """Batches of order prompts, and the plain way to run them: the model's body, nothing looked at."""
+    units = tasks.binding(9).fit("order", count)
     batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
-    moments = Moments(scope.heads(), ["order"], scope.d_head, group_size=scope.group_size, device=scope.device)
-    body = scope.model.base_model
 
     @torch.no_grad()
     def plain() -> None:
         for batch in batches:
-            body(**batch.inputs, use_cache=False)
+            scope.model.base_model(**batch.inputs, use_cache=False)
         _wait(scope)
+
+    return batches, plain
+
+
+@row
+def capture_overhead() -> Row:
+    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
+    scope = _scope()
+    batches, plain = _bare_body(scope, 4 * _BATCH)
+    moments = Moments(scope.heads(), ["order"], scope.d_head, group_size=scope.group_size, device=scope.device)
 
     def ours() -> None:
         for batch in batches:
@@ -66,15 +73,7 @@ def capture_overhead() -> Row:
 def early_stop() -> Row:
     """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
     scope = _scope()
-    units = tasks.binding(9).fit("order", 2 * _BATCH)
-    batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
-    body = scope.model.base_model
-
-    @torch.no_grad()
-    def plain() -> None:
-        for batch in batches:
-            body(**batch.inputs, use_cache=False)
-        _wait(scope)
+    batches, plain = _bare_body(scope, 2 * _BATCH)
 
     def ours() -> None:
         for batch in batches:
