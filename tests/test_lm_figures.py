@@ -12,7 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qkscope.analyses.find import Ranking
 from qkscope.capture.families import tiny_model
+from qkscope.heads import Head
+from qkscope.papers.lee2026.language import choose_heads
 from qkscope.papers.lee2026.points import align, nearest_centroid, principal, separation
 from qkscope.rules import rule_holds
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
@@ -153,6 +156,63 @@ def test_claims_are_decided_by_their_rules(llama, qwen):
     # a random model binds nothing: what needs a head that works must come out false here
     found = {claim["claim"]: claim["holds"] for claim in llama[0]["fig9"]["claims"]}
     assert not next(holds for text, holds in found.items() if text.startswith("swapping both moves most"))
+
+
+def ranking(*rows: tuple[str, float, float, float, float]) -> Ranking:
+    """Rows of head, accuracy, row accuracy, ratio and mass; chance is 0.2."""
+    names = ("head", "accuracy", "row_accuracy", "ratio", "mass")
+    more = {"chance": 0.2, "n": 100}
+    return Ranking("heads", {"heads": [
+        {**dict(zip(names, row, strict=True)), **more, "ratio_low": row[3] - 0.0196, "ratio_high": row[3] + 0.0196}
+        for row in rows
+    ]})  # fmt: skip
+
+
+RANKING = ranking(
+    ("L0H0", 0.99, 0.99, 0.9, 0.9),  # the first layer cannot know what is asked
+    ("L2H0", 0.95, 0.05, 0.8, 0.1),  # right among the boxes, but looks elsewhere
+    ("L2H1", 0.60, 0.50, 0.5, 0.6),
+    ("L2H2", 0.40, 0.31, 0.4, 0.9),
+    ("L2H3", 0.35, 0.29, 0.3, 0.5),
+    ("L1H0", 0.00, 0.00, 0.0, 0.5),  # turns away from the right key
+    ("L1H1", 0.20, 0.02, 0.2, 0.0),  # at chance, because it looks at no key
+    ("L1H2", 0.20, 0.10, 0.21, 0.6),  # at chance, looking
+    ("L3H0", 0.20, 0.10, 0.2, 0.6),  # at chance too, but deeper than what was found
+)
+
+
+def test_binding_heads_are_right_among_all_tokens():
+    found = choose_heads(RANKING, "binding", 9)
+    assert [str(head) for head in found.heads] == ["L2H2", "L2H1"]  # by the attention that the right box gets
+    assert found.reached == 2
+    capped = choose_heads(RANKING, "binding", 1)
+    assert ([str(head) for head in capped.heads], capped.reached) == (["L2H1"], 2)
+    row = found.row(Head(2, 1))
+    assert row["row_low"] < row["row_accuracy"] < row["row_high"]
+
+
+def test_without_a_head_that_reaches_the_rule_the_best_stand_in():
+    weak = ranking(*((f"L1H{i}", 0.9, 0.01 * i, 0.2, 0.5) for i in range(5)))
+    found = choose_heads(weak, "binding", 9)
+    assert {str(head) for head in found.heads} == {"L1H4", "L1H3", "L1H2"}
+    assert found.reached == 0
+    assert found.control not in found.heads
+
+
+def test_filter_heads_are_chosen_by_their_ratio():
+    found = choose_heads(RANKING, "filter", 9)
+    assert {str(head) for head in found.heads} == {"L2H0", "L2H1", "L2H2"}
+
+
+@pytest.mark.parametrize("kind", ["filter", "binding"])
+def test_the_control_looks_at_the_keys_and_is_at_chance(kind):
+    assert str(choose_heads(RANKING, kind, 9).control) == "L1H2"
+
+
+def test_the_bound_of_a_chosen_head_pays_for_the_choice():
+    found = choose_heads(RANKING, "filter", 9)
+    # nine heads: z of 1 - 0.025 / 9 is 2.773, the standard error is 0.01
+    assert found.ratio_low(Head(2, 1)) == pytest.approx(0.5 - 2.773 * 0.01, abs=1e-4)
 
 
 def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():

@@ -129,3 +129,24 @@ def test_toy_retrieval_trains_one_cell(tmp_path):
     (row,) = json.loads(done.stdout)["tables"]["heads"]
     assert (row["steps"], row["stopped"]) == (40, "out of steps")
     assert (tmp_path / "retrieval" / "results.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [
+    ("reproduce", "lee2026", "fig2", "--preset", "smoke", "--device", "nope"),
+    ("reproduce", "lee2026", "fig2", "--preset", "smoke", "--device", "cuda:99"),
+    ("reproduce", "lee2026", "fig9", "--preset", "smoke", "--device", "nope"),
+    ("reproduce", "lee2026", "fig9", "--preset", "smoke", "--model", "no/such-model"),
+    ("toy", "retrieval", "--device", "nope"),
+    ("toy", "retrieval", "--d-head", "0"),
+    ("toy", "retrieval", "--lr", "nan"),
+    ("toy", "retrieval", "--lr", "inf"),
+    ("toy", "retrieval", "--lr", "-1"),
+])  # fmt: skip
+def test_a_refusal_is_one_sentence_and_leaves_nothing_behind(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = qkscope(*arguments, "--out", tmp_path / "deep" / "runs")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(".")
+    assert done.stdout == ""
+    assert not any(tmp_path.iterdir())

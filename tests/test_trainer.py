@@ -1,6 +1,7 @@
 """Facts about the trainer: many models train as each would alone; a killed run goes on as if nothing had happened."""
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -224,8 +225,9 @@ def test_fleet_equals_one_after_the_other():
 
 
 def test_bad_input_gets_a_sentence():
-    with pytest.raises(BadInput, match="positive learning rates"):
-        Trainer(stacked(CELLS), [1e-3, -1.0, 1e-3])
+    for rate in (-1.0, 0.0, math.nan, math.inf):
+        with pytest.raises(BadInput, match="positive, finite learning rates"):
+            Trainer(stacked(CELLS), [1e-3, rate, 1e-3])
     with pytest.raises(BadInput, match="cannot share batches"):
         StackedRetrieval([CELLS[0], Cell(Retrieval((2, 2), keys=4), 8)])
     with pytest.raises(BadInput, match="at least one"):

@@ -84,6 +84,7 @@ class Result:
             from safetensors.torch import save
 
             contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
+        folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
             for name, content in contents.items():
@@ -105,8 +106,8 @@ def check_folder(folder: str | Path) -> Path:
     try:
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
             raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder.parent).close()
+        # asked of what is there already: a run that is refused later leaves no empty folders behind
+        tempfile.TemporaryFile(dir=next(parent for parent in folder.absolute().parents if parent.exists())).close()
     except OSError as error:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
     return folder

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder
 
@@ -110,6 +111,7 @@ def reproduce(
     model : what figures of language models look into: the embedded one, a hub id or a folder.
     """
     chosen = _checked(paper, figures, preset)
+    check_device(device)
     out = Path(out)
     folders = {figure: check_folder(out / paper / figure) for figure in chosen}
     settings = Settings(preset, out, seed, device, model=model)

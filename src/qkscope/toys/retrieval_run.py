@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
@@ -43,8 +42,7 @@ def train_retrieval(
     """
     if seeds < 1:
         raise BadInput(f"the number of seeds must be at least 1, but got {seeds}.")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise BadInput(f"there is no {device} device here: take --device cpu.")
+    check_device(device)
     scales: dict[str, Any] = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0} if as_written else {}
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)

@@ -182,8 +182,8 @@ class Trainer:
         self.names = list(task.names)
         m = len(self.names)
         rates = [float(lr)] * m if isinstance(lr, int | float) else [float(rate) for rate in lr]
-        if m == 0 or len(rates) != m or min(rates) <= 0:
-            raise BadInput(f"training {m} models needs {m} positive learning rates, but got {rates[:5]}.")
+        if m == 0 or len(rates) != m or not all(0 < rate < math.inf for rate in rates):  # so nan is refused too
+            raise BadInput(f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}.")
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds, self.compact_below = checkpoint_seconds, compact_below
         self.lr = torch.tensor(rates, dtype=torch.float32)
