@@ -59,14 +59,18 @@ def _options(
 
 
 @app.command()
-def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
+def demo(
+    out: Out = Path("runs/demo"),
+    n: Annotated[int, typer.Option("--n", help="Prompts for finding, fitting and testing, each.")] = 96,
+    as_json: Json = False,
+) -> None:
     """Run the main job on the embedded model: find heads, take them apart, test it causally, explain a prompt."""
     from qkscope.result import check_folder
 
     check_folder(out)
     from qkscope.demo import demo as run_demo
 
-    result, files = run_demo()
+    result, files = run_demo(n=n)
     result.write(out, files=files)
     _print_result(result, as_json)
     if not as_json:

@@ -27,10 +27,8 @@ PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3
 
 
-def demo(
-    model: str = "smollm2-135m", *, choose: int = 96, fit: int = 96, test: int = 128, seed: int = 0
-) -> tuple[Result, dict[str, str | bytes]]:
-    """Run the main job; returns the result and the files of its run folder (page and figures)."""
+def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Result, dict[str, str | bytes]]:
+    """Run the main job on ``n`` prompts for each step; returns the result and its files (page and figures)."""
     start = time.perf_counter()
     scope = Scope.load(model)
     task = tasks.binding(entities=9, form="list", seed=seed)
@@ -38,15 +36,15 @@ def demo(
     def step(what: str) -> None:
         log.info("%5.0f s  %s", time.perf_counter() - start, what)
 
-    step(f"scoring all {len(scope.heads())} heads on {choose} prompts ...")
-    ranking = find_heads(scope, task, choose)
+    step(f"scoring all {len(scope.heads())} heads on {n} prompts ...")
+    ranking = find_heads(scope, task, n)
     best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
     heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
     step(f"fitting order and lexical features of {', '.join(heads)}, and of {control} at chance ...")
-    found = decompose(scope, task, [*heads, control], fit, contrasts=["order", "lexical"])
-    step(f"swapping them on {test} held-out prompts ...")
-    swaps = swap(scope, task.test(test), found, heads, sizes=[k for k in SIZES if k < scope.d_head])
+    found = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
+    step(f"swapping them on {n} held-out prompts ...")
+    swaps = swap(scope, task.test(n), found, heads, sizes=[k for k in SIZES if k < scope.d_head])
     step("explaining one prompt ...")
     parts = attribute(scope, PROMPT, heads[0], found)
     rows = {(row["head"], row["condition"]): row for row in swaps.table()}
@@ -64,9 +62,7 @@ def demo(
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name, weights=scope.weights_hash, choose=choose, fit=fit, test=test, seed=seed
-        ),
+        provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=seed),
     )
     figures = draw_verbs(scope.n_layers, scope.n_heads, ranking, swaps, parts)
     pictures = {name.removeprefix("figures/"): png for name, png in figures.items() if name.endswith(".png")}
