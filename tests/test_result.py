@@ -202,8 +202,10 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, says):
 
 def test_no_room_imports_one_below_it():
     """The order of the rooms in the design; a room may import itself and those above."""
-    rooms = ["errors", "devices", "heads", "examples", "rules", "result", "tasks", "capture", "maths", "toys",
-             "analyses", "papers", "page", "explorer", "runs", "demo", "bench", "bench_models", "bench_toys", "cli"]  # fmt: skip
+    rooms = [
+        "errors", "devices", "heads", "examples", "rules", "result", "tasks", "capture", "maths", "toys", "analyses",
+        "papers", "page", "explorer", "runs", "demo", "bench", "bench_models", "bench_toys", "cli",
+    ]  # fmt: skip
     source = Path(qkscope.__file__).parent
     for path in source.rglob("*.py"):
         room = path.relative_to(source).parts[0].removesuffix(".py")
