@@ -1,0 +1,171 @@
+"""Contrasts: rank heads, fit features, swap them, explain a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qkscope.cli.shell import (
+    BatchSize,
+    Chat,
+    Count,
+    Device,
+    Dtype,
+    Form,
+    Json,
+    Model,
+    Out,
+    Seed,
+    Size,
+    Space,
+    TaskName,
+    app,
+    check_batch_size,
+    load_scope,
+    make_task,
+    print_json,
+    print_result,
+    print_table,
+)
+from qkscope.errors import BadInput
+
+
+@app.command()
+def heads(
+    task: TaskName, model: Model = "smollm2-135m", n: Count = 256, form: Form = "list", size: Size = None,
+    seed: Seed = 0, chat: Chat = False, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="Score a head must reach to be listed.")] = 0.30,
+    by: Annotated[str, typer.Option("--by", help="Score: accuracy, row_accuracy, ratio or mass.")] = "accuracy",
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Score every head on a task in one pass, with intervals and the chance level."""
+    made = make_task(task, form, size, seed, chat)
+    made.choose(n)
+    check_batch_size(batch_size)
+    if not 0 <= threshold <= 1:
+        raise BadInput(f"--threshold is a share from 0 to 1, but got {threshold}.")
+    from qkscope.analyses.find import SCORES, find_heads
+
+    if by not in SCORES:
+        raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
+    ranking = find_heads(load_scope(model, device, dtype), made, n, batch_size=batch_size)
+    if as_json:
+        print_json(ranking.to_json())
+        return
+    found = [row for row in ranking.top(by) if row[by] >= threshold]
+    typer.echo(ranking.answer)
+    if not found:
+        best = ranking.top(by)[0]
+        typer.echo(
+            f"No head reaches {threshold:.0%}: the best is {best['head']} with {best[by]:.0%}, and chance is "
+            f"{best['chance']:.0%}."
+        )
+    print_table("heads", found)
+
+
+@app.command()
+def decompose(
+    task: TaskName, out: Out, heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
+    model: Model = "smollm2-135m", n: Count = 1024, form: Form = "list", size: Size = None, seed: Seed = 0,
+    chat: Chat = False, space: Space = "post_rope", batch_size: BatchSize = 32, device: Device = None,
+    dtype: Dtype = None,
+    contrasts: Annotated[str | None, typer.Option("--contrasts", help="Contrasts like order,lexical; all.")] = None,
+    center: Annotated[str | None, typer.Option("--center", help="Of a .jsonl file: none, query or both.")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped."""
+    from qkscope.heads import parse_heads
+
+    chosen = parse_heads(heads)
+    made = make_task(task, form, size, seed, chat, center)
+    from qkscope.analyses.fit_folder import plan_decompose, run_decompose
+
+    names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
+    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed}
+    plan_decompose(made, chosen, n, out, **options)
+    fit = run_decompose(load_scope(model, device, dtype), made, chosen, n, out, **options)
+    print_result(fit, as_json, out)
+
+
+@app.command()
+def swap(
+    folder: Annotated[Path, typer.Argument(help="A folder that decompose wrote.")],
+    n: Count = 512, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, seed: Seed = 0,
+    heads: Annotated[str | None, typer.Option("--heads", help="Heads like L18H6; all that were fitted.")] = None,
+    downstream: Annotated[bool, typer.Option("--downstream", help="Also patch the model and read its answer.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
+    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.swap import SIZES, check_swappable
+    from qkscope.analyses.swap import swap as run_swap
+
+    asked = read_job(folder)
+    _check_fitted(heads, asked, folder)
+    check_swappable(asked["space"], downstream)
+    check_batch_size(batch_size)
+    units = task_of(asked, folder).test(n)
+    scope = load_scope(asked["model"], device, dtype)
+    fit, _ = load_fit(folder, scope)
+    sizes = [k for k in SIZES if k <= scope.d_head]
+    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed)
+    if downstream:
+        from dataclasses import replace
+
+        from qkscope.analyses.downstream import swap_downstream
+
+        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed)
+        result = replace(
+            result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
+            seconds=result.seconds + more.seconds,
+        )  # fmt: skip
+    print_result(result, as_json)
+
+
+def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> None:
+    """Heads to look at are among those of a fit folder."""
+    from qkscope.heads import parse_heads
+
+    for head in [] if heads is None else parse_heads(heads):
+        if str(head) not in asked["heads"]:
+            raise BadInput(f"{folder} was not fitted at {head}: there is {', '.join(asked['heads'])}.")
+
+
+@app.command()
+def explain(
+    folder: Annotated[Path, typer.Argument(help="A folder that decompose wrote.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; its last token asks. \\n is a line break.")],
+    head: Annotated[str | None, typer.Option("--head", help="One of the fitted heads; the first.")] = None,
+    split: Annotated[str, typer.Option("--split", help="sequential (the paper's), average or oblique.")] = "sequential",
+    device: Device = None, dtype: Dtype = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Split the attention logits of one prompt, token by token, among the fitted features."""
+    from typing import get_args
+
+    from qkscope.analyses.attribute import attribute
+    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.swap import check_swappable
+    from qkscope.heads import Head
+    from qkscope.maths.attribution import Split
+
+    asked = read_job(folder)
+    _check_fitted(None if head is None else str(Head.parse(head)), asked, folder)
+    check_swappable(asked["space"])
+    if split not in get_args(Split):
+        raise BadInput(f"--split is one of {', '.join(get_args(Split))}, but got {split!r}.")
+    if not prompt:
+        raise BadInput("the prompt is empty: give at least one character.")
+    task_of(asked, folder)
+    scope = load_scope(asked["model"], device, dtype)
+    fit, made = load_fit(folder, scope)
+    text = prompt.replace("\\n", "\n")
+    parts = attribute(scope, text, head or fit.heads[0], fit, split=split, chat=made.chat)  # type: ignore[arg-type]
+    if as_json:
+        print_json(parts.to_json())
+        return
+    typer.echo(parts.show())
+    for name in ("summary", "overlap"):
+        print_table(name, parts.tables[name])

@@ -1,0 +1,85 @@
+"""The whole job, the papers, the families and the ratios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qkscope.cli.shell import Json, Model, Out, app, print_json, print_result, print_rows, print_table
+
+
+@app.command()
+def demo(
+    out: Out = Path("runs/demo"),
+    n: Annotated[int, typer.Option("--n", help="Prompts for finding, fitting and testing, each.")] = 96,
+    as_json: Json = False,
+) -> None:
+    """Run the main job on the embedded model: find heads, take them apart, test it causally, explain a prompt."""
+    from qkscope.result import check_folder
+
+    check_folder(out)
+    from qkscope.demo import demo as run_demo
+
+    result, files = run_demo(n=n)
+    result.write(out, files=files)
+    print_result(result, as_json)
+    if not as_json:
+        print_table("claims", [claim.to_json() for claim in result.claims])
+        typer.echo(f"The page: {out / 'report.html'}")
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """Check, live, which model families can be looked into."""
+    from qkscope.capture.live_check import list_families
+
+    print_rows("families", list_families(), as_json)
+
+
+@app.command()
+def bench(
+    only: Annotated[list[str] | None, typer.Option("--only", help="Run this row alone; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure every ratio we claim, each against the plain way of doing the same work, in the same run."""
+    from qkscope.bench import bench as run_bench
+
+    print_rows("bench", run_bench(only), as_json)
+
+
+@app.command()
+def reproduce(
+    paper: Annotated[str, typer.Argument(help="lee2026, or all.")] = "",
+    figures: Annotated[list[str] | None, typer.Argument(help="Figure ids, or all.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
+    out: Out = Path("runs"),
+    seed: Annotated[int, typer.Option("--seed", help="Seed of every draw.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="Where models run and toys train: cpu or cuda.")] = "cpu",
+    model: Model = "smollm2-135m",
+    listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reproduce figures of the papers, each beside its controls; one folder OUT/PAPER/FIGURE each."""
+    from qkscope.papers.registry import PAPERS, list_experiments
+    from qkscope.papers.registry import reproduce as run_reproduce
+
+    if listed:
+        print_rows("experiments", list_experiments(), as_json)
+        return
+    wanted = {name: ["all"] for name in PAPERS} if paper == "all" and not figures else {paper: figures or []}
+    results = [
+        result
+        for name, chosen in wanted.items()
+        for result in run_reproduce(
+            name, chosen, preset=preset, out=out, seed=seed, device=device, model=model
+        ).values()
+    ]
+    if as_json:
+        print_json({"results": [result.to_json() for result in results]})
+        return
+    for result in results:
+        typer.echo(f"{result.experiment}: {result.answer}")
+        print_table("claims", [claim.to_json() for claim in result.claims])
+        typer.echo(f"The page: {out / result.experiment / 'report.html'}\n")
