@@ -47,6 +47,7 @@ class Experiment:
 
 
 _LEE = "qkscope.papers.lee2026"
+_FRANCO = "qkscope.papers.franco2026"
 _DRAW = "qkscope.page.figures"
 
 
@@ -56,6 +57,14 @@ def _toy(title: str, module: str) -> Experiment:
 
 def _model(title: str, run: str, draw: str) -> Experiment:
     return Experiment(title, f"{_LEE}.{run}:run", f"{_DRAW}.{draw}:draw")
+
+
+def _superposition(title: str, run: str, draw: str) -> Experiment:
+    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw", f"{_FRANCO}.toys:prepare")
+
+
+def _franco_model(title: str, run: str, draw: str) -> Experiment:
+    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw")
 
 
 PAPERS: dict[str, dict[str, Experiment]] = {
@@ -79,6 +88,10 @@ PAPERS: dict[str, dict[str, Experiment]] = {
         "fig18": _model("Swapping order and lexical, other heads", "binding_swaps", "model_swaps"),
         "fig19": _model("Swapping categories, second model or form", "filter_swaps", "model_swaps"),
         "fig20": _model("Swapping order and lexical, second model or form", "binding_swaps", "model_swaps"),
+    },
+    "franco2026": {
+        # the toy and the theory
+        # language models
     },
 }
 
