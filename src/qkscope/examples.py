@@ -54,6 +54,9 @@ class Example:
         What it may look at.
     cluster : str or int
         Examples that share it are not independent (the same prompt with other words): intervals are clustered by it.
+    roles : mapping of str to (start, stop)
+        Places with a name ("S1", "IO", "END"), for circuits whose heads look from one to another. A token may not
+        reach out of its role into a neighbour: the tokenizer would have merged the two.
 
     >>> example = Example.mark("The hat is in Box O. The hat is in Box", keys={"O": {"lexical": 1}})
     >>> [example.piece(key.span) for key in example.keys]
@@ -65,6 +68,7 @@ class Example:
     queries: tuple[Span, ...] = ()
     keys: tuple[Key, ...] = ()
     cluster: str | int = ""
+    roles: Mapping[str, Span] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):
@@ -75,7 +79,7 @@ class Example:
                 object.__setattr__(self, name, tuple(value))
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
-        for start, stop in (*self.queries, *(key.span for key in self.keys)):
+        for start, stop in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
             if not 0 <= start < stop <= len(self):
                 raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
 
@@ -165,6 +169,7 @@ class Draft:
         self._length = 0
         self._queries: list[Span] = []
         self._keys: list[Key] = []
+        self._roles: dict[str, Span] = {}
 
     def _append(self, piece: str) -> Span:
         start = self._length
@@ -187,8 +192,17 @@ class Draft:
         self._queries.append(self._append(piece))
         return self
 
+    def role(self, name: str) -> Draft:
+        """Name the piece written last: ``write("to").role("END")``."""
+        self._roles[name] = (self._length - len(self._pieces[-1]), self._length)
+        return self
+
     def example(self, cluster: str | int = "") -> Example:
         """The finished example."""
         return Example(
-            text="".join(self._pieces), queries=tuple(self._queries), keys=tuple(self._keys), cluster=cluster
+            text="".join(self._pieces),
+            queries=tuple(self._queries),
+            keys=tuple(self._keys),
+            cluster=cluster,
+            roles=dict(self._roles),
         )

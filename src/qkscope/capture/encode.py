@@ -149,6 +149,8 @@ class Encoder:
                 raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
             return hits[0 if token == "first" else -1]
 
+        for role, span in example.roles.items():
+            self._check_whole(example, ids, offsets, shift, role, span)
         keys = tuple(find(key.span) for key in example.keys)
         shared = next((key for key in keys if keys.count(key) > 1), None)
         if shared is not None:
@@ -156,6 +158,23 @@ class Encoder:
                 f"two keys share token {shared}, which would count it twice; the tokens are {self._show(ids)}."
             )
         return Tokens(ids, tuple(find(span) for span in example.queries) or (len(ids) - 1,), keys)
+
+    def _check_whole(
+        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], shift: int, role: str, span: Span
+    ) -> None:
+        """Refuse a token that holds more than (a part of) the place a role names, blanks aside."""
+        start, stop = _trim(example, span)
+        for token, (a, b) in zip(ids, offsets, strict=True):
+            inside = a < stop + shift and b > start + shift
+            if not inside or example.text is None:
+                continue
+            a, b = _trim(example, (max(a - shift, 0), min(b - shift, len(example.text))))
+            if a < start or b > stop:
+                raise BadInput(
+                    f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token "
+                    f"{example.text[a:b]!r}: take another word, or other words around it ({example.show(120)};"
+                    f" token {self._show((token,))})."
+                )
 
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)

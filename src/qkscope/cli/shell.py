@@ -23,11 +23,17 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m.")]
-TaskName = Annotated[str, typer.Argument(help="binding, filter, or a .jsonl file of your own.")]
+TaskName = Annotated[
+    str, typer.Argument(help="binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file.")
+]
 Count = Annotated[int, typer.Option("--n", help="Number of prompts (for each contrast).")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
-Form = Annotated[str, typer.Option("--form", help="Form of the prompts: list, sentence or question; bullets (filter).")]
-Size = Annotated[int | None, typer.Option("--size", help="Entities in a prompt (binding) or categories (filter).")]
+Form = Annotated[
+    str, typer.Option("--form", help="list, sentence or question (binding); bullets (filter); ABBA or BABA (ioi).")
+]
+Size = Annotated[
+    int | None, typer.Option("--size", help="Entities (binding), categories (filter) or words (induction).")
+]
 Space = Annotated[str, typer.Option("--space", help="post_rope (the papers'), pre_rope or query_frame.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="Prompts per batch.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")]
@@ -49,7 +55,20 @@ def make_task(name: str, form: str, size: int | None, seed: int, chat: bool, cen
         return tasks.binding(9 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
     if name == "filter":
         return tasks.filter(5 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
-    raise BadInput(f"there is no task {name!r}: take binding, filter, or a .jsonl file of your own.")
+    if name in ("ioi", "greater_than", "pronoun") and size is not None:
+        raise BadInput(f"--size is for binding, filter and induction: the prompts of {name} have one size.")
+    if name in ("induction", "greater_than", "pronoun") and form != "list":
+        raise BadInput(f"--form is for binding, filter and ioi: the prompts of {name} have one form.")
+    if name == "ioi":
+        return tasks.ioi("both" if form == "list" else form, seed, chat=chat)  # type: ignore[arg-type]
+    if name == "induction":
+        return tasks.induction(8 if size is None else size, seed, chat=chat)
+    if name in ("greater_than", "pronoun"):
+        return getattr(tasks, name)(seed, chat=chat)
+    raise BadInput(
+        f"there is no task {name!r}: take binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file"
+        " of your own."
+    )
 
 
 def load_scope(model: str, device: str | None, dtype: str | None) -> Any:

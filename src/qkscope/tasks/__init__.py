@@ -1,10 +1,14 @@
-"""Text with marked spans: `binding`, `filter`, and `from_jsonl` for a contrast of your own."""
+"""Text with marked spans: `binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`, or your own file."""
 
 from __future__ import annotations
 
 from qkscope.tasks.boxes import binding
+from qkscope.tasks.indirect import ioi
 from qkscope.tasks.jsonl import from_jsonl
 from qkscope.tasks.lists import filter_task as filter
+from qkscope.tasks.pronouns import pronoun
+from qkscope.tasks.repeats import induction
 from qkscope.tasks.task import Contrast, Task
+from qkscope.tasks.years import greater_than
 
-__all__ = ["Contrast", "Task", "binding", "filter", "from_jsonl"]
+__all__ = ["Contrast", "Task", "binding", "filter", "from_jsonl", "greater_than", "induction", "ioi", "pronoun"]

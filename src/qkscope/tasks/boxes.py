@@ -21,13 +21,14 @@ from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count,
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
-_LINES: dict[str, tuple[str, str, str, str]] = {
+LINES: dict[str, tuple[str, str, str, str]] = {
     # before the word, between word and label, after the label, the question about a word
     "list": ("", ": ", "\n", "{}:"),
     "sentence": ("The ", " is in Box ", ". ", "The {} is in Box"),
-    "question": ("The ", " is in Box ", ". ", "Which box is the {} in?\nAnswer: Box"),
+    "question": ("The ", " is in Box ", ". ", "Which box is the {0} in? The {0} is in Box"),
 }
-_FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
+_CHAT = "Which box is the {} in?"  # a bare question breaks off in its answer; in a chat the model's turn follows it
+FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
 
 
 def binding(
@@ -47,7 +48,7 @@ def binding(
     Parameters
     ----------
     entities : pairs of word and box in a prompt, 2 to 20.
-    form : ``list`` (``hat: O``), ``sentence`` or ``question``.
+    form : ``list`` (``hat: O``), ``sentence``, or ``question`` (with the start of its answer, unless in a chat).
     seed : of every draw.
     lexical : the lexical contrast: one query for both keys, or the authors' own query each.
     words, boxes : what to draw from; the words are cut into disjoint pools for choosing, fitting and testing.
@@ -55,8 +56,8 @@ def binding(
     filler : up to so many words before each pair, so that order is not token position.
     chat : whether prompts go into the model's chat template.
     """
-    if form not in _LINES:
-        raise BadInput(f"form is one of {', '.join(_LINES)}, but got {form!r}.")
+    if form not in LINES:
+        raise BadInput(f"form is one of {', '.join(LINES)}, but got {form!r}.")
     checked_count(entities, "the number of entities in a prompt", 2, 20)
     checked_count(filler, "the number of filler words", 0)
     if lexical not in ("same_query", "own_query"):
@@ -71,10 +72,11 @@ def binding(
 
     def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
         """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
-        before, between, after, question = _LINES[form]
+        before, between, after, question = LINES[form]
+        question = _CHAT if chat and form == "question" else question
         draft = Draft()
         for i, (word, box) in enumerate(pairs):
-            padding = " ".join(rng.choices(_FILLER, k=rng.randint(0, filler)))
+            padding = " ".join(rng.choices(FILLER, k=rng.randint(0, filler)))
             sign = 1 if i == asked else -1
             labels = {ANSWER: sign}
             if label == "order" or (label != ANSWER and sign > 0):

@@ -17,7 +17,7 @@ from qkscope.tasks.words import CATEGORIES, FIVE
 
 Form = Literal["list", "bullets", "question"]
 POOLED = "category"
-_FORMS: dict[str, tuple[str, str, str, str]] = {
+FORMS: dict[str, tuple[str, str, str, str]] = {
     # before the list, before an item, after an item, the question
     "list": ("Items:", " ", ",", "\nThe {} in the list are:"),
     "bullets": ("Items:\n", "- ", "\n", "\nThe {} in the list are:"),
@@ -44,8 +44,8 @@ def filter_task(
     words : words of every category; your own lists are welcome, and words of several tokens too.
     chat : whether prompts go into the model's chat template.
     """
-    if form not in _FORMS:
-        raise BadInput(f"form is one of {', '.join(_FORMS)}, but got {form!r}.")
+    if form not in FORMS:
+        raise BadInput(f"form is one of {', '.join(FORMS)}, but got {form!r}.")
     checked_count(items, "the number of items of a category", 1)
     if isinstance(categories, int):
         named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]
@@ -93,7 +93,7 @@ def filter_task(
 
 
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:
-    start, before, after, question = _FORMS[form]
+    start, before, after, question = FORMS[form]
     draft = Draft().write(start) if start else Draft()
     for i, (word, name) in enumerate(chosen):
         sign = 1 if name == wanted else -1

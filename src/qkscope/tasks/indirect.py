@@ -1,0 +1,131 @@
+"""Indirect objects: "Then, Simon and Andrew went to the store. Simon gave a ring to" → Andrew.
+
+Roles, by construction: ``IO`` (Andrew), ``S1`` (the first Simon), ``S1+1`` (the word after it), ``S2`` (the second) and
+``END`` (the last word). Keys are the three names, the query is the last token; the indirect object is the answer.
+Both orders of the names are drawn: ``ABBA`` puts the indirect object first, ``BABA`` the subject.
+
+- ``subject``: a copy in which the *other* name is repeated; + is the name that is not repeated, − the one that is. All
+  before the repetition is the same in both, so the names themselves cancel: what is left is what the repetition did.
+- ``name``: a copy with another indirect object; + is its name, − the copy's, seen by the same query.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from qkscope.errors import BadInput
+from qkscope.examples import Draft, Example
+from qkscope.tasks.story_words import NAMES, PLACES, THINGS
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, pools, seeded
+
+Order = Literal["both", "ABBA", "BABA"]
+TEMPLATES = (
+    "Then, {A} and {B} were working at the {place}. {S} decided to give a {thing} to",
+    "Then, {A} and {B} went to the {place}. {S} gave a {thing} to",
+    "When {A} and {B} got a {thing} at the {place}, {S} decided to give it to",
+    "Then, {A} and {B} had a long talk at the {place}. Afterwards {S} gave a {thing} to",
+    "After {A} and {B} went to the {place}, {S} gave a {thing} to",
+    "The {place} {A} and {B} went to had a {thing}. {S} gave it to",
+    "Friends {A} and {B} found a {thing} at the {place}. {S} gave it to",
+    "While {A} and {B} were walking to the {place}, {S} offered a {thing} to",
+)
+"""``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated."""
+
+
+def ioi(
+    form: Order = "both",
+    seed: int = 0,
+    *,
+    templates: Sequence[str] = TEMPLATES,
+    names: Sequence[str] = NAMES,
+    things: Sequence[str] = THINGS,
+    places: Sequence[str] = PLACES,
+    chat: bool = False,
+) -> Task:
+    """Make the task of the indirect object.
+
+    Parameters
+    ----------
+    form : ``ABBA`` (the indirect object stands first), ``BABA`` (the subject does), or ``both``, in turn.
+    seed : of every draw.
+    templates : texts with ``{A}``, ``{B}``, ``{S}`` once each, and ``{place}`` and ``{thing}`` where wanted.
+    names, things, places : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
+    chat : whether prompts go into the model's chat template.
+    """
+    if form not in ("both", "ABBA", "BABA"):
+        raise BadInput(f"form is both, ABBA or BABA, but got {form!r}.")
+    shapes = [_checked(template) for template in checked_words(templates, "templates")]
+    if not shapes:
+        raise BadInput("there are no templates: give at least one.")
+    people = pools(names, seed, "names", least=3)
+    goods, spots = pools(things, seed, "things", least=1), pools(places, seed, "places", least=1)
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "ioi", form, use, contrast)
+        units: list[Unit] = []
+        for cluster in range(n):
+            order = ("ABBA", "BABA")[cluster % 2] if form == "both" else form
+            template = rng.choice(shapes)
+            io, subject, third = rng.sample(people[use], 3)
+            fill = {"place": rng.choice(spots[use]), "thing": rng.choice(goods[use])}
+            first = _prompt(template, order, io, subject, fill, contrast, cluster)
+            if contrast == "subject":  # the same text up to the second mention, then the other name
+                other = "BABA" if order == "ABBA" else "ABBA"
+                units.append((first, _prompt(template, other, subject, io, fill, contrast, cluster)))
+            elif contrast == "name":
+                units.append((first, _prompt(template, order, third, subject, fill, contrast, cluster)))
+            else:
+                units.append((first,))
+        return units
+
+    contrasts = (
+        Contrast("subject", "the name mentioned once / the name mentioned twice"),
+        Contrast("name", "the indirect object / another name in its place", across=True),
+    )
+    asked = {"form": form, "templates": list(templates), "names": list(names), "things": list(things),
+             "places": list(places), "chat": chat}  # fmt: skip
+    return Task("ioi", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+
+
+def _checked(template: str) -> str:
+    slots = re.findall(r"\{(\w*)\}", template)
+    if [slot for slot in slots if slot in ("A", "B", "S")] != ["A", "B", "S"] or set(slots) - {
+        "A", "B", "S", "place", "thing",
+    }:  # fmt: skip
+        raise BadInput(
+            f"a template has {{A}}, {{B}} and {{S}} once each, in this order, and {{place}} and {{thing}} where wanted,"
+            f" as not in {template!r}."
+        )
+    if not re.search(r"\w$", template) or re.search(r"^\{[ABS]\}|\{[ABS]\}(?![^\w{]*\w)", template):
+        raise BadInput(f"a template begins with a word, ends with a word, and has one after each name: {template!r}.")
+    return template
+
+
+def _prompt(
+    template: str, order: str, io: str, subject: str, fill: dict[str, str], contrast: str, cluster: int
+) -> Example:
+    words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
+    body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
+    draft = Draft()
+    before = ""
+    for piece in re.split(r"(\{\w+\})", body):
+        slot = piece[1:-1] if piece.startswith("{") else ""
+        if slot in ("A", "B", "S"):
+            name = words.get(slot, subject)
+            sign = 1 if name == io else -1
+            labels = {ANSWER: sign}
+            if (contrast == "subject" and slot != "S") or (contrast == "name" and sign > 0):
+                labels[contrast] = sign
+            before = "S2" if slot == "S" else "IO" if name == io else "S1"
+            draft.key(name, **labels).role(before)
+        elif slot:
+            draft.write(fill[slot])
+        elif before == "S1":  # mark the first word after the subject
+            blank, word, rest = re.fullmatch(r"(\W*)(\w+)(.*)", piece, re.DOTALL).groups()  # type: ignore[union-attr]
+            draft.write(blank).write(word).role("S1+1").write(rest)
+            before = ""
+        else:
+            draft.write(piece)
+    return draft.write(last).role("END").example(cluster=cluster)

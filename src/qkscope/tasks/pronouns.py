@@ -1,0 +1,61 @@
+"""Pronouns: "So Mary is such a good cook, isn't" → she.
+
+The query is the last token, keys are the name (the answer: it decides the pronoun) and the noun. Roles: ``NAME``,
+``NOUN`` and ``END``.
+
+- ``gender``: a copy with a name of the other kind; + is the name, − the copy's, seen by the same query.
+- ``person``: + is the name, − the noun, query-centred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qkscope.examples import Draft, Example
+from qkscope.tasks.story_words import MEN, PEOPLE, WOMEN
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+
+
+def pronoun(
+    seed: int = 0,
+    *,
+    men: Sequence[str] = MEN,
+    women: Sequence[str] = WOMEN,
+    people: Sequence[str] = PEOPLE,
+    chat: bool = False,
+) -> Task:
+    """Make the pronoun task.
+
+    Parameters
+    ----------
+    seed : of every draw.
+    men, women : names by the pronoun they take, in turn the one asked about.
+    people : what they are good at; each list is cut into disjoint pools for choosing, fitting and testing.
+    chat : whether prompts go into the model's chat template.
+    """
+    named = (pools(men, seed, "names of men", least=1), pools(women, seed, "names of women", least=1))
+    trades = pools(people, seed, "people", least=1)
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "pronoun", use, contrast)
+        units: list[Unit] = []
+        for cluster in range(n):
+            names = [rng.choice(named[(cluster + other) % 2][use]) for other in (0, 1)]
+            trade = rng.choice(trades[use])
+            unit = tuple(_prompt(name, trade, contrast, cluster) for name in names)
+            units.append(unit if contrast == "gender" else unit[:1])
+        return units
+
+    contrasts = (
+        Contrast("gender", "the name / a name that takes the other pronoun", across=True),
+        Contrast("person", "the name / the noun", center="query"),
+    )
+    asked = {"men": list(men), "women": list(women), "people": list(people), "chat": chat}
+    return Task("pronoun", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+
+
+def _prompt(name: str, trade: str, contrast: str, cluster: int) -> Example:
+    right = {ANSWER: 1} | ({contrast: 1} if contrast != ANSWER else {})
+    wrong = {ANSWER: -1} | ({"person": -1} if contrast == "person" else {})
+    draft = Draft().write("So ").key(name, **right).role("NAME").write(" is such a good ")
+    return draft.key(trade, **wrong).role("NOUN").write(", ").write("isn't").role("END").example(cluster=cluster)

@@ -1,0 +1,66 @@
+"""Induction: a list of words comes a second time and breaks off; which word follows?
+
+``cat tree lamp cat tree`` → lamp. The query is the last token, keys are the words of the first copy. Roles: ``PREV``
+(the last word's first occurrence), ``NEXT`` (the word after it, the answer) and ``END`` (the last word).
+
+- ``next``: + is the word after the first occurrence, − every other word of the first copy, query-centred.
+- ``word``: a copy in which the word asked about is another one, in both places; + is what follows it, − the same word
+  in the copy, seen by the same query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qkscope.examples import Draft, Example
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, pools, seeded
+from qkscope.tasks.words import OBJECTS
+
+
+def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
+    """Make the induction task.
+
+    Parameters
+    ----------
+    length : different words in the list, 3 to 40.
+    seed : of every draw.
+    words : what to draw from; cut into disjoint pools for choosing, fitting and testing.
+    chat : whether prompts go into the model's chat template.
+    """
+    checked_count(length, "the number of words in the list", 3, 40)
+    split = pools(words, seed, "words", least=length + 1)
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "induction", length, use, contrast)
+        units: list[Unit] = []
+        for cluster in range(n):
+            *listed, other = rng.sample(split[use], length + 1)
+            at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
+            first = _prompt(listed, at, contrast, cluster)
+            copy = [other if i == at else word for i, word in enumerate(listed)]
+            units.append((first, _prompt(copy, at, contrast, cluster)) if contrast == "word" else (first,))
+        return units
+
+    contrasts = (
+        Contrast("next", "the word after the first occurrence / the other words", center="query", paired=False),
+        Contrast("word", "the word after the one repeated / the same after another", across=True),
+    )
+    asked = {"length": length, "words": list(words), "chat": chat}
+    return Task("induction", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+
+
+def _prompt(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:
+    draft = Draft().write("Words:")
+    for i, word in enumerate(listed):
+        sign = 1 if i == at + 1 else -1
+        labels = {ANSWER: sign}
+        if contrast == "next" or (contrast == "word" and sign > 0):
+            labels[contrast] = sign
+        draft.write(" ").key(word, **labels)
+        if i in (at, at + 1):
+            draft.role("PREV" if i == at else "NEXT")
+    for i, word in enumerate(listed[: at + 1]):
+        draft.write(" ").write(word)
+        if i == at:
+            draft.role("END")
+    return draft.example(cluster=cluster)

@@ -1,0 +1,73 @@
+"""Greater than: "The war lasted from the year 1732 to the year 17" → a year after 32.
+
+The query is the last token. Keys are the two halves of the first year: ``YY``, which the answer depends on, and ``XX``.
+A tokenizer that reads digits one by one has ``YY`` stand for its tens, the digit that is to be written next; one that
+reads the whole year as a token is refused. Roles: ``XX``, ``YY`` and ``END``.
+
+- ``year``: a copy with another ``YY``; + is its token, − the copy's, seen by the same query.
+- ``half``: + is ``YY``, − is ``XX``, query-centred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qkscope.errors import BadInput
+from qkscope.examples import Draft, Example
+from qkscope.tasks.story_words import EVENTS
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+
+YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
+
+
+def greater_than(
+    seed: int = 0,
+    *,
+    events: Sequence[str] = EVENTS,
+    centuries: Sequence[str] = ("11", "12", "13", "14", "15", "16", "17", "18"),
+    years: Sequence[str] = YEARS,
+    chat: bool = False,
+) -> Task:
+    """Make the greater-than task.
+
+    Parameters
+    ----------
+    seed : of every draw.
+    events, years : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
+    centuries : the first halves of years, shared by all pools.
+    chat : whether prompts go into the model's chat template.
+    """
+    for half in (*centuries, *years):
+        if not (isinstance(half, str) and len(half) == 2 and half.isascii() and half.isdigit()):
+            raise BadInput(f"half a year is two digits, but got {half!r}.")
+    if not centuries:
+        raise BadInput("there are no centuries: give at least one.")
+    happened, ends = pools(events, seed, "events", least=1), pools(years, seed, "years", least=2)
+
+    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+        rng = seeded(seed, "greater_than", use, contrast)
+        units: list[Unit] = []
+        for cluster in range(n):
+            event, century = rng.choice(happened[use]), rng.choice(list(centuries))
+            year, other = rng.sample(ends[use], 2)
+            first = _prompt(event, century, year, contrast, cluster)
+            units.append((first, _prompt(event, century, other, contrast, cluster)) if contrast == "year" else (first,))
+        return units
+
+    contrasts = (
+        Contrast("year", "the year's last two digits / another year's", across=True),
+        Contrast("half", "the year's last two digits / its first two", center="query"),
+    )
+    asked = {"events": list(events), "centuries": list(centuries), "years": list(years), "chat": chat}
+    return Task("greater_than", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+
+
+def _prompt(event: str, century: str, year: str, contrast: str, cluster: int) -> Example:
+    right = {ANSWER: 1} | ({contrast: 1} if contrast != ANSWER else {})
+    wrong = {ANSWER: -1} | ({"half": -1} if contrast == "half" else {})
+    draft = Draft().write(f"The {event} lasted from the year ").key(century, **wrong).role("XX")
+    # the key is the tens, which is the token of all of YY where digits are read in twos
+    made = draft.key(year[0], **right).write(f"{year[1]} to the year ").write(century).role("END").example(cluster)
+    tens = made.keys[1].span[0]
+    return replace(made, roles={**made.roles, "YY": (tens, tens + 2)})

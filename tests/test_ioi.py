@@ -1,0 +1,153 @@
+"""Facts about tasks with roles: roles by construction, copies that cancel, pools that never meet, merges refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from qkscope import BadInput, Example, Scope, tasks
+from qkscope.tasks.story_words import EVENTS, NAMES, PEOPLE, PLACES, THINGS
+from qkscope.tasks.task import ANSWER
+
+MADE = {"ioi": tasks.ioi, "induction": tasks.induction, "greater_than": tasks.greater_than, "pronoun": tasks.pronoun}
+ROLES = {
+    "ioi": {"IO", "S1", "S1+1", "S2", "END"},
+    "induction": {"PREV", "NEXT", "END"},
+    "greater_than": {"XX", "YY", "END"},
+    "pronoun": {"NAME", "NOUN", "END"},
+}
+
+
+@pytest.fixture(scope="module")
+def scope() -> Scope:
+    return Scope.load("smollm2-135m", check=False)
+
+
+def examples_of(task, n=24):
+    yield from (example for unit in (*task.choose(n), *task.test(n)) for example in unit)
+    yield from (example for contrast in task.contrasts for unit in task.fit(contrast, n) for example in unit)
+
+
+def role(example, name):
+    return example.piece(example.roles[name])
+
+
+@pytest.mark.parametrize("form", ["both", "ABBA", "BABA"])
+def test_names_stand_where_their_roles_say(form):
+    orders = set()
+    for example in examples_of(tasks.ioi(form), 40):
+        io, s1, s2 = role(example, "IO"), role(example, "S1"), role(example, "S2")
+        assert s1 == s2 != io
+        assert example.text.count(s1) == 2
+        assert example.text.count(io) == 1
+        after = re.match(r"\W*(\w+)", example.text[example.roles["S1"][1] :])
+        assert after is not None
+        assert after[1] == role(example, "S1+1")
+        assert example.roles["END"][1] == len(example.text)
+        labelled = {example.piece(key.span): key.label(ANSWER) for key in example.keys}
+        assert labelled == {io: 1, s1: -1}
+        orders.add("ABBA" if example.roles["IO"] < example.roles["S1"] else "BABA")
+    # the copies of "subject" have the other order by construction
+    assert orders == {"ABBA", "BABA"}
+    chosen = {unit[0].roles["IO"] < unit[0].roles["S1"] for unit in tasks.ioi(form).test(20)}
+    assert chosen == {"both": {True, False}, "ABBA": {True}, "BABA": {False}}[form]
+
+
+def test_a_copy_of_subject_is_the_same_text_up_to_the_second_mention():
+    for first, copy in tasks.ioi().fit("subject", 40):
+        shared = first.roles["S2"][0]
+        assert first.text[:shared] == copy.text[:shared]
+        assert role(first, "S2") == role(copy, "IO")
+        for example in (first, copy):
+            signs = {example.piece(key.span): key.label("subject") for key in example.keys if key.label("subject")}
+            assert signs == {role(example, "IO"): 1, role(example, "S1"): -1}
+    for first, copy in tasks.ioi().fit("name", 20):
+        assert first.text.replace(role(first, "IO"), role(copy, "IO")) == copy.text
+
+
+def test_an_induction_prompt_breaks_off_at_a_word_that_stood_before():
+    for example in examples_of(tasks.induction(6)):
+        words = example.text.removeprefix("Words: ").split()
+        assert words[6:] == words[: len(words) - 6]
+        assert words[-1] == role(example, "END") == role(example, "PREV")
+        assert words[len(words) - 6] == role(example, "NEXT")
+        (right,) = [example.piece(key.span) for key in example.keys if key.label(ANSWER) > 0]
+        assert right == role(example, "NEXT")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_prompt_has_its_roles_and_one_right_key(name):
+    task = MADE[name]()
+    for example in examples_of(task):
+        assert set(example.roles) == ROLES[name]
+        assert sorted({key.label(ANSWER) for key in example.keys}) == [-1, 1]
+    assert [u[0].text for u in task.test(9)] == [u[0].text for u in MADE[name]().test(9)]
+    assert [u[0].text for u in task.test(9)] != [u[0].text for u in MADE[name](seed=1).test(9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"), [("ioi", ("IO", "S1")), ("induction", ("NEXT", "PREV")), ("greater_than", ("YY",)),
+                        ("pronoun", ("NAME", "NOUN"))],
+)  # fmt: skip
+def test_words_for_choosing_fitting_and_testing_never_meet(name, roles):
+    task = MADE[name]()
+    fitted = [unit for contrast in task.contrasts for unit in task.fit(contrast, 60)]
+    seen = [
+        {role(example, r) for unit in units for example in unit for r in roles}
+        for units in (task.choose(60), fitted, task.test(60))
+    ]
+    assert not seen[0] & seen[1]
+    assert not seen[0] & seen[2]
+    assert not seen[1] & seen[2]
+
+
+def test_the_words_are_single_tokens_of_the_embedded_model(scope):
+    for word in (*NAMES, *THINGS, *PLACES, *EVENTS, *PEOPLE):
+        assert len(scope.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1, word
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_prompt_encodes_on_the_embedded_model(scope, name):
+    examples = list(examples_of(MADE[name](), 12))
+    assert scope.encode(examples).places.row.shape[0] == len(examples)
+
+
+def test_a_name_merged_with_its_neighbour_is_refused_with_a_sentence(scope):
+    task = tasks.ioi(templates=["Then {A}s and {B} went to the {place}. {S} gave a {thing} to"], names=["Frank", "Paul",
+                     "Jean", "Park", "Mark", "Rob", "Dean", "Book", "Ring"])  # fmt: skip
+    with pytest.raises(BadInput, match=r"merges '\w+' \((IO|S1)\) with its neighbour in the token"):
+        scope.encode([example for unit in task.choose(9) for example in unit])
+    whole = Example(text="The cat sat", roles={"CAT": (4, 7)})
+    assert scope.encode([whole]).inputs["input_ids"].shape[1] == 3
+    with pytest.raises(BadInput, match=r"merges 'ca' \(HALF\)"):
+        scope.encode([Example(text="The cat sat", roles={"HALF": (4, 6)})])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: tasks.ioi("ABAB"), "form is both, ABBA or BABA"),
+        (lambda: tasks.ioi(templates=["{A} and {B} met. {S} gave it to"]), "begins with a word"),
+        (lambda: tasks.ioi(templates=["When {A} met {B}, a friend gave it to"]), "once each, in this order"),
+        (lambda: tasks.ioi(templates=["When {B} met {A}, {S} gave it to"]), "once each, in this order"),
+        (lambda: tasks.ioi(templates=["When {A} met {B}, {S} gave it to "]), "without blanks around them"),
+        (lambda: tasks.ioi(names=["Mary", "John"]), "3 words are needed for each"),
+        (lambda: tasks.induction(2), "from 3 to 40"),
+        (lambda: tasks.greater_than(years=["7"]), "two digits"),
+        (lambda: tasks.pronoun(men=[]), "1 words are needed"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(make, says):
+    with pytest.raises(BadInput, match=says):
+        make()
+
+
+def test_what_the_repetition_did_is_all_that_subject_sees(scope):
+    """Keys of the two names are the same vectors in a prompt and its copy: ΔC = E[(q − q') (k_A − k_B)ᵀ] / 2."""
+    unit = tasks.ioi().fit("subject", 1)[0]
+    (captured,) = scope.capture(list(unit), "L18H6", rest=False, progress=False)
+    labels = captured.labels["subject"]
+    a = captured.k[0, 0, labels[0] > 0] - captured.k[0, 0, labels[0] < 0]
+    b = captured.k[1, 0, labels[1] > 0] - captured.k[1, 0, labels[1] < 0]
+    assert float((a + b).norm() / a.norm()) < 1e-5
