@@ -27,7 +27,7 @@ PAIRS = {
 ASKED = {
     "list": r"(\w+):$",
     "sentence": r"The (\w+) is in Box$",
-    "question": r"Which box is the (\w+) in\?\nAnswer: Box$",
+    "question": r"Which box is the (\w+) in\? The \1 is in Box$",
 }
 
 
@@ -100,7 +100,7 @@ def test_a_copy_differs_in_the_asked_pair_alone(form, contrast):
         if contrast == "lexical":
             assert box == box_there
             assert word_there not in dict(pairs)
-            assert first.text.count(word) == copy.text.count(word_there) == 2
+            assert first.text.count(word) == copy.text.count(word_there) == (3 if form == "question" else 2)
             assert first.text.replace(word, word_there) == copy.text
         else:
             assert word == word_there
