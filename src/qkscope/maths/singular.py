@@ -1,0 +1,173 @@
+"""A head's singular basis, and how it looks from inside the head.
+
+``Ω = W_Qᵀ W_K = Σ σ_j u_j v_jᵀ`` lives in the residual stream; queries and keys live in the head, where only images of
+the singular vectors are seen: ``m_j = W_Q u_j`` and ``p_j = W_K v_j``. They are no orthogonal bases, but each other's
+duals: ``m_iᵀ p_j = u_iᵀ Ω v_j = σ_i δ_ij``. So with ``M = [m_1 m_2 …]``,
+
+    ``q = Σ_j α_j m_j``, ``α = M⁺ q`` (which is ``u_jᵀ x̂``, times QK-norm's scalar),   ``qᵀ k = Σ_j α_j (m_jᵀ k)``:
+
+queries of component j point along ``m_j``, keys of it along ``n_j = p_j / σ_j``, the columns of ``M⁺ᵀ``. The split
+holds for any k, also one turned by RoPE into the query's frame, and needs no token but the two vectors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.bases import Projector
+from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.maths.weights import thin_svd
+
+_NULL = 1e-7  # relative size under which a direction of W_Q is not there
+_PROBES = 8
+
+
+@dataclass(frozen=True)
+class HeadBasis:
+    """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read = W_Q U``."""
+
+    head: Head
+    U: Float[Tensor, "d m"]
+    S: Float[Tensor, " m"]
+    V: Float[Tensor, "d m"]
+    read: Float[Tensor, "d_head m"]
+    scale: float
+    rotary: bool
+
+    @property
+    def write(self) -> Float[Tensor, "d_head m"]:
+        """``n_j``: the directions of keys, dual to ``read`` (``W_K v_j / σ_j`` where σ_j is not 0)."""
+        return dual(self.read)
+
+
+@dataclass(frozen=True)
+class SingularBasis:
+    """Singular vectors of some heads, of weights with this hash.
+
+    Attributes
+    ----------
+    U, S, V : the thin SVD of each head's Ω, in float32, a constant 1 appended to the residual stream (biases).
+    read : ``W_Q U``, float64: queries of each component, in head space before the rotation.
+    scale : what the attention call multiplies ``q·k`` by.
+    c_Q : QK-norm's own bias, a part of q that no token decides; zero in nearly every family.
+    error : relative error of each head's reconstruction on random probes.
+    rotary : whether RoPE turns queries and keys in each head.
+    """
+
+    heads: tuple[Head, ...]
+    U: Float[Tensor, "h d m"]
+    S: Float[Tensor, "h m"]
+    V: Float[Tensor, "h d m"]
+    read: Float[Tensor, "h d_head m"]
+    scale: Float[Tensor, " h"]
+    c_Q: Float[Tensor, "h d_head"]
+    error: Float[Tensor, " h"]
+    rotary: tuple[bool, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def index(self, heads: Sequence[Head]) -> list[int]:
+        """Where some heads stand in this basis."""
+        for head in heads:
+            if head not in self.heads:
+                raise BadInput(f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}']).")
+        return [self.heads.index(head) for head in heads]
+
+    def __getitem__(self, head: str | Head) -> HeadBasis:
+        head = Head.parse(head)
+        (i,) = self.index([head])
+        return HeadBasis(head, self.U[i], self.S[i], self.V[i], self.read[i], float(self.scale[i]), self.rotary[i])
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
+        energy = self.S.double().square() / self.S.double().square().sum(-1, keepdim=True)
+        effective = torch.exp(-(energy * energy.clamp_min(1e-300).log()).sum(-1))
+        return [
+            {
+                "head": str(head), "top": float(self.S[i, 0]), "median": float(self.S[i].median()),
+                "last": float(self.S[i, -1]), "effective_rank": float(effective[i]), "rotary": self.rotary[i],
+                "error": float(self.error[i]),
+            }
+            for i, head in enumerate(self.heads)
+        ]  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write to one safetensors file."""
+        names = ("U", "S", "V", "read", "scale", "c_Q", "error")
+        manifest = {"heads": [str(head) for head in self.heads], "rotary": list(self.rotary), "about": dict(self.about)}
+        write_tensors(path, "singular_basis", {name: getattr(self, name) for name in names}, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> SingularBasis:
+        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
+        tensors, manifest = read_tensors(path, "singular_basis", expect)
+        heads = tuple(Head.parse(head) for head in manifest["heads"])
+        return cls(heads, rotary=tuple(manifest["rotary"]), about=manifest["about"], **tensors)
+
+
+def basis_of_weights(
+    heads: Sequence[Head],
+    w_q: Float[Tensor, "h d_head d"],
+    w_k: Float[Tensor, "h d_head d"],
+    scale: Float[Tensor, " h"],
+    c_q: Float[Tensor, "h d_head"],
+    rotary: Sequence[bool],
+    about: Mapping[str, Any] | None = None,
+) -> SingularBasis:
+    """Thin SVD of each head, multiplied out on random probes before it is believed."""
+    u, s, v = thin_svd(w_q, w_k)
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64).to(u)
+    true = w_q.to(u).mT @ (w_k.to(u) @ probes)
+    error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
+    error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    if bool((error > 1e-6).any()):
+        raise BadInput(
+            f"the singular vectors of {heads[int(error.argmax())]} do not multiply out to its weights (error "
+            f"{float(error.max()):.1e}): look for numbers that are not finite among them."
+        )
+    return SingularBasis(
+        tuple(heads), u.float().cpu(), s.cpu(), v.float().cpu(), (w_q.to(u) @ u).cpu(), scale.cpu(), c_q.cpu(),
+        error.cpu(), tuple(rotary), dict(about or {}),
+    )  # fmt: skip
+
+
+def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
+    """``M⁺ᵀ``: its columns give the coordinates, ``α_j = n_jᵀ q``."""
+    return torch.linalg.pinv(read.to(torch.float64), rtol=_NULL).mT
+
+
+def singular_coordinates(
+    read: Float[Tensor, "*h d m"], q: Float[Tensor, "*b d"], difference: Float[Tensor, "*b d"]
+) -> tuple[Float[Tensor, "*b m"], Float[Tensor, "*b m"]]:
+    """``α = M⁺ q`` and ``γ = Mᵀ Δk``, whose products are the terms; q without QK-norm's own bias."""
+    alpha = (q.double()[..., None, :] @ dual(read)).squeeze(-2)
+    gamma = (difference.double()[..., None, :] @ read.double()).squeeze(-2)
+    return alpha, gamma
+
+
+def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
+    """The oblique projector on keys that keeps some components of every logit: ``P = Σ_{j chosen} n_j m_jᵀ``."""
+    index = torch.as_tensor(chosen)
+    return Projector(dual(read)[:, index], read.double()[:, index])
+
+
+def omega_svd(read: Float[Tensor, "d m"], s: Float[Tensor, " m"], rank: int) -> Projector:
+    """The components with the largest singular values: what the weights alone would swap.
+
+    Examples
+    --------
+    >>> omega_svd(torch.eye(4), torch.tensor([1.0, 4.0, 2.0, 3.0]), 2).matrix().diagonal()
+    tensor([0., 1., 0., 1.], dtype=torch.float64)
+    """
+    if not 1 <= rank <= s.shape[-1]:
+        raise BadInput(f"rank {rank} does not fit into the {s.shape[-1]} singular vectors of the head.")
+    return components(read, s.argsort(descending=True)[:rank])
