@@ -835,18 +835,24 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
         assert json.loads(out)["tables"]
     code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3", "--out", "fit2", "--size", "4")
     assert (code, "--size is for binding and filter" in err) == (2, True)
+    code, before, _ = qkscope("swap", "fit", "--json")
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
-    for arguments in (["swap", "fit"], ["explain", "fit", "hat :"]):
-        code, out, err = qkscope(*arguments)
-        assert (code, out) == (2, "")
-        assert "mine.jsonl has changed since fit was made from it: run decompose again" in err
     code, _, err = qkscope(
         "decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--center", "query", *NOWHERE
     )
     assert (code, "fit holds another job (asked differ)" in err) == (2, True)
-    os.remove("mine.jsonl")
+    os.remove("mine.jsonl")  # the folder keeps what it was made from
+    code, after, err = qkscope("swap", "fit", "--json")
+    assert code == 0, err
+    assert json.loads(after)["tables"] == json.loads(before)["tables"]
+    Path("fit/mine.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
+    for arguments in (["swap", "fit"], ["explain", "fit", "hat :"]):
+        code, out, err = qkscope(*arguments)
+        assert (code, out) == (2, "")
+        assert "fit/mine.jsonl has changed since fit was made from it: run decompose again" in err
+    os.remove("fit/mine.jsonl")
     code, _, err = qkscope("swap", "fit")
-    assert (code, "was made from mine.jsonl, which is not here" in err) == (2, True)
+    assert (code, "fit/mine.jsonl is missing, the copy of the task" in err) == (2, True)
 
 
 def test_stdout_is_json_alone_in_a_process_of_its_own(folder, fitted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import json
 import re
 import subprocess
 import sys
@@ -281,3 +282,15 @@ def test_contrasts_that_would_overwrite_a_column_or_a_row_are_refused():
             Task("mine", {name: Contrast(name, "")}, draw)
     with pytest.raises(BadInput, match="no contrast 'lexicl': it has order, lexical, box"):
         tasks.binding(2).fit("lexicl", 1)
+
+
+@pytest.mark.parametrize("name", tasks.BUILT_IN)
+def test_what_a_task_was_asked_for_makes_it_again(name):
+    """Fit folders keep only that, as JSON."""
+    first = tasks.BUILT_IN[name](seed=3)
+    again = tasks.BUILT_IN[name](seed=first.seed, **json.loads(json.dumps(dict(first.asked))))
+    assert first.name == again.name == name
+    assert [again.fit(contrast, 5) for contrast in again.contrasts] == [
+        first.fit(contrast, 5) for contrast in first.contrasts
+    ]
+    assert (again.choose(5), again.test(5)) == (first.choose(5), first.test(5))

@@ -7,8 +7,10 @@ job died is taken up. Subspaces are recomputed from the sums: they are cheap, an
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,8 @@ def run_decompose(
         _write(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
     for left_over in folder.glob("*.part"):  # what a killed run was writing
         left_over.unlink(missing_ok=True)
+    if task.name not in tasks.BUILT_IN:
+        shutil.copyfile(job["asked"]["file"], folder / Path(job["asked"]["file"]).name)
     fit = decompose(
         scope, task, heads, n, contrasts=job["contrasts"], space=space, batch_size=batch_size, seed=seed, out=folder
     )
@@ -150,15 +154,14 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
 
 
 def task_of(job: dict[str, Any], folder: str | Path) -> Task:
-    """The task that a fit folder was made from; a file that has changed since is refused."""
+    """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
     asked, seed = dict(job["asked"]), job["task_seed"]
-    if job["task"] == "binding":
-        return tasks.binding(asked.pop("entities"), asked.pop("form"), seed, **asked)
-    if job["task"] == "filter":
-        return tasks.filter(asked.pop("categories"), asked.pop("form"), seed, **asked)
-    if not Path(asked["file"]).is_file():
-        raise BadInput(f"{folder} was made from {asked['file']}, which is not here: run this where decompose was run.")
-    task = tasks.from_jsonl(asked["file"], seed=seed, chat=asked["chat"], center=asked["center"])
-    if json.loads(json.dumps(dict(task.asked))) != asked:
-        raise BadInput(f"{asked['file']} has changed since {folder} was made from it: run decompose again.")
-    return task
+    if job["task"] in tasks.BUILT_IN:
+        return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+    kept = Path(folder) / Path(asked["file"]).name
+    if not kept.is_file():
+        raise BadInput(f"{kept} is missing, the copy of the task that {folder} was made from: run decompose again.")
+    task = tasks.from_jsonl(kept, seed=seed, chat=asked["chat"], center=asked["center"])
+    if task.asked["hash"] != asked["hash"]:
+        raise BadInput(f"{kept} has changed since {folder} was made from it: run decompose again.")
+    return replace(task, asked=asked)  # its sums know it by the name it was given

@@ -11,4 +11,20 @@ from qkscope.tasks.repeats import induction
 from qkscope.tasks.task import Contrast, Task
 from qkscope.tasks.years import greater_than
 
-__all__ = ["Contrast", "Task", "binding", "filter", "from_jsonl", "greater_than", "induction", "ioi", "pronoun"]
+BUILT_IN = {
+    task.__name__.removesuffix("_task"): task for task in (binding, filter, ioi, induction, greater_than, pronoun)
+}
+"""Makers of tasks by the name that their tasks carry; ``maker(seed=task.seed, **task.asked)`` makes a task again."""
+
+__all__ = [
+    "BUILT_IN",
+    "Contrast",
+    "Task",
+    "binding",
+    "filter",
+    "from_jsonl",
+    "greater_than",
+    "induction",
+    "ioi",
+    "pronoun",
+]
