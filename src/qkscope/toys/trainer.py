@@ -148,6 +148,7 @@ class Trained:
     final_loss: list[float]
     curve_steps: list[int] = field(default_factory=list)
     curves: Float[Tensor, "checks m"] | None = None  # NaN after a model has left
+    history: dict[str, Tensor] | None = None  # name: (checks, m, …), where the trainer was asked to keep it
 
     @property
     def diverged(self) -> list[str]:
@@ -165,6 +166,7 @@ class Trainer:
     seed : of the stream of batches.
     checkpoint : file to write to, and to resume from where it exists.
     compact_below : drop finished models from the stack when at most this share of it still runs (1: at once).
+    keep_history : keep the parameters of every check, as `Trained.history`.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Trainer:
         checkpoint: str | Path | None = None,
         checkpoint_seconds: float = 30.0,
         compact_below: float = 1.0,
+        keep_history: bool = False,
     ) -> None:
         self.task, self.recipe, self.seed = task, recipe or Recipe(), seed
         self.names = list(task.names)
@@ -198,6 +201,8 @@ class Trainer:
         self.last = torch.full((m,), torch.nan, dtype=torch.float64)
         self.curve_steps: list[int] = []
         self.curves: list[Tensor] = []
+        self.keep_history = keep_history
+        self.history: list[Tensor] = []
         self.generator = torch.Generator(device=task.device).manual_seed(seed)
         self._load(torch.arange(m), self.final.flat, None)
         self._saved = time.monotonic()
@@ -305,6 +310,8 @@ class Trainer:
         row[self.models] = losses
         self.curves.append(row)
         self.curve_steps.append(self.step)
+        if self.keep_history:
+            self.history.append(self._everything())
 
     def run(self) -> Trained:
         """Train to the end, one step after the other."""
@@ -318,15 +325,23 @@ class Trainer:
 
     def result(self) -> Trained:
         """Where every model stands."""
-        final = self.final.flat.clone()
-        going = self.status[self.models] == RUNNING
-        final[self.models[going]] = self.params.flat[going.to(self.task.device)].to(final.device)
+        final = self._everything()
+        history = self.final.like(torch.stack(self.history).flatten(0, 1)).named() if self.history else None
+        checks = len(self.history)
         return Trained(
             self.names, {name: value.clone() for name, value in self.final.like(final).named().items()},
             self.stopped_at.tolist(), [REASONS[code] for code in self.status.tolist()],
             self.initial.tolist(), self.last.tolist(), list(self.curve_steps),
             torch.stack(self.curves) if self.curves else None,
+            history and {name: value.unflatten(0, (checks, -1)) for name, value in history.items()},
         )  # fmt: skip
+
+    def _everything(self) -> Tensor:
+        """Parameters of all models, where they stopped or where they are."""
+        everything = self.final.flat.clone()
+        going = self.status[self.models] == RUNNING
+        everything[self.models[going]] = self.params.flat[going.to(self.task.device)].to(everything.device)
+        return everything
 
     # ------------------------------------------------------------------ files
 
@@ -343,6 +358,7 @@ class Trainer:
             "second": self.second, "status": self.status, "stopped_at": self.stopped_at, "best": self.best,
             "stale": self.stale, "initial": self.initial, "last": self.last, "generator": self.generator.get_state(),
             "curve_steps": torch.tensor(self.curve_steps), "curves": torch.stack(self.curves),
+            **({"history": torch.stack(self.history)} if self.keep_history else {}),
         }  # fmt: skip
         write_tensors(self.checkpoint, "training", tensors, {"about": self._about(), "step": self.step})
         self._saved = time.monotonic()
@@ -357,3 +373,4 @@ class Trainer:
         self._load(tensors["models"], tensors["params"], (tensors["first"], tensors["second"]))
         self.generator.set_state(tensors["generator"])
         self.curve_steps, self.curves = tensors["curve_steps"].tolist(), list(tensors["curves"])
+        self.history = list(tensors["history"]) if self.keep_history else []

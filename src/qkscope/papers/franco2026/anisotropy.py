@@ -1,0 +1,112 @@
+"""Figure 4: a head on given features, made anisotropic along one direction, ``W Wᵀ = I + ε v vᵀ``.
+
+The raw score is ``max_j |cos(f, u_j)|``, the anti-whitened one ``max_j |cos(f, G u_j)|``, averaged over the pairs and
+both sides. A maximum over all ten singular vectors is large for any direction, so two more stand beside: the maximum
+over the top four, the only ones that the head uses, and what random directions score under the same maxima.
+‖E‖ is given on both scales, with the undistorted c = 1 (it is ε) and with ``c = tr G / d`` (it cannot exceed d − 1).
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from qkscope.maths.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
+from qkscope.maths.theory import sharp_bound, theorem2_bound
+from qkscope.papers.franco2026.rows import Row, alignment_rows, mean, pick
+from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.registry import Settings
+from qkscope.result import Claim, Result, provenance
+from qkscope.toys.superposition import Toy, by_logit
+from qkscope.toys.threads import one_thread
+
+_KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")
+
+
+@one_thread()
+def run(settings: Settings) -> Result:
+    """Scores of every ε and direction, after training and before."""
+    work, toys = PRESETS[settings.preset], toys_of(settings)
+    rows, alignment = [], []
+    for config, found in toys.items():
+        epsilon = float(config.removeprefix("ε="))
+        for trained in found:
+            for check, control in ((-1, False), (0, True)):
+                toy, step = trained.at(check), trained.steps[check]
+                rows.append(anisotropy_row(epsilon, trained.cell.seed, step, toy, control))
+                alignment += alignment_rows(config, trained.cell.seed, step, toy, control=control)
+    summary = summarise(rows)
+    last = summary[-1]
+    return Result(
+        experiment=f"franco2026/{settings.figure}",
+        answer=(
+            f"At ε = {last['epsilon']:g}: raw |cos| {last['raw']:.3f} (best of ten; random directions score "
+            f"{last['random']:.3f}), {last['raw_top']:.3f} over the four vectors in use (random "
+            f"{last['random_top']:.3f}), anti-whitened {last['anti_whitened']:.3f}."
+        ),
+        tables={"anisotropy": summary, "directions": rows, "alignment": alignment},
+        claims=_claims(summary),
+        preset=settings.preset,
+        seed=settings.seed,
+        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work)),
+    )
+
+
+def anisotropy_row(epsilon: float, seed: int, step: int, toy: Toy, control: bool) -> Row:
+    """One head on one dictionary."""
+    basis, pairs, g = toy.basis(), by_logit(toy.task.pairs), gram(toy.W)
+    scores: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for side, vectors in ((0, basis.u), (1, basis.v)):
+        wanted = toy.W.double()[:, [pair[side] for pair in pairs]]
+        top = slice(len(pairs))
+        for name, found in (
+            ("raw", cosines(wanted, vectors)),
+            ("anti_whitened", cosines(wanted, anti_whiten(g, vectors))),
+        ):
+            scores[name] += found.amax(1).tolist()
+            scores[f"{name}_top"] += found[:, top].amax(1).tolist()
+        scores["whitened"] += cosines(whiten(g, wanted), vectors).diagonal().tolist()
+    return {"epsilon": epsilon, "seed": seed, "step": step, "control": control, "error_trace": isotropy_error(g),
+            "error_undistorted": isotropy_error(g, 1.0), **{kind: mean(found) for kind, found in scores.items()},
+            "sharp": sharp_bound(g)}  # fmt: skip
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """Mean and standard deviation over directions, beside the bounds and chance."""
+    table = []
+    d, used = 10, 4
+    chance, chance_top = random_best(d, d).mean, random_best(d, used).mean
+    for epsilon in dict.fromkeys(row["epsilon"] for row in rows):
+        after, before = (pick(rows, epsilon=epsilon, control=control) for control in (False, True))
+        line: Row = {"epsilon": epsilon, "error_trace": mean(r["error_trace"] for r in after), "n": len(after)}
+        for kind in _KINDS:
+            values = [r[kind] for r in after]
+            line |= {kind: mean(values), f"{kind}_sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+                     f"{kind}_untrained": mean(r[kind] for r in before)}  # fmt: skip
+        table.append({**line, "random": chance, "random_top": chance_top, "bound": theorem2_bound(epsilon),
+                      "sharp": mean(r["sharp"] for r in after)})  # fmt: skip
+    return table
+
+
+def _claims(summary: list[Row]) -> list[Claim]:
+    most, none = summary[-1], summary[0]
+    strong = [row for row in summary if row["epsilon"] >= 5]
+    covered = [row for row in summary if torch.isfinite(torch.tensor(row["bound"]))]
+    return [
+        Claim("isotropic features align exactly (raw |cos| at ε = 0; control: untrained)", "exact", none["raw"],
+              none["raw_untrained"], "ours >= 0.99"),
+        Claim("alignment stays above 0.75 (raw, best of all ten vectors, at the largest ε; control: random directions)",
+              "above 0.75", most["raw"], most["random"], "ours > 0.75"),
+        Claim("... and means that the vectors in use point at the features (raw, top four; control: random directions "
+              "under the maximum over all ten)", "implied", most["raw_top"], most["random"], "ours > control"),
+        Claim("anti-whitening improves alignment (least gain at ε ≥ 5; control: gain of an untrained head)",
+              "significantly",
+              min((r["anti_whitened"] - r["raw"] for r in strong), default=float("nan")),
+              mean(r["anti_whitened_untrained"] - r["raw_untrained"] for r in strong),
+              "ours > 0.05 and ours > control"),
+        Claim("Theorem 2 bounds alignment from below where it speaks (least raw |cos| minus bound; control: its "
+              "tightness, largest difference)", "a loose lower bound",
+              min((r["raw"] - r["bound"] for r in covered), default=float("nan")),
+              max((r["raw"] - r["bound"] for r in covered), default=float("nan")), "ours >= -0.001"),
+    ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Figures 1 and 19: how features arrange themselves without a head, with one pair of interest, and with twenty.
+
+Without a head the paper sees antipodal pairs, one per dimension, and ``W Wᵀ = cI``. With a head the features of
+interest stand orthogonal to all others. In numbers: antipodal pairs (``cos < −0.9``), ``‖G/c − I‖``, and the largest
+|cos| of a feature of interest with any other feature - beside the same for features that are of no interest, and for
+the untrained dictionary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from qkscope.maths.alignment import cosines, gram, isotropy_error
+from qkscope.papers.franco2026.rows import Row, mean, pick
+from qkscope.papers.franco2026.toys import MANY_PAIRS, NO_HEAD, ONE_PAIR, PRESETS, toys_of
+from qkscope.papers.registry import Settings
+from qkscope.result import Claim, Result, provenance
+from qkscope.toys.superposition import Toy
+from qkscope.toys.threads import one_thread
+
+_ANTIPODAL = -0.9
+_SPARSE = "no head, p=0.27"
+
+
+@one_thread()
+def run(settings: Settings) -> Result:
+    """Angles among the features of every configuration, after training and before."""
+    toys = toys_of(settings)
+    rows = [
+        geometry_row(config, trained.cell.seed, trained.steps[check], trained.at(check), control)
+        for config, found in toys.items()
+        for trained in found
+        for check, control in ((-1, False), (0, True))
+    ]
+    arrays: dict[str, Any] = {}
+    for config, found in toys.items():
+        toy = found[0].toy
+        unit = toy.W.double() / toy.W.double().norm(dim=0)
+        arrays[f"cosines/{config}"], arrays[f"gram/{config}"] = (unit.mT @ unit).float(), gram(toy.W).float()
+    after, before = pick(rows, control=False), pick(rows, control=True)
+    plain = pick(after, config=NO_HEAD)
+    return Result(
+        experiment=f"franco2026/{settings.figure}",
+        answer=(
+            f"Without a head features form {_range(plain, 'antipodal')} antipodal pairs at p=0.52 and "
+            f"{_range(pick(after, config=_SPARSE), 'antipodal')} at p=0.27 in {len(plain)} seeds (the paper: 10). With "
+            f"one pair of interest its features overlap with any other by at most "
+            f"{_worst(pick(after, config=ONE_PAIR), 'interest_overlap'):.3f}, the others among themselves by "
+            f"{mean(r['other_overlap'] for r in pick(after, config=ONE_PAIR)):.2f}."
+        ),
+        tables={"geometry": rows},
+        claims=_claims(settings.figure, after, before),
+        arrays=arrays,
+        preset=settings.preset,
+        seed=settings.seed,
+        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(PRESETS[settings.preset])),
+    )
+
+
+def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> Row:
+    """One dictionary in numbers."""
+    W = toy.W.double()
+    unit = W / W.norm(dim=0)
+    angles = unit.mT @ unit
+    paired = (angles < _ANTIPODAL).any(1)
+    wanted = sorted({feature for pair in toy.task.pairs for feature in pair[:2]}) if toy.task.weight > 0 else []
+    largest = (cosines(W, W) - torch.eye(toy.task.n, dtype=W.dtype)).amax(1)
+    other = [i for i in range(toy.task.n) if i not in wanted]
+    g = gram(W)
+    values = torch.linalg.eigvalsh(g)
+    return {
+        "config": config, "seed": seed, "step": step, "control": control, "antipodal": int(paired.sum()) // 2,
+        "isotropy_error": isotropy_error(g), "eigen_ratio": float(values[0] / values[-1]),
+        "interest_overlap": float(largest[wanted].amax()) if wanted else math.nan,
+        "other_overlap": float(largest[other].mean()) if other else math.nan,
+        "rest_isotropy_error": _rest_error(W, wanted, other), "n": toy.task.n, "d": toy.task.d,
+    }  # fmt: skip
+
+
+def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
+    """``‖E‖`` of the remaining features inside the space that those of interest leave."""
+    if not wanted or len(other) < 2 or len(wanted) >= len(W):
+        return math.nan
+    inside = torch.linalg.qr(W[:, wanted])[0]
+    left = torch.linalg.svd(torch.eye(len(W), dtype=W.dtype) - inside @ inside.mT)[0][:, : len(W) - len(wanted)]
+    return isotropy_error(gram(left.mT @ W[:, other]))
+
+
+def _claims(figure: str, after: list[Row], before: list[Row]) -> list[Claim]:
+    plain, sparse, one = (pick(after, config=name) for name in (NO_HEAD, _SPARSE, ONE_PAIR))
+    untrained = pick(before, config=NO_HEAD)
+    if figure == "fig19":
+        return [
+            Claim("without a head features are isotropic: ‖G/c − I‖, mean over seeds; control: untrained", "isotropic",
+                  mean(r["isotropy_error"] for r in plain), mean(r["isotropy_error"] for r in untrained),
+                  "ours < 0.1 * control"),
+            Claim("the same at p=0.27; control: untrained", "not in the paper",
+                  mean(r["isotropy_error"] for r in sparse), mean(r["isotropy_error"] for r in untrained),
+                  "ours < 0.1 * control"),
+            Claim("with one pair of interest features are still approximately isotropic; control: untrained",
+                  "approximately", mean(r["isotropy_error"] for r in one), mean(r["isotropy_error"] for r in untrained),
+                  "ours < 0.5 * control"),
+            Claim("... the remaining ones in the space left to them; control: untrained", "suggested",
+                  mean(r["rest_isotropy_error"] for r in one),
+                  mean(r["rest_isotropy_error"] for r in pick(before, config=ONE_PAIR)), "ours < 0.2 * control"),
+        ]  # fmt: skip
+    claims = [
+        Claim("without a head: ten antipodal pairs (mean over seeds, p=0.52); control: untrained", "10",
+              mean(r["antipodal"] for r in plain), mean(r["antipodal"] for r in untrained), "ours >= 10"),
+        Claim("the same at p=0.27; control: untrained", "not in the paper", mean(r["antipodal"] for r in sparse),
+              mean(r["antipodal"] for r in pick(before, config=_SPARSE)), "ours >= 10"),
+    ]  # fmt: skip
+    for config in (ONE_PAIR, MANY_PAIRS):
+        rows = pick(after, config=config)
+        claims.append(Claim(
+            f"{config}: features of interest are orthogonal to all others (largest |cos|, worst seed; control: the "
+            "same "
+            "before training)", "orthogonal", _worst(rows, "interest_overlap"),
+            mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1"))  # fmt: skip
+    return claims
+
+
+def _worst(rows: list[Row], name: str) -> float:
+    return max((row[name] for row in rows), default=math.nan)
+
+
+def _range(rows: list[Row], name: str) -> str:
+    values = sorted({row[name] for row in rows})
+    return "-".join(str(value) for value in dict.fromkeys((values[0], values[-1]))) if values else "?"
