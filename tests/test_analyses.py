@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.attribute import attribute
-from qkscope.analyses.decompose import decompose, sums_file
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.sums import sums_file
 from qkscope.analyses.swap import conditions, default_features, swap
 from qkscope.analyses.units import batches_of, capture_units, units_hash
 from qkscope.capture.families import tiny_model

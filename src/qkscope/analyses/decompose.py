@@ -1,77 +1,30 @@
-"""The features of chosen heads: one pass over each contrast's prompts, with the nulls and the baselines beside it.
-
-With an output folder the sums are saved every few batches together with the number of batches they hold, so a run that
-dies goes on from there; the list of batches is fixed, so it ends where it would have ended.
-"""
+"""The features of chosen heads: one pass over each contrast's prompts, with the nulls and the baselines beside it."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from qkscope.analyses.find import job
-from qkscope.analyses.units import batches_of, capture_units, contrast_rows, units_hash
+from qkscope.analyses.sums import Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.maths.baselines import Covariance
 from qkscope.maths.controls import Controls, run_controls
-from qkscope.maths.moments import Moments
-from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.result import Result, provenance
-from qkscope.tasks.task import Contrast, Task
-
-log = logging.getLogger(__name__)
+from qkscope.tasks.task import Task
 
 Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
 
-_SAVE_EVERY = 8  # batches
-_FEW_TO_SHUFFLE = 4  # units in a batch
 _ALPHA = 0.05
 _ROUNDING = 1e-5  # of float32 queries and keys, with room
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines."""
-
-    moments: Moments
-    cov_q: Covariance
-    cov_k: Covariance
-
-    def save(self, path: Path, batches: int) -> None:
-        """Write the state after this many batches."""
-        tensors = {**self.moments.tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
-        write_tensors(path, "sums", tensors, {"moments": self.moments.manifest(), "batches": batches})
-
-    def load(self, path: Path) -> int:
-        """Take up a saved state of the same job; returns how many batches it holds."""
-        tensors, manifest = read_tensors(path, "sums")
-        theirs = manifest.get("moments", {})
-        for name, value in self.moments.manifest().items():
-            if theirs.get(name) != value:
-                parts = (
-                    [part for part in value if theirs.get(name, {}).get(part) != value[part]] if name == "about" else []
-                )
-                raise BadInput(
-                    f"{path} was made by another job ({', '.join(parts) or name} differs): use another folder."
-                )
-        state = {**self.moments.tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
-        for name, tensor in state.items():
-            if name not in tensors or tensors[name].shape != tensor.shape:
-                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; use another folder.")
-            tensor.copy_(tensors[name])
-        return int(manifest["batches"])
 
 
 @dataclass(frozen=True)
@@ -134,22 +87,36 @@ def decompose(
     chosen = [scope.check(head) for head in parse_heads(heads)]
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
-    subspaces: dict[tuple[str, Head], Subspace] = {}
-    sums: dict[str, Sums] = {}
-    rows: list[dict[str, Any]] = []
     about = job(scope, task, space)
-    for name in names:
-        contrast = task.contrasts[name]
-        path = None if out is None else sums_file(out, name)
-        sums[name] = _accumulate(
-            scope, task, contrast, chosen, n, space, batch_size, replicates, seed, {**about, "n": n}, path, progress
+    sums = {
+        name: accumulate(
+            scope, task, task.contrasts[name], chosen, n, space, batch_size, replicates, seed, {**about, "n": n},
+            None if out is None else sums_file(out, name), progress=progress,
         )
-        moments = sums[name].moments
+        for name in names
+    }  # fmt: skip
+    fit = fit_of(sums, task, about, rank=rank, center=center)
+    return replace(fit, seed=seed, seconds=time.perf_counter() - start)
+
+
+def fit_of(
+    sums: Mapping[str, Sums],
+    task: Task,
+    about: Mapping[str, Any],
+    *,
+    rank: Rank | Mapping[str, Rank] = "energy",
+    center: Mapping[str, Center] | None = None,
+) -> Fit:
+    """Subspaces and their controls from finished sums: no model is needed any more."""
+    subspaces: dict[tuple[str, Head], Subspace] = {}
+    rows: list[dict[str, Any]] = []
+    for name, one in sums.items():
+        contrast, moments = task.contrasts[name], one.moments
         centring = (center or {}).get(name, contrast.center)
         controls = {head: _judged(c, centring) for head, c in run_controls(moments, name).items()}
         cut: Rank = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
         found = Subspace.from_deltas(
-            moments.delta(name, centring), chosen, scope.d_head, contrast=name, controls=controls, about=about
+            moments.delta(name, centring), moments.heads, moments.d_head, contrast=name, controls=controls, about=about
         )
         found = {head: whole.cut(_rank(cut, whole, centring)) for head, whole in found.items()}
         for head, subspace in found.items():
@@ -161,18 +128,18 @@ def decompose(
                 "interaction_rank": c.interaction_rank, "mean_dominance": c.mean_dominance,
                 "p_difference": c.p_difference, "p_interaction": c.p_interaction, "verdict": c.verdict,
             })  # fmt: skip
+    some = next(iter(sums.values())).moments
     return Fit(
         experiment=f"decompose/{task.name}",
         answer=_answer(rows),
         tables={"ranks": rows},
-        model=scope.name,
-        seed=seed,
-        seconds=time.perf_counter() - start,
-        provenance=provenance(**about, n=n, replicates=replicates, rank=str(rank)),
+        model=about["model"],
+        seed=some.seed,
+        provenance=provenance(**about, n=some.about["n"], replicates=some.replicates, rank=str(rank)),
         subspaces=subspaces,
         sums=sums,
-        heads=tuple(chosen),
-        space=space,
+        heads=tuple(some.heads),
+        space=about["space"],
         chat=task.chat,
     )
 
@@ -187,11 +154,6 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     if not names:
         raise BadInput(f"no contrast was named: there is {', '.join(task.contrasts)}.")
     return names
-
-
-def sums_file(folder: str | Path, contrast: str) -> Path:
-    """Where a contrast's sums are kept. A name is not a path: it may hold anything a user calls a contrast."""
-    return Path(folder) / f"{quote(contrast, safe='')}.safetensors"
 
 
 def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_head: int) -> None:
@@ -236,61 +198,3 @@ def _answer(rows: list[dict[str, Any]]) -> str:
         f"Of {len(rows)} contrasts at heads, {counts['interaction']} depend on the query, {counts['mean only']} are "
         f"the mean only and {counts['not above null']} are not above their null."
     )
-
-
-def _accumulate(
-    scope: Scope,
-    task: Task,
-    contrast: Contrast,
-    heads: list[Head],
-    n: int,
-    space: Space,
-    batch_size: int,
-    replicates: int,
-    seed: int,
-    about: dict[str, Any],
-    path: Path | None,
-    progress: bool | None,
-) -> Sums:
-    units = task.fit(contrast.name, n)
-    batches = batches_of(units, batch_size)
-    if max(map(len, batches)) < _FEW_TO_SHUFFLE < len(units):
-        log.warning("Queries are shuffled within a batch, and %d a batch are few: raise batch_size to see whether %s "
-                    "depends on the query.", max(map(len, batches)), contrast.name)  # fmt: skip
-    about = {**about, "batch_size": batch_size, "examples": units_hash(units)}
-    device = scope.device
-    sums = Sums(
-        Moments(
-            heads, [contrast.name], scope.d_head, group_size=scope.group_size,
-            nulls=("sign_flip" if contrast.paired else "label_permutation", "query_shuffle"),
-            replicates=replicates, seed=seed, about=about, device=device,
-        ),
-        Covariance(len(heads), scope.d_head, device),
-        Covariance(len(heads), scope.d_head, device),
-    )  # fmt: skip
-    done = sums.load(path) if path is not None and path.exists() else 0
-    ends = {units_done: count for count, units_done in enumerate(accumulate(map(len, batches)), 1)}
-    units_done = sum(map(len, batches[:done]))
-    stream = capture_units(
-        scope,
-        units,
-        heads,
-        space=space,
-        batch_size=batch_size,
-        chat=task.chat,
-        rest=False,
-        first=done,
-        progress=progress,
-    )
-    for batch in stream:
-        q, k, labels, prompts = contrast_rows(batch, contrast)
-        sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
-        captured = batch.captured
-        sums.cov_q.update(captured.q)
-        own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
-        sums.cov_k.update(own[captured.key_mask])
-        units_done += len(batch.unit.unique())
-        count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
-        if path is not None and count and (count % _SAVE_EVERY == 0 or count == len(batches)):
-            sums.save(path, count)
-    return sums

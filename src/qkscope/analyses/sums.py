@@ -1,0 +1,163 @@
+"""One pass over a contrast's prompts: the sums it leaves, saved as it goes, and added up over shards.
+
+The list of batches is fixed by the task and the batch size. A shard takes every n-th of it, whole, and sums add, so
+neither how many processes share the work nor where one of them died changes the numbers (to rounding).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate as running_sum
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor
+
+from qkscope.analyses.units import batches_of, capture_units, contrast_rows, units_hash
+from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.baselines import Covariance
+from qkscope.maths.moments import Moments
+from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.tasks.task import Contrast, Task
+
+log = logging.getLogger(__name__)
+
+Shard = tuple[int, int]
+
+_SAVE_EVERY = 8  # batches
+_FEW_TO_SHUFFLE = 4  # units in a batch
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines."""
+
+    moments: Moments
+    cov_q: Covariance
+    cov_k: Covariance
+
+    @classmethod
+    def empty(cls, moments: Moments) -> Sums:
+        """Sums of nothing yet, beside these moments."""
+        device = next(iter(moments.sums.values())).device
+        cov_q, cov_k = (Covariance(len(moments.heads), moments.d_head, device) for _ in range(2))
+        return cls(moments, cov_q, cov_k)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {**self.moments.tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
+
+    def save(self, path: Path, batches: int, of: int) -> None:
+        """Write the state after this many batches of all."""
+        write_tensors(path, "sums", self.tensors(), {"moments": self.moments.manifest(), "batches": batches, "of": of})
+
+    def load(self, path: Path) -> int:
+        """Take up a saved state of the same job; returns how many batches it holds."""
+        tensors, manifest = read_tensors(path, "sums")
+        theirs = manifest.get("moments", {})
+        for name, value in self.moments.manifest().items():
+            if theirs.get(name) != value:
+                parts = (
+                    [part for part in value if theirs.get(name, {}).get(part) != value[part]] if name == "about" else []
+                )
+                raise BadInput(
+                    f"{path} was made by another job ({', '.join(parts) or name} differs): use another folder."
+                )
+        self._fill(tensors, path)
+        return int(manifest["batches"])
+
+    @classmethod
+    def read(cls, path: Path) -> Sums:
+        """Finished sums, of whatever job made them; refused while batches are missing."""
+        tensors, manifest = read_tensors(path, "sums")
+        if manifest.get("batches") != manifest.get("of"):
+            raise BadInput(f"{path} holds {manifest.get('batches')} of {manifest.get('of')} batches: run the command "
+                           "that makes it again, it goes on where it stopped.")  # fmt: skip
+        sums = cls.empty(Moments.from_manifest(manifest["moments"]))
+        sums._fill(tensors, path)
+        return sums
+
+    def _fill(self, tensors: dict[str, Tensor], path: Path) -> None:
+        for name, tensor in self.tensors().items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; use another folder.")
+            tensor.copy_(tensors[name])
+
+    def merge(self, *others: Sums) -> Sums:
+        """New sums with the data of all, added in this order."""
+        return Sums(
+            self.moments.merge(*(other.moments for other in others)),
+            self.cov_q.merge(*(other.cov_q for other in others)),
+            self.cov_k.merge(*(other.cov_k for other in others)),
+        )
+
+
+def sums_file(folder: str | Path, contrast: str) -> Path:
+    """Where a contrast's sums are kept. A name is not a path: it may hold anything a user calls a contrast."""
+    return Path(folder) / f"{quote(contrast, safe='')}.safetensors"
+
+
+def accumulate(
+    scope: Scope,
+    task: Task,
+    contrast: Contrast,
+    heads: Sequence[Head],
+    n: int,
+    space: Space,
+    batch_size: int,
+    replicates: int,
+    seed: int,
+    about: dict[str, Any],
+    path: Path | None,
+    shard: Shard = (0, 1),
+    progress: bool | None = None,
+) -> Sums:
+    """Sums of one contrast over this shard's batches; with a path, saved every few batches and taken up from there."""
+    units = task.fit(contrast.name, n)
+    every = batches_of(units, batch_size)
+    if len(every) < shard[1]:
+        raise BadInput(f"{len(every)} batches cannot be shared among {shard[1]}: take fewer shards or smaller batches.")
+    batches = every[shard[0] :: shard[1]]
+    if max(map(len, batches)) < _FEW_TO_SHUFFLE < len(units):
+        log.warning("Queries are shuffled within a batch, and %d a batch are few: raise batch_size to see whether %s "
+                    "depends on the query.", max(map(len, batches)), contrast.name)  # fmt: skip
+    about = {**about, "batch_size": batch_size, "examples": units_hash(units)}
+    moments = Moments(
+        heads, [contrast.name], scope.d_head, group_size=scope.group_size,
+        nulls=("sign_flip" if contrast.paired else "label_permutation", "query_shuffle"),
+        replicates=replicates, seed=seed, about=about, device=scope.device,
+    )  # fmt: skip
+    sums = Sums.empty(moments)
+    done = sums.load(path) if path is not None and path.exists() else 0
+    ends = {units_done: count for count, units_done in enumerate(running_sum(map(len, batches)), 1)}
+    units_done = sum(map(len, batches[:done]))
+    stream = capture_units(
+        scope,
+        units,
+        heads,
+        space=space,
+        batch_size=batch_size,
+        chat=task.chat,
+        rest=False,
+        first=done,
+        shard=shard,
+        progress=progress,
+    )
+    for batch in stream:
+        q, k, labels, prompts = contrast_rows(batch, contrast)
+        sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+        captured = batch.captured
+        sums.cov_q.update(captured.q)
+        own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
+        sums.cov_k.update(own[captured.key_mask])
+        units_done += len(batch.unit.unique())
+        count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
+        if path is not None and count and (count % _SAVE_EVERY == 0 or count == len(batches)):
+            sums.save(path, count, len(batches))
+    return sums
