@@ -8,16 +8,17 @@ no key, and takes no part. Where a family caps its logits, r is the logit before
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.encode import Encoded
-from qkscope.capture.pick import Places
+from qkscope.capture.pick import Captured, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
@@ -79,13 +80,25 @@ def relative_rows(
     basis, heads : the singular basis, and which of its heads; all by default.
     """
     chosen = list(basis.heads) if heads is None else heads
-    index = basis.index(chosen)
     given = inputs.inputs if isinstance(inputs, Encoded) else inputs
     captured = scope.capture_inputs(given, places=places, heads=chosen, space="query_frame")
-    k = captured.k[:, captured.kv_of_head].double().cpu()
-    q, scale = captured.q.double().cpu(), captured.scale.double().cpu()[:, None]
-    slot = (attended if attended.ndim == 2 else attended[:, None].expand(-1, len(chosen))).cpu().long()
-    seen = captured.bias.isfinite().cpu()
+    return split_captured(captured, attended, basis)
+
+
+def split_captured(
+    captured: Captured,
+    attended: Int[Tensor, "b h"] | Int[Tensor, " b"],
+    basis: SingularBasis,
+    rows: Sequence[int] | slice = slice(None),
+    heads: Sequence[int] | None = None,
+) -> RelativeRows:
+    """Split whole rows that were captured in the query's frame; ``rows`` and ``heads`` (columns) pick some of them."""
+    columns = list(range(len(captured.heads))) if heads is None else list(heads)
+    index = basis.index([captured.heads[column] for column in columns])
+    k = captured.k[rows][:, captured.kv_of_head[columns]].double().cpu()
+    q, scale = captured.q[rows][:, columns].double().cpu(), captured.scale[columns].double().cpu()[:, None]
+    slot = (attended if attended.ndim == 2 else attended[:, None].expand(-1, len(columns))).cpu().long()
+    seen = captured.bias[rows][:, columns].isfinite().cpu()
     valid = seen.gather(-1, slot[..., None])[..., 0] & (seen.sum(-1) > 1)
     difference = key_difference(k, slot, torch.where(valid[..., None], seen, torch.ones_like(seen)))
     difference = difference.masked_fill(~valid[..., None], torch.nan)
@@ -93,7 +106,7 @@ def relative_rows(
     read, s = basis.read[index], basis.S[index].double()
     alpha, gamma = singular_coordinates(read, q - constant, difference)
     floor = torch.finfo(torch.float64).eps * s.amax(-1, keepdim=True)
-    attention = captured.attention().cpu().gather(-1, slot[..., None])[..., 0].double()
+    attention = captured.attention()[rows][:, columns].cpu().gather(-1, slot[..., None])[..., 0].double()
     return RelativeRows(
         terms=scale * alpha * gamma,
         constant=scale[:, 0] * (constant * difference).sum(-1),
@@ -250,8 +263,3 @@ def _role(example: Example, name: str) -> tuple[int, int]:
         there = ", ".join(example.roles) or "none"
         raise BadInput(f"the example has no role {name!r}: there is {there}; or give a token's position.")
     return example.roles[name]
-
-
-def visible(rows: RelativeRows) -> Bool[Tensor, "b h"]:
-    """Where a query sees the key asked about, and another."""
-    return ~rows.relative.isnan()

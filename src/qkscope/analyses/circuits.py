@@ -1,0 +1,246 @@
+"""Which heads look from where to where: published circuits as data, and how to find such heads in another model.
+
+An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list of edges. Where none
+is known for a model, `find_circuit` takes the heads that attend most from one role to the other on prompts used for
+nothing else, and `outside` draws heads that are in no circuit, at the same roles: the control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.units import batches_of
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
+from qkscope.capture.stream import stream
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Span
+from qkscope.heads import Head, parse_heads
+from qkscope.tasks.task import ANSWER, Task, Unit
+
+QUERY = "query"
+"""Roles of every task: its own query, and its right key (``answer``)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What heads of a kind do: they look from one role to another."""
+
+    role: str
+    query: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One head at its job; ``circuit`` is False for a control."""
+
+    head: Head
+    job: Job
+    circuit: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.head}:{self.job.query}>{self.job.key}"
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """A published list of heads, and where it was published."""
+
+    task: str
+    source: str
+    edges: tuple[Edge, ...]
+
+
+PREVIOUS, INDUCTION = Job("previous token", "S1+1", "S1"), Job("induction", "S2", "S1+1")
+DUPLICATE, INHIBITION = Job("duplicate token", "S2", "S1"), Job("S-inhibition", "END", "S2")
+MOVER, NEGATIVE = Job("name mover", "END", "IO"), Job("negative name mover", "END", "IO")
+BACKUP, SUPPRESSION = Job("backup name mover", "END", "IO"), Job("copy suppression", "END", "S2")
+JOBS: dict[str, tuple[Job, ...]] = {
+    "ioi": (PREVIOUS, INDUCTION, INHIBITION, MOVER),
+    "induction": (Job("previous token", "NEXT", "PREV"), Job("induction", "END", "NEXT")),
+    "greater_than": (Job("year reader", "END", ANSWER),),
+    "pronoun": (Job("name reader", "END", "NAME"),),
+}
+"""What to look for in a model whose circuit nobody has published."""
+_ANSWERING = Job("answer", QUERY, ANSWER)
+
+
+def _edges(table: Sequence[tuple[Job, str]]) -> tuple[Edge, ...]:
+    return tuple(Edge(Head(*map(int, name.split("."))), job) for job, names in table for name in names.split())
+
+
+CIRCUITS: dict[str, Circuit] = {
+    "gpt2": Circuit(
+        "ioi",
+        "Wang, Variengien, Conmy, Shlegeris, Steinhardt: Interpretability in the Wild, ICLR 2023, figure 2",
+        _edges([
+            (PREVIOUS, "2.2 4.11"), (DUPLICATE, "0.1 0.10 3.0"), (INDUCTION, "5.5 5.8 5.9 6.9"),
+            (INHIBITION, "7.3 7.9 8.6 8.10"), (MOVER, "9.6 9.9 10.0"), (NEGATIVE, "10.7 11.10"),
+            (BACKUP, "9.0 9.7 10.1 10.2 10.6 10.10 11.2 11.9"),
+        ]),
+    ),
+    "EleutherAI/pythia-160m": Circuit(
+        "ioi",
+        "Singular Vectors of Attention Heads Align with Features, 2026, table 2, after Tigges, Hanna, Yu, Biderman: "
+        "LLM Circuit Analyses Are Consistent Across Training and Scale, NeurIPS 2024",
+        _edges([
+            (PREVIOUS, "2.6"), (INDUCTION, "4.11 4.6 5.0"), (MOVER, "10.7 9.4 8.2 8.10"),
+            (INHIBITION, "7.9 6.6 7.2"), (SUPPRESSION, "8.9"),
+        ]),
+    ),
+}  # fmt: skip
+_ALSO = {"openai-community/gpt2": "gpt2", "pythia-160m": "EleutherAI/pythia-160m"}
+
+
+def circuit_of(name: str, task: str) -> Circuit | None:
+    """The published circuit of a model for a task, if there is one."""
+    found = CIRCUITS.get(_ALSO.get(name, name))
+    return found if found is not None and found.task == task else None
+
+
+def parse_edges(text: str, task: str) -> list[Edge]:
+    """Read ``L9H9,L5H5:S2>S1+1``; a head alone looks from the query to the answer; a circuit's name is all of it."""
+    named = circuit_of(text.strip(), task)
+    if named is not None:
+        return list(named.edges)
+    if text.strip() in {*CIRCUITS, *_ALSO}:
+        raise BadInput(f"the circuit of {text.strip()} is one of task ioi, not of {task}: name heads instead.")
+    edges = []
+    for part in (piece.strip() for piece in text.split(",")):
+        if not part:
+            continue
+        name, colon, way = part.partition(":")
+        query, arrow, key = (piece.strip() for piece in way.partition(">"))
+        if colon and not (arrow and query and key):
+            raise BadInput(f"{part!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
+        (head,) = parse_heads(name)
+        edges.append(Edge(head, _job_between(query, key, task) if colon else _ANSWERING))
+    if not edges:
+        raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or a circuit's name.")
+    twice = [edge for i, edge in enumerate(edges) if edge in edges[:i]]
+    if twice:
+        raise BadInput(f"{twice[0]} is named twice: name each head and way once.")
+    return edges
+
+
+def _job_between(query: str, key: str, task: str) -> Job:
+    known = (job for job in JOBS.get(task, ()) if (job.query, job.key) == (query, key))
+    return next(known, Job(f"{query} to {key}", query, key))
+
+
+def jobs_of(edges: Sequence[Edge]) -> list[Job]:
+    """The different ways to look among some edges; jobs that differ in name alone count once."""
+    return list({(edge.job.query, edge.job.key): edge.job for edge in reversed(edges)}.values())[::-1]
+
+
+def check_roles(task: Task, edges: Sequence[Edge]) -> None:
+    """Refuse a role that the task's prompts do not have, before a model is loaded."""
+    example = task.test(1)[0][0]
+    for edge in edges:
+        for role in (edge.job.query, edge.job.key):
+            if role not in (QUERY, ANSWER) and role not in example.roles:
+                there = ", ".join([*example.roles, QUERY, ANSWER])
+                raise BadInput(f"{edge} names a role {role!r} that {task.name} does not have: there is {there}.")
+
+
+def span_of(example: Example, role: str) -> Span | None:
+    """Where a role stands; ``answer`` is the first right key, ``query`` the marked query or None, the last token."""
+    if role in example.roles:
+        return example.roles[role]
+    if role == QUERY:
+        return example.queries[0] if example.queries else None
+    right = [key.span for key in example.keys if key.label(ANSWER) > 0]
+    if role != ANSWER or not right:
+        raise BadInput(f"the example has no role {role!r}: {example.show(80)}.")
+    return right[0]
+
+
+def locate(
+    scope: Scope, examples: Sequence[Example], roles: Sequence[str], chat: bool = False
+) -> tuple[dict[str, Tensor], Int[Tensor, "n roles"]]:
+    """A left-padded batch, and the column of each role's (last) token in it; two roles may share a token."""
+    spans = [[span_of(example, role) for role in roles] for example in examples]
+    marked = [
+        Example(text=example.text, ids=example.ids, queries=tuple(filter(None, own)), roles=example.roles)
+        for example, own in zip(examples, spans, strict=True)
+    ]
+    encoded = scope.encode(marked, chat=chat)
+    last = encoded.inputs["input_ids"].shape[1] - 1
+    found = [encoded.places.query[encoded.places.row == i].tolist() for i in range(len(examples))]
+    columns = [[last if span is None else left.pop(0) for span in own] for own, left in zip(spans, found, strict=True)]
+    return encoded.inputs, torch.tensor(columns)
+
+
+def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
+    """One row per example and query column, example by example, with every token of the example as a key."""
+    mask = inputs["attention_mask"].bool()
+    row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
+    every = torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1)
+    return Places(row, columns.flatten().to(mask.device), every, mask[row])
+
+
+def find_circuit(
+    scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32, progress: bool | None = None
+) -> list[Edge]:
+    """For each job of the task the heads that do it most, on prompts for choosing.
+
+    A head's score is its mean attention from the query role to the key role, less that to the other named roles, so
+    that a head which looks at every name is not taken for one that looks at this one.
+    """
+    jobs = JOBS.get(task.name, (_ANSWERING,))
+    examples = [unit[0] for unit in task.choose(n)]
+    scores = job_scores(scope, examples, jobs, task.chat, batch_size, progress)
+    heads = scope.heads()
+    return [
+        Edge(heads[i], job)
+        for job, own in zip(jobs, scores, strict=True)
+        for i in own.argsort(descending=True)[: min(top, len(heads))].tolist()
+    ]
+
+
+def job_scores(
+    scope: Scope,
+    examples: Sequence[Example],
+    jobs: Sequence[Job],
+    chat: bool = False,
+    batch_size: int = 32,
+    progress: bool | None = None,
+) -> Float[Tensor, "jobs h"]:
+    """How much more of its attention every head gives the key role than the other named places."""
+    units: list[Unit] = [(example,) for example in examples]
+    queries = list(dict.fromkeys(job.query for job in jobs))
+    keys = list(dict.fromkeys([*(job.key for job in jobs), *examples[0].roles]))
+
+    def run(indices: list[int]) -> Tensor:
+        inputs, columns = locate(scope, [examples[i] for i in indices], [*queries, *keys], chat)
+        attention = scope.capture_inputs(inputs, places=rows_from(inputs, columns[:, : len(queries)])).attention()
+        by_query = attention.cpu().unflatten(0, (len(indices), len(queries)))
+        slots = columns[:, None, len(queries) :].expand(-1, by_query.shape[2], -1)
+        out = []
+        for job in jobs:
+            own = by_query[:, queries.index(job.query)].gather(-1, slots)
+            target = slots[..., keys.index(job.key), None]
+            others = (slots != target) & (slots != columns[:, None, queries.index(job.query), None])
+            rest = (own * others).sum(-1) / others.sum(-1).clamp_min(1)
+            out.append(own[..., keys.index(job.key)] - rest)
+        return torch.stack(out, dim=1)
+
+    return torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+
+
+def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> list[Edge]:
+    """For each way to look, this many heads that are in no circuit, drawn at random: the control."""
+    inside = {edge.head for edge in edges}
+    free = [head for head in scope.heads() if head not in inside]
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Edge(free[i], Job("control", job.query, job.key), circuit=False)
+        for job in jobs_of(edges)
+        for i in sorted(torch.randperm(len(free), generator=generator)[:count].tolist())
+    ]

@@ -1,0 +1,251 @@
+"""How few singular vectors carry a head's relative attention, over many prompts, beside what means nothing.
+
+Per edge (a head that looks from one role to another): sparsity ``(mean |c|)² / mean c²`` of the terms, the same under
+independently rotated singular vectors (``rotated``: spectrum and rank stay) and along a rotated head space
+(``rotated_shared``: every logit stays), the number of terms that reach r (``count``), that reach 99% of it
+(``count_tol``), and the number that random terms of the same sum and norm would need (``count_null``).
+``low`` and ``high`` are the 95% interval, by prompt, of ``difference = sparsity − rotated``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.circuits import Edge, check_roles, circuit_of, find_circuit, locate, outside, rows_from
+from qkscope.analyses.circuits import parse_edges as parse_edges
+from qkscope.analyses.find import job
+from qkscope.analyses.relative import TOLERANCE, RelativeRows, split_captured
+from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.units import batches_of
+from qkscope.capture.scope import Scope
+from qkscope.capture.stream import stream
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths import sparsity as measure
+from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.singular import SingularBasis
+from qkscope.result import Result, provenance
+from qkscope.tasks.task import Task, Unit
+
+VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
+          "cancellation", "sigma_correlation")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sparsity(Result):
+    """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where there is none)."""
+
+    edges: tuple[Edge, ...] = field(default=())
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per edge."""
+        return [dict(row) for row in self.tables["sparsity"]]
+
+
+def sparsity(
+    scope: Scope,
+    task: Task,
+    heads: str | Head | Sequence[str | Head | Edge] | None = None,
+    n: int = 128,
+    *,
+    controls: int = 12,
+    draws: int = 20,
+    batch_size: int = 32,
+    seed: int = 0,
+    step: int | str | None = None,
+    progress: bool | None = None,
+) -> Sparsity:
+    """Measure the sparsity of relative attention at one checkpoint, on the task's test prompts.
+
+    Parameters
+    ----------
+    heads : edges like ``L9H9:END>IO``, heads (which then look from the query to the answer), or a circuit's name. By
+        default the model's published circuit, or the heads that do the task's jobs most (`find_circuit`).
+    n : prompts.
+    controls : heads outside the circuit for each way to look.
+    draws : rotations of each null.
+    step : what to call this checkpoint.
+    """
+    start = time.perf_counter()
+    edges = [*(own := edges_for(scope, task, heads, batch_size, progress)), *outside(scope, own, controls, seed)]
+    arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed, progress=progress)
+    rows = sparsity_rows(edges, arrays, scope.name, step, seed)
+    return Sparsity(
+        experiment=f"sparsity/{task.name}",
+        answer=answer_of(rows),
+        tables={"sparsity": rows},
+        arrays=arrays,
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(**job(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
+        edges=tuple(edges),
+    )
+
+
+def edges_for(
+    scope: Scope,
+    task: Task,
+    heads: str | Head | Sequence[str | Head | Edge] | None,
+    batch_size: int = 32,
+    progress: bool | None = None,
+) -> list[Edge]:
+    """The edges asked for, checked against the task and the model; or the published ones; or those found."""
+    if heads is None:
+        known = circuit_of(scope.name, task.name)
+        edges = list(known.edges) if known else find_circuit(scope, task, batch_size=batch_size, progress=progress)
+    else:
+        edges = named_edges(heads, task)
+    for edge in edges:
+        scope.check(edge.head)
+    return edges
+
+
+def named_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
+    """Edges as a user writes them; a role that the task does not have is refused."""
+    parts = [heads] if isinstance(heads, str | Head) else list(heads)
+    edges = [e for part in parts for e in ([part] if isinstance(part, Edge) else parse_edges(str(part), task.name))]
+    if not edges:
+        raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or leave them out.")
+    check_roles(task, edges)
+    return edges
+
+
+def measure_edges(
+    scope: Scope,
+    task: Task,
+    edges: Sequence[Edge],
+    n: int,
+    *,
+    draws: int = 20,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> dict[str, Tensor]:
+    """Every prompt's values (`VALUES`, [edges, prompts]), and terms (first prompt and mean) with the spectrum."""
+    units: list[Unit] = [unit[:1] for unit in task.test(n)]
+    heads = list(dict.fromkeys(edge.head for edge in edges))
+    basis = singular_basis(scope, heads)
+    queries = list(dict.fromkeys(edge.job.query for edge in edges))
+    keys = list(dict.fromkeys(edge.job.key for edge in edges))
+    index = basis.index([edge.head for edge in edges])
+    out = {name: torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64) for name in VALUES}
+    first = torch.full((len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
+    sums, counts = torch.zeros_like(first), torch.zeros(len(edges))
+
+    def run(indices: list[int]) -> None:
+        inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
+        places = rows_from(inputs, columns[:, : len(queries)])
+        captured = scope.capture_inputs(inputs, places=places, heads=heads, space="query_frame")
+        for q, query in enumerate(queries):
+            own = [e for e, edge in enumerate(edges) if edge.job.query == query]
+            slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].job.key)] for e in own], dim=1)
+            rows = list(range(q, len(places.row), len(queries)))
+            found = split_captured(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
+            values = _values(found, basis, [index[e] for e in own], draws, seed)
+            for name, value in values.items():
+                out[name][torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
+            seen = found.terms.isfinite().all(-1)
+            sums[own] += torch.where(seen[..., None], found.terms, 0.0).sum(0)
+            counts[own] += seen.sum(0)
+            if 0 in indices:
+                first[own] = found.terms[indices.index(0)]
+
+    for _ in stream(batches_of(units, batch_size), run, progress):
+        pass
+    mean = sums / counts[:, None].clamp_min(1)
+    return {**out, "terms_first": first, "terms_mean": mean, "sigma": basis.S[index].double()}
+
+
+def _values(
+    found: RelativeRows, basis: SingularBasis, index: list[int], draws: int, seed: int
+) -> dict[str, Float[Tensor, "b h"]]:
+    terms = found.terms
+    rotated, shared = found.nulls(basis.S[index], draws, seed)
+    return {
+        "sparsity": measure.sparsity(terms), "rotated": rotated, "rotated_shared": shared,
+        "relative": found.relative, "attention": found.attention,
+        "count": measure.reconstruction_count(terms),
+        "count_tol": measure.reconstruction_count(terms, TOLERANCE),
+        "count_null": measure.null_count(terms, draws=draws, seed=seed),
+        "cancellation": measure.cancellation(terms),
+        "sigma_correlation": _rank_correlation(terms.abs(), basis.S[index].double().expand_as(terms)),
+    }  # fmt: skip
+
+
+def _rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
+    """Spearman's: whether the largest terms sit at the largest singular values."""
+    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
+    one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
+    found = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
+    return torch.where(a.isnan().any(-1), torch.nan, found)
+
+
+def sparsity_rows(
+    edges: Sequence[Edge], arrays: Mapping[str, Tensor], model: str, step: int | str | None, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The table: means over prompts; the interval is of ``difference``, by prompt."""
+    rows = []
+    for e, edge in enumerate(edges):
+        own = {name: arrays[name][e] for name in VALUES}
+        gap = own["sparsity"] - own["rotated"]
+        kept = gap.isfinite()
+        low = high = torch.tensor(torch.nan)
+        if bool(kept.any()):
+            low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
+        means = {name: float(values.nanmean()) for name, values in own.items()}
+        rows.append({
+            "model": model, "head": str(edge.head), "step": step, "role": edge.job.role, "from": edge.job.query,
+            "to": edge.job.key, "circuit": edge.circuit, "sparsity": means["sparsity"], "rotated": means["rotated"],
+            "rotated_shared": means["rotated_shared"], "difference": float(gap.nanmean()), "low": float(low),
+            "high": float(high), "count": means["count"], "count_tol": means["count_tol"],
+            "count_null": means["count_null"], "positive": float((own["relative"] > 0).double().mean()),
+            "relative": means["relative"], "attention": means["attention"], "cancellation": means["cancellation"],
+            "sigma_correlation": means["sigma_correlation"], "n": int(kept.sum()),
+        })  # fmt: skip
+    return rows
+
+
+def group_difference(
+    arrays: Mapping[str, Tensor], chosen: Sequence[int], baseline: Mapping[str, Tensor] | None = None
+) -> tuple[float, float, float]:
+    """Mean of ``sparsity − rotated`` over some edges, with its interval by prompt; less that of a ``baseline``.
+
+    Prompts are the same ones at every checkpoint, so the interval of the change is a paired one.
+    """
+    index = list(chosen)
+    gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
+    if baseline is not None:
+        gap = gap - (baseline["sparsity"] - baseline["rotated"])[index].nanmean(0)
+    kept = gap.isfinite()
+    if not bool(kept.any()):
+        return float("nan"), float("nan"), float("nan")
+    low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept])
+    return float(gap[kept].mean()), float(low), float(high)
+
+
+def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The finding in a sentence: the circuit against the rotated basis and against the heads outside."""
+    inside, control = ([row for row in rows if row["circuit"] is wanted] for wanted in (True, False))
+
+    def mean(of: Sequence[Mapping[str, Any]], name: str) -> float:
+        values = [row[name] for row in of if row[name] == row[name]]
+        return sum(values) / len(values) if values else float("nan")
+
+    below = sum(row["high"] < 0 for row in inside)
+    text = (
+        f"Sparsity is {mean(inside, 'sparsity'):.2f} over {len(inside)} heads of the circuit, "
+        f"{mean(inside, 'rotated'):.2f} under rotated singular vectors ({below} of {len(inside)} heads are below "
+        f"theirs, by their 95% intervals); {mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit, "
+        f"where random terms need {mean(inside, 'count_null'):.1f}"
+    )
+    if control:
+        text += f"; heads outside the circuit: {mean(control, 'sparsity'):.2f} against {mean(control, 'rotated'):.2f}"
+    return text + "."

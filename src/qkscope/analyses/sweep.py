@@ -1,0 +1,252 @@
+"""Sparsity over training: the same edges and the same prompts at every checkpoint, each checkpoint's numbers kept.
+
+``job.json`` says what was asked and which edges were chosen; ``checkpoints/NAME.safetensors`` holds one checkpoint's
+values for every prompt. A sweep that died goes on with the checkpoints that are missing. Weights are hashed, and two
+revisions with the same weights are refused. Where the model has no published circuit, its heads are chosen on the
+last checkpoint, on prompts used for nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor
+
+from qkscope.analyses.circuits import Edge, Job, check_roles, circuit_of, outside
+from qkscope.analyses.sparsity import (
+    VALUES,
+    Sparsity,
+    answer_of,
+    edges_for,
+    group_difference,
+    measure_edges,
+    named_edges,
+    sparsity_rows,
+)
+from qkscope.analyses.units import units_hash
+from qkscope.capture.revisions import Checkpoint, checkpoints, refuse_copy
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.result import SCHEMA, provenance
+from qkscope.tasks.task import Task
+
+log = logging.getLogger(__name__)
+
+_JOB = "job.json"
+_KIND = "sparsity_checkpoint"
+_MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "attention")
+
+
+def plan_sweep(
+    model: str,
+    task: Task,
+    revisions: str | Sequence[str] | None = None,
+    heads: str | None = None,
+    n: int = 128,
+    *,
+    out: str | Path,
+    controls: int = 12,
+    draws: int = 20,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The job as far as it is known without a model, checked; a folder of another job is refused."""
+    found = checkpoints(model, revisions)
+    for what, value, least in (("controls", controls, 0), ("draws", draws, 1)):
+        if value < least:
+            raise BadInput(f"--{what} is at least {least}, but got {value}.")
+    if heads is not None:
+        named_edges(heads, task)
+    elif (known := circuit_of(model, task.name)) is not None:
+        check_roles(task, known.edges)
+    plan = {
+        "model": model, "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
+        "heads": heads, "n": n, "controls": controls, "draws": draws, "seed": seed,
+        "examples": units_hash(task.test(n)),
+    }  # fmt: skip
+    folder = Path(out)
+    if (folder / _JOB).exists():
+        job = _read_job(folder)
+        differs = [name for name in plan if job.get(name) != plan[name]]
+        if differs:
+            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+    elif folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise BadInput(f"{folder} holds other things than a sweep: name an empty or a new folder.")
+    else:
+        parent = next(path for path in folder.absolute().parents if path.exists())
+        try:
+            tempfile.TemporaryFile(dir=parent).close()
+        except OSError as error:
+            raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+    return {**plan, "checkpoints": found}
+
+
+def sweep(
+    model: str,
+    task: Task,
+    revisions: str | Sequence[str] | None = None,
+    heads: str | None = None,
+    n: int = 128,
+    *,
+    out: str | Path,
+    controls: int = 12,
+    draws: int = 20,
+    seed: int = 0,
+    batch_size: int = 32,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Sparsity:
+    """Measure sparsity at some checkpoints, into a folder; what an earlier run of the same job stored is not redone.
+
+    Parameters
+    ----------
+    model, revisions : as in `qkscope.capture.revisions.checkpoints`.
+    heads, n, controls, draws : as in `qkscope.sparsity`.
+    """
+    start = time.perf_counter()
+    plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed)
+    found: list[Checkpoint] = plan.pop("checkpoints")
+    folder = Path(out)
+    loaded: dict[str, Scope] = {}
+
+    def scope_at(checkpoint: Checkpoint) -> Scope:
+        if checkpoint.label not in loaded:
+            loaded.clear()
+            loaded[checkpoint.label] = Scope.load(
+                checkpoint.model, revision=checkpoint.revision, device=device, dtype=dtype
+            )
+        return loaded[checkpoint.label]
+
+    edges = _edges(folder, plan, task, heads, controls, seed, batch_size, lambda: scope_at(found[-1]))
+    about = {"examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed}
+    stored: dict[str, Mapping[str, Tensor]] = {}
+    weights: dict[str, str] = {}
+    last_first = sorted(
+        found, key=lambda checkpoint: checkpoint.label not in loaded
+    )  # the one in memory, then the rest
+    for checkpoint in last_first:
+        path = folder / "checkpoints" / f"{quote(checkpoint.label, safe='') or 'model'}.safetensors"
+        if path.exists():
+            arrays, manifest = read_tensors(path, _KIND, about)
+            digest = manifest["about"]["weights"]
+            if checkpoint.weights not in (None, digest):
+                raise BadInput(f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "
+                               "to measure them again.")  # fmt: skip
+            refuse_copy(model, checkpoint.label, digest, weights)
+        else:
+            scope = scope_at(checkpoint)
+            refuse_copy(model, checkpoint.label, scope.weights_hash, weights)
+            log.info("%s %s: %d heads, %d prompts ...", model, checkpoint.label, len(edges), n)
+            arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
+            write_tensors(path, _KIND, arrays, {"about": {**about, "weights": scope.weights_hash}})
+        stored[checkpoint.label] = arrays
+    result = _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
+    _write(folder / "results.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
+    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **result.provenance}, indent=1, default=str))
+    return result
+
+
+def _edges(
+    folder: Path, plan: Mapping[str, Any], task: Task, heads: str | None, controls: int, seed: int, batch_size: int,
+    last: Any,
+) -> list[Edge]:  # fmt: skip
+    """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
+    if (folder / _JOB).exists():
+        return [
+            Edge(Head.parse(e["head"]), Job(e["role"], e["from"], e["to"]), e["circuit"])
+            for e in _read_job(folder)["edges"]
+        ]
+    scope = last()
+    wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
+    own = edges_for(scope, task, wanted, batch_size)
+    edges = [*own, *outside(scope, own, controls, seed)]
+    listed = [{"head": str(e.head), "role": e.job.role, "from": e.job.query, "to": e.job.key, "circuit": e.circuit}
+              for e in edges]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / _JOB, json.dumps({"schema": SCHEMA, **plan, "edges": listed}, indent=1, ensure_ascii=False))
+    return edges
+
+
+def _result(
+    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], edges: Sequence[Edge],
+    stored: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, str], seconds: float,
+) -> Sparsity:  # fmt: skip
+    by_checkpoint = [
+        sparsity_rows(edges, stored[c.label], model, c.step if c.label else None, plan["seed"]) for c in found
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {"sparsity": [row for rows in by_checkpoint for row in rows]}
+    answer = answer_of(by_checkpoint[-1])
+    if len(found) > 1:
+        tables["training"] = training_rows(found, edges, stored)
+        inside = [row for row in tables["training"] if row["circuit"]]
+        answer = (
+            f"From {found[0].label} to {found[-1].label}, sparsity less that of rotated vectors goes from "
+            f"{inside[0]['difference']:.3f} to {inside[-1]['difference']:.3f} over the circuit (change "
+            f"{inside[-1]['change']:.3f}, 95% interval {inside[-1]['change_low']:.3f} to "
+            f"{inside[-1]['change_high']:.3f}). At {found[-1].label}: {answer[0].lower()}{answer[1:]}"
+        )
+    last = stored[found[-1].label]
+    return Sparsity(
+        experiment=f"sparsity/{task.name}",
+        answer=answer,
+        tables=tables,
+        arrays={name: last[name] for name in (*VALUES, "terms_first", "terms_mean", "sigma")},
+        model=model,
+        seed=plan["seed"],
+        seconds=seconds,
+        provenance=provenance(**plan, weights={label: digest for digest, label in weights.items()}),
+        edges=tuple(edges),
+    )
+
+
+def training_rows(
+    found: Sequence[Checkpoint], edges: Sequence[Edge], stored: Mapping[str, Mapping[str, Tensor]]
+) -> list[dict[str, Any]]:
+    """Per checkpoint, circuit and control: the mean over heads, and its change since the first, with intervals."""
+    rows = []
+    first = stored[found[0].label]
+    for checkpoint in found:
+        arrays = stored[checkpoint.label]
+        for circuit in (True, False):
+            chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
+            if not chosen:
+                continue
+            gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
+            means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
+            rows.append({
+                "step": checkpoint.step, "circuit": circuit, **means, "difference": gap[0], "low": gap[1],
+                "high": gap[2], "change": change[0], "change_low": change[1], "change_high": change[2],
+                "heads": len(chosen),
+            })  # fmt: skip
+    return rows
+
+
+def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
+    """What a finished sweep holds of one checkpoint."""
+    path = Path(folder) / "checkpoints" / f"{quote(label, safe='') or 'model'}.safetensors"
+    return read_tensors(path, _KIND)[0]
+
+
+def _read_job(folder: Path) -> dict[str, Any]:
+    try:
+        job = json.loads((folder / _JOB).read_text(encoding="utf-8"))
+        if int(job["schema"]) > SCHEMA:
+            raise BadInput(f"{folder} was written by a newer qkscope (schema {job['schema']}): update qkscope.")
+        _ = job["edges"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.") from None
+    return dict(job)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
