@@ -26,12 +26,15 @@ _HOME = {
     "swap": "qkscope.analyses.swap",
     "swap_downstream": "qkscope.analyses.downstream",
     "thin_svd": "qkscope.maths.weights",
+    "view": "qkscope.explorer.opening",
+    "write_report": "qkscope.page.report",
 }
 _ROOMS = ("tasks",)
 
 __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "attribute", "decompose",
     "find_heads", "list_families", "reproduce", "swap", "swap_downstream", "tasks", "thin_svd",
+    "view", "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -45,10 +48,12 @@ if TYPE_CHECKING:
     from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput
     from qkscope.examples import Example
+    from qkscope.explorer.opening import view
     from qkscope.heads import Head
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
     from qkscope.maths.weights import thin_svd
+    from qkscope.page.report import write_report
     from qkscope.papers.registry import reproduce
     from qkscope.result import Result
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qkscope import tasks
@@ -18,7 +19,7 @@ from qkscope.analyses.find import find_heads
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.capture.scope import Scope
 from qkscope.page.figures.verbs import draw_verbs
-from qkscope.page.plain import plain_page
+from qkscope.page.report import report_html
 from qkscope.result import Claim, Result, provenance
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,8 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
         provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=seed),
     )
     figures = draw_verbs(scope.n_layers, scope.n_heads, ranking, swaps, parts)
-    pictures = {name.removeprefix("figures/"): png for name, png in figures.items() if name.endswith(".png")}
-    return result, {"report.html": plain_page(result, pictures), **figures}
+    page = report_html([replace(result, tables={}), ranking, found, swaps, parts], title="demo")
+    return result, {"report.html": page, **figures}
 
 
 def _answer(head: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:

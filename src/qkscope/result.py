@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,18 +66,46 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""
-        return _plain({
+        return plain_value({
             "schema": SCHEMA, "experiment": self.experiment, "preset": self.preset, "model": self.model,
             "seed": self.seed, "seconds": self.seconds, "answer": self.answer,
             "claims": [claim.to_json() for claim in self.claims], "tables": self.tables,
         })  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. The page is a room below this one, so it is found by name."""
+        return str(import_module("qkscope.page.report").widget_html(self))
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Result:
+        """A run folder read back; one that is missing, half-written or of a newer qkscope is refused."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
+        if not (folder / "results.json").is_file():
+            raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
+        stored, manifest = (_read_json(folder / name) for name in ("results.json", "manifest.json"))
+        try:
+            claims = [Claim(*(c[part] for part in ("claim", "paper", "ours", "control", "rule")))
+                      for c in stored["claims"]]  # fmt: skip
+            result = Result(
+                experiment=stored["experiment"], tables=stored["tables"], claims=claims, preset=stored["preset"],
+                model=stored["model"], seed=stored["seed"], seconds=stored["seconds"], answer=stored.get("answer", ""),
+                provenance={name: value for name, value in manifest.items() if name != "schema"},
+                arrays=_read_arrays(folder / "arrays.safetensors"),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, OSError):
+            raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
+        return result
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the run folder; ``files`` are further files by relative name (report.html, figures/…)."""
         folder = check_folder(folder)
         contents: dict[str, str | bytes] = {
             "results.json": json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-            "manifest.json": json.dumps(_plain({"schema": SCHEMA, **self.provenance}), indent=1, ensure_ascii=False)
+            "manifest.json": json.dumps(
+                plain_value({"schema": SCHEMA, **self.provenance}), indent=1, ensure_ascii=False
+            )
             + "\n",
             **(files or {}),
         }
@@ -96,6 +125,31 @@ class Result:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         return folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        schema = int(stored["schema"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.") from None
+    if schema > SCHEMA:
+        raise BadInput(
+            f"{path.parent} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
+        )
+    return stored
+
+
+def _read_arrays(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
 
 
 def check_folder(folder: str | Path) -> Path:
@@ -138,14 +192,14 @@ def provenance(**asked: Any) -> dict[str, Any]:
     return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
 
 
-def _plain(value: Any) -> Any:
-    """Mappings, sequences and scalars as JSON has them."""
+def plain_value(value: Any) -> Any:
+    """Mappings, sequences and scalars as JSON has them: NaN and infinities are null."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | int | bool) or value is None:
         return value
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     return str(value)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.clouds import Cloud, Seen, make_clouds
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
@@ -41,11 +42,14 @@ class Rows:
     target: Int[Tensor, " n"]
     others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
     unit: Int[Tensor, " n"]
+    member: Int[Tensor, " n"]  # which of its unit's prompts
 
 
 @dataclass(frozen=True)
 class Swaps(Result):
-    """Attention before and after, per head and condition."""
+    """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
+
+    clouds: Sequence[Cloud] = ()
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head and condition."""
@@ -105,7 +109,15 @@ def swap(
         seed=seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": draws}),
+        clouds=_clouds(rows, units, fit, chosen, names),
     )
+
+
+def _clouds(rows: Rows, units: Sequence[Unit], fit: Fit, heads: list[Head], names: Sequence[str]) -> list[Cloud]:
+    examples = [units[i][m] for i, m in zip(rows.unit.tolist(), rows.member.tolist(), strict=True)]
+    subspaces = {(name, head): fit[name, head] for head in heads for name in names}
+    words = fit.provenance.get("asked", {}).get("asked", {}).get("words", ())
+    return make_clouds(Seen(rows.attention, rows.orig, examples), heads, subspaces, words)
 
 
 def _answer(table: list[dict[str, Any]], joint: str) -> str:
@@ -193,7 +205,8 @@ def capture_rows(
         key_mask=wide([p.captured.key_mask.long() for p in parts], 1, 0).bool(),
     )
     orig, target = draw_pairs(labels, seed)
-    return Rows(attention, orig, target, _sham(labels, orig, target, seed), torch.cat([p.unit for p in parts]).cpu())
+    unit, member = (torch.cat([getattr(p, name) for p in parts]).cpu() for name in ("unit", "member"))
+    return Rows(attention, orig, target, _sham(labels, orig, target, seed), unit, member)
 
 
 def check_swappable(space: str, downstream: bool = False) -> None:

@@ -87,6 +87,9 @@ def decompose(
     options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed}
     plan_decompose(made, chosen, n, out, **options)
     fit = run_decompose(load_scope(model, device, dtype), made, chosen, n, out, **options)
+    from qkscope.page.report import write_report
+
+    write_report(out / "report.html", fit)
     print_result(fit, as_json, out)
 
 

@@ -7,15 +7,17 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from qkscope.analyses.clouds import Cloud, Colouring
 from qkscope.page.figures.style import figure_files, new_figure, styled
-from qkscope.page.plain import plain_page
+from qkscope.page.report import report_html
 from qkscope.result import Result
 
 _HEADS = ("trained", "untrained")
+_BINS = 7  # of a continuous latent, for colours
 
 
 def draw(result: Result) -> dict[str, str | bytes]:
-    """The picture, and the interactive page with plotly's script inside."""
+    """The picture, and the page in which its points can be turned."""
     name = result.experiment.split("/")[1]
     discrete = result.tables["geometry"][0]["variant"] == "discrete"
     figure = new_figure(10.5, 5.6)
@@ -39,9 +41,9 @@ def draw(result: Result) -> dict[str, str | bytes]:
         handles, labels = axis.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
-    files: dict[str, str | bytes] = dict(figure_files({name: figure}))
-    files["report.html"] = _page(result, discrete)
-    return files
+    files = figure_files({name: figure})
+    pictures = {name: files[f"figures/{name}.png"]}
+    return {**files, "report.html": report_html([result], pictures, clouds=_clouds(result, discrete))}
 
 
 def _colours(result: Result, head: str, discrete: bool) -> np.ndarray:
@@ -52,38 +54,23 @@ def _colours(result: Result, head: str, discrete: bool) -> np.ndarray:
     return matplotlib.colormaps["viridis"]((np.clip(first, -2, 2) + 2) / 4)
 
 
-def _page(result: Result, discrete: bool) -> str:
-    """The plain page with the 3-D plot put in before its first table."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(rows=1, cols=2, specs=[[{"type": "scene"}] * 2], horizontal_spacing=0.02,
-                           subplot_titles=[head.capitalize() for head in _HEADS])  # fmt: skip
-    for column, head in enumerate(_HEADS, start=1):
-        colours = [matplotlib.colors.to_hex(colour) for colour in _colours(result, head, discrete)]
+def _clouds(result: Result, discrete: bool) -> list[Cloud]:
+    """Keys and queries of both heads, coloured by the latent: its code, or where its first coordinate lies."""
+    found = []
+    for head in _HEADS:
         latent = result.arrays[f"{head}/latent"].numpy()
-        text = [_describe(z, discrete) for z in latent]
-        for side, symbol in (("keys", "circle"), ("queries", "diamond")):
-            x, y, z = result.arrays[f"{head}/{side}"].numpy().T
-            marker = {"size": 3.5, "symbol": symbol, "color": colours, "opacity": 0.8}
-            figure.add_trace(
-                go.Scatter3d(x=x, y=y, z=z, mode="markers", name=side, legendgroup=side, showlegend=column == 1,
-                             marker=marker, text=text, hovertemplate=f"{side[:-1] if side == 'keys' else 'query'}"
-                             "<br>z1 = %{text}<extra></extra>"),
-                row=1, col=column,
-            )  # fmt: skip
-    scene = {axis: {"title": {"text": f"PC {i + 1}"}, "showticklabels": False} for i, axis in
-             enumerate(("xaxis", "yaxis", "zaxis"))}  # fmt: skip
-    figure.update_layout(
-        height=560, margin={"l": 0, "r": 0, "t": 40, "b": 0}, paper_bgcolor="white", font={"color": "#22262e"},
-        scene={**scene, "aspectmode": "cube"}, scene2={**scene, "aspectmode": "cube"},
-        legend={"orientation": "h", "y": 0, "itemsizing": "constant"},
-    )  # fmt: skip
-    plot = figure.to_html(full_html=False, include_plotlyjs=True, div_id="geometry", config={"displaylogo": False})
-    caption = "<figcaption>Turn it with the mouse; hover a point for its latent.</figcaption>"
-    top, heading, rest = plain_page(result).partition("<h2>")
-    return f"{top}<figure style='margin:1rem 0'>{plot}{caption}</figure>{heading}{rest}"
+        if discrete:
+            names = sorted({_code(z) for z in latent})
+            labels = tuple(names.index(_code(z)) for z in latent)
+        else:
+            edges = np.quantile(latent[:, 0], np.linspace(0, 1, _BINS + 1)[1:-1])
+            labels = tuple(np.digitize(latent[:, 0], edges).tolist())
+            names = [f"part {i + 1} of {_BINS}" for i in range(_BINS)]
+        colouring = Colouring(tuple(names), labels, labels, ordered=not discrete)
+        keys, queries = (result.arrays[f"{head}/{side}"] for side in ("keys", "queries"))
+        found.append(Cloud(f"{head} head", keys, queries, {"z1" if discrete else "first coordinate of z1": colouring}))
+    return found
 
 
-def _describe(latent: np.ndarray, discrete: bool) -> str:
-    return "".join("+" if value > 0 else "−" for value in latent) if discrete else ", ".join(f"{v:.1f}" for v in latent)
+def _code(latent: np.ndarray) -> str:
+    return "".join("+" if value > 0 else "−" for value in latent)

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from qkscope.page.plain import plain_page
+from qkscope.page.report import report_html
 from qkscope.result import Result
 
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph it packs into a PDF
@@ -51,8 +51,7 @@ def figure_files(figures: Mapping[str, Figure]) -> dict[str, bytes]:
 
 
 def with_page(result: Result, figures: Mapping[str, Figure]) -> dict[str, str | bytes]:
-    """The figures' files and a plain page that shows them."""
-    files: dict[str, str | bytes] = dict(figure_files(figures))
+    """The figures' files, and the page that shows them beside what can be touched."""
+    files = figure_files(figures)
     pictures = {name: files[f"figures/{name}.png"] for name in figures}
-    files["report.html"] = plain_page(result, pictures)  # type: ignore[arg-type]
-    return files
+    return {**files, "report.html": report_html([result], pictures)}

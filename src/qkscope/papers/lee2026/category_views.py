@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.clouds import principal
 from qkscope.analyses.decompose import Fit
 from qkscope.heads import Head
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis
 from qkscope.maths.subspace import Side
 from qkscope.papers.lee2026.language import Found, Row, Session, session_of
-from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, principal, separation
+from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result
 from qkscope.tasks.lists import POOLED

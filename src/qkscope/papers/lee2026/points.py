@@ -76,14 +76,6 @@ def capture_points(scope: Scope, task: Task, units: Sequence[Unit], heads: list[
     return Points(single, heads, q, k, batches[0].captured.scale.cpu())
 
 
-def principal(x: Float[Tensor, "n d"], count: int = 3) -> Float[Tensor, "n c"]:
-    """Coordinates on the first principal components; zeros where the points span fewer."""
-    x = x - x.mean(dim=0)
-    u, s, _ = torch.linalg.svd(x, full_matrices=False)
-    found = (u * s)[:, :count]
-    return torch.nn.functional.pad(found, (0, count - found.shape[1]))
-
-
 def separation(a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> float:
     """Chance that a value of one set lies above one of the other, folded: 1/2 is mixed, 1 is apart."""
     joined = torch.cat([a, b])

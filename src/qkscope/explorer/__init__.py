@@ -1,0 +1,1 @@
+"""The live page: the only room that serves."""

@@ -1,0 +1,167 @@
+"""The live page's server: loopback only, a secret in the address, and nothing but a fixed list of files and questions.
+
+A request is answered only if its Host is ours (another site's page cannot reach us under its own name), its path starts
+with the token, and a question is JSON (which a foreign form cannot send). No path is ever looked up on the disk.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from qkscope.errors import BadInput
+from qkscope.explorer.session import Session
+from qkscope.page.report import asset
+from qkscope.result import plain_value
+
+log = logging.getLogger(__name__)
+
+_STATIC = Path(__file__).parent / "static"
+_SHARED = ("page.css", "charts.js", "prompt.js")  # the report's own
+_OWN = {"": "index.html", "explorer.css": "explorer.css", "explorer.js": "explorer.js"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_LARGEST = 1 << 20  # bytes of a question
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Explorer(ThreadingHTTPServer):
+    """Serves one session; its address is `url`."""
+
+    daemon_threads = True
+
+    def __init__(self, session: Session, port: int = 0) -> None:
+        self.session, self.token = session, secrets.token_urlsafe(18)
+        self.files = {name: (asset(name), _type(name)) for name in _SHARED}
+        self.files |= {name: ((_STATIC / own).read_text(encoding="utf-8"), _type(own)) for name, own in _OWN.items()}
+        self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "look": session.look, "split": session.split, "swap": session.swap, "fit": session.fit,
+        }  # fmt: skip
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another with --port.") from None
+
+    @property
+    def url(self) -> str:
+        """Where to look."""
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """What the Host header may say."""
+        return (f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Explorer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "qkscope", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        name = self._allowed()
+        if name is None:
+            return
+        if name == "api/model":
+            self._answer(HTTPStatus.OK, self.server.session.describe())
+        elif name in self.server.files:
+            text, kind = self.server.files[name]
+            self._send(HTTPStatus.OK, text.encode(), kind)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing at this address.")
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit() or int(length) > _LARGEST:
+            self.close_connection = True  # what was not read would pass for the next request
+            return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the prompt is too long to be sent: shorten it.")
+        body = self.rfile.read(int(length))
+        name = self._allowed()
+        if name is None:
+            return None
+        if self.headers.get_content_type() != "application/json":
+            return self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "questions are asked in JSON.")
+        question = self.server.questions.get(name.removeprefix("api/")) if name.startswith("api/") else None
+        if question is None:
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
+        try:
+            return self._answer(HTTPStatus.OK, question(**_checked(name.removeprefix("api/"), body)))
+        except BadInput as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except Exception:
+            log.exception("a question failed")
+            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this went wrong; the terminal says more.")
+
+    def _allowed(self) -> str | None:
+        """The path behind the token, if the request may be answered."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
+            self._refuse(HTTPStatus.FORBIDDEN, "this page is served to this machine only.")
+            return None
+        token, slash, name = self.path.split("?", 1)[0].removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
+            self._refuse(HTTPStatus.NOT_FOUND, "the address lacks its token: open the one that qkscope view printed.")
+            return None
+        return name
+
+    def _answer(self, status: HTTPStatus, value: Any) -> None:
+        self._send(status, json.dumps(plain_value(value), allow_nan=False).encode(), "application/json")
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        self._answer(status, {"error": sentence})
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _type(name: str) -> str:
+    return _TYPES[Path(name).suffix]
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "prompt": lambda value: isinstance(value, str),
+    "head": lambda value: isinstance(value, str),
+    "a": lambda value: type(value) is int,
+    "b": lambda value: type(value) is int,
+    "features": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+}
+_NEEDED = {"look": {"prompt"}, "split": {"prompt", "head"}, "swap": {"prompt", "head", "a", "b"}, "fit": {"head"}}
+
+
+def _checked(question: str, body: bytes) -> dict[str, Any]:
+    """The question's fields, each of its kind."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, UnicodeDecodeError):
+        raise BadInput("the question is not JSON.") from None
+    if not isinstance(asked, dict):
+        raise BadInput("the question is a JSON object, but got something else.")
+    for name, value in asked.items():
+        if name not in _FIELDS or not _FIELDS[name](value):
+            raise BadInput(f"the question's {name[:40]!r} is not understood.")
+    if missing := _NEEDED[question] - set(asked):
+        raise BadInput(f"the question lacks its {min(missing)}.")
+    if extra := set(asked) - _NEEDED[question] - ({"features"} if question in ("split", "swap") else set()):
+        raise BadInput(f"the question has a {min(extra)} too many.")
+    return asked

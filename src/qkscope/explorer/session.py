@@ -1,0 +1,243 @@
+"""What the live page asks of a model: a prompt's attention, its split among features, and what a swap does.
+
+One prompt is captured once, at every head; splits and swaps then need no second pass, but for the patched run that says
+what the model would answer. The last token asks. Answers are plain values, ready for JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkscope import tasks
+from qkscope.analyses.decompose import Fit
+from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.swap import check_swappable, default_features
+from qkscope.capture.cache import cache_dir
+from qkscope.capture.encode import Encoded
+from qkscope.capture.patch import Edit
+from qkscope.capture.pick import Captured, Places
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.attention import AttentionRows
+from qkscope.maths.attribution import attribute_logits
+from qkscope.maths.bases import Projector, joint_basis, random_bases
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import swap_attention, swapped_keys
+from qkscope.tasks.task import Task
+
+PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
+_LONGEST = 2048  # tokens
+_CHARACTERS = 64 * _LONGEST
+_KEPT = 2  # prompts whose keys stay in memory
+_SHOWN = 8  # next tokens
+_DRAWS = 20
+_FITTED_ON = 96  # prompts, for a head that is fitted while one looks at it
+_FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One prompt, captured at every head."""
+
+    encoded: Encoded
+    captured: Captured
+    texts: list[str]
+
+    @property
+    def places(self) -> Places:
+        c = self.captured
+        return Places(torch.zeros(1, dtype=torch.long), c.query_positions, c.key_positions, c.key_mask)
+
+
+class Session:
+    """A model that is looked into by several requests, one at a time."""
+
+    def __init__(self, scope: Scope, fit: Fit | None = None, task: Task | None = None, folder: str = "") -> None:
+        self.scope, self.folder = scope, folder
+        self._task = task or tasks.binding(entities=9, form="list", seed=0)
+        self._features: dict[Head, dict[str, Subspace]] = {}
+        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._lock = threading.Lock()
+        if fit is not None:
+            check_swappable(fit.space, downstream=True)
+            for head in fit.heads:
+                self._features[head] = {name: fit[name, head] for name in default_features(fit)}
+
+    @classmethod
+    def load(cls, scope: Scope, folder: str | Path | None = None) -> Session:
+        """With the features of a fit folder, or with none yet."""
+        if folder is None:
+            return cls(scope)
+        fit, task = load_fit(folder, scope)
+        return cls(scope, fit, task, str(folder))
+
+    # ------------------------------------------------------------------ what is asked
+
+    def describe(self) -> dict[str, Any]:
+        """The model, its heads, and what was fitted already."""
+        fitted = [str(head) for head in self._features]
+        first = _FIRST.get(self.scope.name, str(self.scope.heads()[-1]))
+        return {
+            "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()], "fitted": fitted,
+            "head": fitted[0] if fitted else first, "prompt": PROMPT, "longest": self._longest, "folder": self.folder,
+            "task": self._task.name, "fitted_on": _FITTED_ON,
+        }  # fmt: skip
+
+    def look(self, prompt: str) -> dict[str, Any]:
+        """Tokens, the attention of every head from the last one (a byte each), and the likeliest next tokens."""
+        with self._lock:
+            start = time.perf_counter()
+            seen = self._capture(prompt)
+            shares = (seen.captured.attention()[0] * 255).round().to(torch.uint8)
+            return {
+                "tokens": seen.texts,
+                "attention": base64.b64encode(shares.numpy().tobytes()).decode(),
+                "next": self._next(seen.captured),
+                "seconds": time.perf_counter() - start,
+            }
+
+    def split(self, prompt: str, head: str, features: Sequence[str] | None = None) -> dict[str, Any]:
+        """One head's logits split among features; all that were fitted there, if none are named."""
+        with self._lock:
+            at, seen = self.scope.check(head), self._capture(prompt)
+            chosen = self._chosen(at, features)
+            column = seen.captured.heads.index(at)
+            q, k = seen.captured.q[0, column], seen.captured.k[0, seen.captured.kv_of_head[column]]
+            ordered = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
+            bases = {name: subspace.basis("query") for name, subspace in ordered.items()}
+            scale = float(seen.captured.scale[column])
+            found = attribute_logits(q, k, scale, bases, "sequential").parts if bases else {}
+            parts = {name: part.tolist() for name, part in found.items()}
+            logits, attention = (scale * (k @ q)).tolist(), seen.captured.attention()[0, column].tolist()
+            rows = [
+                {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
+                | {name: part[i] for name, part in parts.items()}
+                for i, text in enumerate(seen.texts)
+            ]
+            there = {name: subspace.rank for name, subspace in self._features.get(at, {}).items()}
+            return {"head": str(at), "rows": rows, "parts": list(parts), "features": there, "chosen": list(bases)}
+
+    def swap(self, prompt: str, head: str, a: int, b: int, features: Sequence[str] | None = None) -> dict[str, Any]:
+        """Exchange two tokens' coordinates in some features (their whole keys, if there are none) and let it run on."""
+        with self._lock:
+            start = time.perf_counter()
+            at, seen = self.scope.check(head), self._capture(prompt)
+            for place in (a, b):
+                if not 0 <= place < len(seen.texts):
+                    raise BadInput(f"the prompt has no token {place}: choose from 0 to {len(seen.texts) - 1}.")
+            if a == b:
+                raise BadInput("a token cannot be swapped with itself: choose two.")
+            chosen = self._chosen(at, features)
+            d = self.scope.d_head
+            basis = joint_basis([s.basis("key") for s in chosen.values()]) if chosen else torch.eye(d)
+            column = seen.captured.heads.index(at)
+            after = self._patched(seen, at, column, a, b, Projector.orthogonal(basis))
+            random = self._random(seen.captured, column, a, b, basis.shape[1])
+            return {
+                "head": str(at), "a": a, "b": b, "rank": basis.shape[1], "features": list(chosen),
+                "before": seen.captured.attention()[0, column].tolist(),
+                "after": after.attention()[0, 0].tolist(), "random": random,
+                "next": self._next(seen.captured, after), "seconds": time.perf_counter() - start,
+            }  # fmt: skip
+
+    def fit(self, head: str) -> dict[str, Any]:
+        """Fit the task's features at one more head; kept in the user's cache."""
+        with self._lock:
+            at = self.scope.check(head)
+            if at not in self._features:
+                wanted = [name for name in ("order", "lexical") if name in self._task.contrasts]
+                key = (self.scope.weights_hash[:16], f"{self._task.name}-{self._task.seed}-{_FITTED_ON}", str(at))
+                fit = run_decompose(
+                    self.scope, self._task, [at], _FITTED_ON, cache_dir("explorer", *key), contrasts=wanted or None
+                )
+                self._features[at] = {name: fit[name, at] for name in default_features(fit)}
+            return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
+
+    # ------------------------------------------------------------------ how it is answered
+
+    @property
+    def _longest(self) -> int:
+        limit = self.scope.model.config.get_text_config().max_position_embeddings
+        return min(_LONGEST, limit) if isinstance(limit, int) and limit > 0 else _LONGEST
+
+    def _capture(self, prompt: str) -> _Seen:
+        if prompt in self._seen:
+            self._seen.move_to_end(prompt)
+            return self._seen[prompt]
+        if not prompt.strip():
+            raise BadInput("the prompt is empty: type a few words.")
+        if len(prompt) > _CHARACTERS:
+            raise BadInput(f"the prompt has {len(prompt)} characters: at most {_CHARACTERS} are looked at here.")
+        encoded = self.scope.encode([prompt])
+        ids = encoded.inputs["input_ids"][0].tolist()
+        if len(ids) > self._longest:
+            raise BadInput(f"the prompt has {len(ids)} tokens: at most {self._longest} are looked at here.")
+        device = self.scope.device
+        keys = torch.arange(len(ids), device=device)[None]
+        row, last = torch.zeros(1, dtype=torch.long, device=device), torch.tensor([len(ids) - 1], device=device)
+        places = Places(row, last, keys, torch.ones_like(keys, dtype=torch.bool))
+        captured = self.scope.capture_inputs(encoded.inputs, places=places, logits=True).to("cpu")
+        texts = [self.scope.tokenizer.decode([i]) for i in ids]  # type: ignore[union-attr]
+        self._seen[prompt] = _Seen(encoded, captured, texts)
+        while len(self._seen) > _KEPT:
+            self._seen.popitem(last=False)
+        return self._seen[prompt]
+
+    def _chosen(self, head: Head, features: Sequence[str] | None) -> dict[str, Subspace]:
+        """Features by name (``lexical``, or ``lexical@L18H6``); all that were fitted at the head, if none are named."""
+        there = self._features.get(head, {})
+        if features is None:
+            return dict(there)
+        chosen = {}
+        for given in features:
+            name, _, where = given.partition("@")
+            if where and Head.parse(where) != head:
+                raise BadInput(f"feature {name!r} belongs to {where}, not to {head}: name features of one head.")
+            if name not in there:
+                raise BadInput(f"nothing was fitted for {name!r} at {head}: there is {', '.join(there) or 'nothing'}.")
+            chosen[name] = there[name]
+        return chosen
+
+    def _patched(self, seen: _Seen, head: Head, column: int, a: int, b: int, projector: Projector) -> Captured:
+        keys = seen.captured.k[0, seen.captured.kv_of_head[column]]
+        pair = torch.stack(swapped_keys(keys[a], keys[b], projector))
+        edit = Edit.keys(head, torch.tensor([[a, b]]), pair[None])
+        moved = Places(*(tensor.to(self.scope.device) for tensor in vars(seen.places).values()))
+        return self.scope.capture_inputs(
+            seen.encoded.inputs, places=moved, heads=[head], logits=True, edits=[edit]
+        ).to("cpu")  # fmt: skip
+
+    def _random(self, captured: Captured, column: int, a: int, b: int, rank: int) -> dict[str, float]:
+        """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
+        one = slice(column, column + 1)
+        rows = AttentionRows(
+            q=captured.q[:, one], k=captured.k, scale=captured.scale[one], kv_of_head=captured.kv_of_head[one],
+            softcap=None if captured.softcap is None else captured.softcap[one], bias=captured.bias[:, one],
+            rest=None if captured.rest is None else captured.rest[:, one], key_mask=captured.key_mask,
+        )  # fmt: skip
+        projector = Projector.orthogonal(random_bases(self.scope.d_head, rank, _DRAWS, 0)[:, None])
+        effect = swap_attention(rows, torch.tensor([a]), torch.tensor([b]), projector)
+        return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
+
+    def _next(self, before: Captured, after: Captured | None = None) -> list[dict[str, Any]]:
+        """The likeliest next tokens, before and after."""
+        runs = [
+            run.logits[0].float().softmax(-1) for run in (before, after) if run is not None and run.logits is not None
+        ]
+        best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(_SHOWN).indices.tolist()))
+        best.sort(key=lambda i: -max(float(p[i]) for p in runs))
+        decode = self.scope.tokenizer.decode  # type: ignore[union-attr]
+        return [
+            {"token": decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if after else None}
+            for i in best[:_SHOWN]
+        ]

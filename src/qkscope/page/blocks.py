@@ -1,0 +1,160 @@
+"""What there is to look at in a result, as blocks: words, rows, and the kind of chart that the page draws from them.
+
+A table is drawn by its columns, whoever made it: heads with an accuracy are a map, conditions with attention before and
+after are bars, tokens with a logit are a prompt. So a run folder that is read back gives the page it gave at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkscope.analyses.clouds import Cloud, Colouring
+from qkscope.analyses.decompose import Fit
+from qkscope.analyses.swap import Swaps
+from qkscope.result import Result
+
+Row = Mapping[str, Any]
+
+_MAP = {"head", "accuracy", "chance"}
+_SWAP = {"head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", "shift_low",
+         "shift_high"}  # fmt: skip
+_CURVE = {"head", "method", "k", "shift", "low", "high"}
+_TOKENS = {"position", "token", "attention", "logit"}
+_SHOWN_SPECTRUM = 16
+_PANELS = 24
+_CLOUDS = 8
+_POINTS = 1500
+
+
+@dataclass(frozen=True)
+class Block:
+    """One thing to look at: ``rows`` are what the reader can copy, ``options`` what the chart needs besides."""
+
+    kind: str
+    title: str
+    words: str
+    rows: Sequence[Row]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def blocks_of(result: Result, clouds: Sequence[Cloud] = ()) -> list[Block]:
+    """Everything of a result that can be drawn, in the order in which one would tell it; then further clouds."""
+    found = list(_tables(result))
+    if isinstance(result, Fit):
+        found += _spectra(result)
+    own = list(result.clouds) if isinstance(result, Swaps) else clouds_of(result)
+    return [*found, *_cloud_block([*own, *clouds])]
+
+
+def drawn_tables(result: Result) -> set[str]:
+    """Names of the tables that a chart shows whole."""
+    return {name for name, rows in result.tables.items() if rows and _kind(set(rows[0]))}
+
+
+def _kind(columns: set[str]) -> str:
+    if columns >= _MAP:
+        return "map"
+    if columns >= _SWAP:
+        return "swaps"
+    if columns >= _CURVE:
+        return "curve"
+    return "tokens" if columns >= _TOKENS else ""
+
+
+def _tables(result: Result) -> Iterator[Block]:
+    for name, rows in result.tables.items():
+        kind = _kind(set(rows[0])) if rows else ""
+        if kind == "map":
+            scores = [s for s in ("row_accuracy", "accuracy", "ratio", "mass") if s in rows[0]]
+            yield Block("map", "Every head", "How often each head attends to the right key. Point at a head, or use "
+                        "the arrow keys; the interval is of the accuracy.", rows, {"scores": scores})  # fmt: skip
+        elif kind == "swaps":
+            yield Block("swaps", _titled("Swapping features", name, "swap"),
+                        "Attention on the right key and on the one it was swapped with, after the feature's "
+                        "coordinates were exchanged between them. Random subspaces of the same size stand beside "
+                        "each feature; the shift has its 95% interval by prompt.", rows)  # fmt: skip
+        elif kind == "curve":
+            yield Block("curve", _titled("How many dimensions it takes", name, "curve"),
+                        "Attention shifted when only the first k directions are swapped, with 95% intervals.",
+                        rows)  # fmt: skip
+        elif kind == "tokens":
+            known = ("attention", "logit", *sorted(_TOKENS))
+            parts = [c for c in rows[0] if c not in known and isinstance(rows[0][c], float)]
+            yield Block("tokens", _titled("One prompt, split", name, "tokens"),
+                        "The prompt as it reads. Under each token: the parts of its attention logit, up for and down "
+                        "against; grey is what no feature explains. The last token asks.", rows,
+                        {"parts": parts})  # fmt: skip
+
+
+def _titled(title: str, name: str, usual: str) -> str:
+    return title if name == usual else f"{title} ({name.replace('_', ' ')})"
+
+
+def _spectra(fit: Fit) -> Iterator[Block]:
+    rows, panels = [], []
+    for (contrast, head), subspace in list(fit.subspaces.items())[:_PANELS]:
+        controls = subspace.controls
+        if controls is None:
+            continue
+        shown = min(max(subspace.rank + 3, controls.null_rank + 3, _SHOWN_SPECTRUM), len(controls.spectrum))
+        name = f"{contrast} at {head}"
+        for i in range(shown):
+            tested = i < len(controls.null_high)
+            rows.append({
+                "panel": name, "component": i + 1, "value": controls.spectrum[i],
+                "null_median": controls.null_median[i] if tested else None,
+                "null_high": controls.null_high[i] if tested else None, "kept": i < subspace.rank,
+            })  # fmt: skip
+        panels.append({
+            "name": name, "rank": subspace.rank, "above": controls.null_rank, "verdict": controls.verdict,
+            "dominance": controls.mean_dominance,
+        })  # fmt: skip
+    if panels:
+        more = len(fit.subspaces) - len(panels)
+        yield Block("spectra", "How many directions", "Singular values of the contrast at each head. The band is the "
+                    "same under its null, from the median to the 95% quantile, as far as components were tested; "
+                    "filled dots are the directions that were kept."
+                    + (f" {more} more are in the table." if more else ""), rows, {"panels": panels})  # fmt: skip
+
+
+def clouds_of(result: Result) -> list[Cloud]:
+    """Arrays ``NAME/keys``, ``NAME/queries`` with ``key_labels``, ``query_labels``: what figures of points store."""
+    found = []
+    for name in dict.fromkeys(key.rpartition("/")[0] for key in result.arrays if key.endswith("/keys")):
+        stored = {part: result.arrays[f"{name}/{part}"] for part in
+                  ("keys", "queries", "key_labels", "query_labels") if f"{name}/{part}" in result.arrays}  # fmt: skip
+        if len(stored) < 4 or stored["keys"].shape[-1] != 3:
+            continue
+        labels = tuple(str(row["label"]) for row in result.tables.get("labels", ()) if row.get("feature") == name)
+        keys, queries = stored["keys"][:_POINTS], stored["queries"][:_POINTS]
+        of_key, of_query = (stored[part][:_POINTS].tolist() for part in ("key_labels", "query_labels"))
+        if not labels:
+            labels = tuple(str(i) for i in range(max([*of_key, *of_query], default=-1) + 1))
+        colouring = Colouring(labels, tuple(of_key), tuple(of_query), ordered=name == "order")
+        found.append(Cloud(name, keys, queries, {"label": colouring}))
+    return found
+
+
+def _cloud_block(clouds: Sequence[Cloud]) -> Iterator[Block]:
+    rows: list[Row] = []
+    panels = []
+    for cloud in clouds[:_CLOUDS]:
+        for side, points in (("key", cloud.keys), ("query", cloud.queries)):
+            labels = {
+                by: [colouring.names[i] if 0 <= i < len(colouring.names) else None for i in
+                     (colouring.keys if side == "key" else colouring.queries)]
+                for by, colouring in cloud.colourings.items()
+            }  # fmt: skip
+            for i, (x, y, z) in enumerate(points.tolist()):
+                at = {"x": round(x, 4), "y": round(y, 4), "z": round(z, 4)}
+                rows.append({"cloud": cloud.title, "side": side, **at} | {by: of[i] for by, of in labels.items()})
+        panels.append({
+            "name": cloud.title,
+            "colourings": {by: {"names": c.names, "ordered": c.ordered} for by, c in cloud.colourings.items()},
+        })  # fmt: skip
+    if panels:
+        yield Block("cloud", "Keys and queries in the subspace",
+                    "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at "
+                    "one to read it.", rows, {"panels": panels})  # fmt: skip

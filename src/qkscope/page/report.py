@@ -1,0 +1,203 @@
+"""Results as one page that needs no network: the answer in words, charts one can touch, claims, and what made them.
+
+The page holds its data as JSON and draws it with plain scripts of ours; plotly's is inlined, once, only where there is
+something to turn. A content policy in the page forbids everything else: no request, no script but these.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from qkscope.analyses.clouds import Cloud
+from qkscope.errors import BadInput
+from qkscope.page.blocks import Block, blocks_of, drawn_tables
+from qkscope.result import Result, plain_value
+
+_HERE = Path(__file__).parent
+_ROWS = 400  # of a table written out; the chart's and the folder's data are whole
+_SCRIPTS = ("charts.js", "swaps.js", "prompt.js", "report.js")
+_WIDGET_HEIGHT = 560
+
+
+def write_report(
+    path: str | Path, *results: Result, title: str = "", pictures: Mapping[str, bytes] | None = None
+) -> Path:
+    """Write one offline page of results: ``write_report("report.html", ranking, fit, swaps, parts)``.
+
+    Parameters
+    ----------
+    path : where to write it; written under another name first, so that a page that exists is whole.
+    results : in the order in which they are to be told.
+    title : what to call it; the first result's experiment by default.
+    pictures : PNG files by caption, shown first.
+    """
+    path = Path(path)
+    if not results:
+        raise BadInput("there is nothing to report: give at least one result.")
+    for result in results:
+        if not isinstance(result, Result):
+            raise BadInput(
+                f"a report is made of results, but got a {type(result).__name__}: give what the verbs return."
+            )
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder: name a file for the page, like {path / 'report.html'}.")
+    text = report_html(results, pictures, title=title)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(part).chmod(0o644)
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+    return path
+
+
+def report_html(
+    results: Sequence[Result],
+    pictures: Mapping[str, bytes] | None = None,
+    *,
+    clouds: Sequence[Cloud] = (),
+    title: str = "",
+) -> str:
+    """The page as text. Everything from a result is escaped.
+
+    Parameters
+    ----------
+    pictures : PNG files by caption, inlined.
+    clouds : points to turn besides those that the first result has itself.
+    """
+    return _render(results, pictures or {}, clouds, title)
+
+
+def widget_html(result: Result) -> str:
+    """A result for a notebook: the page without its frame, in a frame of its own, so that neither touches the other."""
+    inside = _render([result], {}, (), "", bare=True)
+    return str(
+        Markup(
+            '<iframe sandbox="allow-scripts" title="{}" srcdoc="{}" '
+            'style="width:100%;height:{}px;border:0;resize:vertical;overflow:auto"></iframe>'
+        ).format(result.experiment, inside, _WIDGET_HEIGHT)
+    )
+
+
+def _render(
+    results: Sequence[Result], pictures: Mapping[str, bytes], clouds: Sequence[Cloud], title: str, bare: bool = False
+) -> str:
+    sections = [_section(result, clouds if i == 0 else ()) for i, result in enumerate(results)]
+    blocks = [block for section in sections for block in section["blocks"]]
+    scripts = [asset(name) for name in _SCRIPTS]
+    if any(block["kind"] == "cloud" for block in blocks):
+        scripts.insert(0, _plotly())
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(
+            title=title or results[0].experiment,
+            lead=results[0],
+            sections=sections,
+            claims=[claim.to_json() for result in results for claim in result.claims],
+            pictures={name: base64.b64encode(data).decode() for name, data in pictures.items()},
+            style=Markup(asset("page.css")),  # ours, not the result's: the only markup that is not escaped
+            scripts=[Markup(text) for text in scripts],
+            policy=_policy(scripts),
+            about=_about(results),
+            bare=bare,
+        )
+    )
+
+
+def _section(result: Result, clouds: Sequence[Cloud]) -> dict[str, Any]:
+    drawn = drawn_tables(result)
+    tables = {
+        name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn}
+        for name, rows in plain_value(result.tables).items()
+        if rows
+    }
+    return {"result": result, "blocks": [_block(block) for block in blocks_of(result, clouds)], "tables": tables}
+
+
+def _block(block: Block) -> dict[str, Any]:
+    data = {"kind": block.kind, "title": block.title, "rows": block.rows, "options": block.options}
+    return {"kind": block.kind, "title": block.title, "words": block.words, "data": script_json(data)}
+
+
+def script_json(value: Any) -> Markup:
+    """JSON that may stand inside a script element: no character of it can end the element."""
+    text = json.dumps(plain_value(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _about(results: Sequence[Result]) -> dict[str, Any]:
+    """What made the page: the command, then the facts that all results share, then each manifest."""
+    first = results[0]
+    made = {**first.provenance}
+    facts = {
+        "command": made.get("command"), "model": first.model, "preset": first.preset, "seed": first.seed,
+        "seconds": round(sum(result.seconds for result in results), 1), "threads": made.get("threads"),
+        "versions": ", ".join(f"{name} {number}" for name, number in made.get("versions", {}).items()),
+    }  # fmt: skip
+    manifests = {
+        result.experiment: json.dumps(plain_value(result.provenance), indent=1, ensure_ascii=False)
+        for result in results
+        if result.provenance
+    }
+    return {"facts": {name: value for name, value in facts.items() if value not in (None, "")}, "manifests": manifests}
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """What the page may do: run exactly these scripts, style itself, show its own pictures."""
+    sums = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    return f"default-src 'none'; script-src {sums}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+@cache
+def asset(name: str) -> str:
+    """A style sheet or script of ours, as text."""
+    return (_HERE / "static" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    """Plotly's script, read from its package without importing it."""
+    spec = importlib.util.find_spec("plotly")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not places:
+        raise BadInput("the page needs plotly for points that can be turned: pip install plotly.")
+    return (Path(places[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["number"] = _number
+    return environment
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}".replace("-", "−") if isinstance(value, float) else str(value)
