@@ -1,0 +1,260 @@
+"""Facts about sweeps: nulls beside every number, what is stored is not redone, copies and gaps refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from qkscope import BadInput, Scope, tasks
+from qkscope.analyses.circuits import CIRCUITS, JOBS, Edge, Job, circuit_of, find_circuit, outside, parse_edges
+from qkscope.analyses.relative import relative_attention
+from qkscope.analyses.sparsity import group_difference, sparsity
+from qkscope.analyses.sweep import plan_sweep, sweep
+from qkscope.capture.families import tiny_model
+from qkscope.capture.revisions import checkpoints
+from qkscope.cli import main
+from qkscope.heads import Head
+from qkscope.tasks.indirect import TEMPLATES
+from qkscope.tasks.story_words import NAMES, PLACES, THINGS
+
+SMALL = {"n": 6, "controls": 1, "draws": 4}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def words():
+    """A word-level tokenizer of every word that the indirect-object prompts are made of."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    text = " ".join([*NAMES, *PLACES, *THINGS, *TEMPLATES, "Words:", ",", "."])
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    vocabulary = ["<pad>", "<unk>", *dict.fromkeys(piece for piece, _ in splitter.pre_tokenize_str(text))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = splitter
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, words):
+    """Three checkpoints of one "training run", and one that is a copy."""
+    folder = tmp_path_factory.mktemp("run")
+    for step, seed in (("step0", 0), ("step100", 1), ("step20", 2), ("copy3", 1)):
+        tiny_model("llama", seed, vocab_size=len(words)).save_pretrained(folder / step)
+        words.save_pretrained(folder / step)
+    return folder
+
+
+def shaped(family, words, tmp_path, **shape):
+    """A random model of a published shape's depth and heads, tiny in width, in a folder."""
+    folder = tmp_path / family
+    tiny_model(family, vocab_size=len(words), **shape).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+# ---------------------------------------------------------------- circuits
+
+
+def test_published_circuits_name_heads_their_models_have():
+    for circuit in CIRCUITS.values():
+        assert len({(edge.head, edge.job) for edge in circuit.edges}) == len(circuit.edges)
+        assert all(edge.head.layer < 12 and edge.head.index < 12 for edge in circuit.edges)
+    pythia = CIRCUITS["EleutherAI/pythia-160m"]
+    assert len(pythia.edges) == 12
+    assert {str(edge) for edge in pythia.edges if edge.job.role == "name mover"} == {
+        "L10H7:END>IO", "L9H4:END>IO", "L8H2:END>IO", "L8H10:END>IO",
+    }  # fmt: skip
+    assert circuit_of("openai-community/gpt2", "ioi") is CIRCUITS["gpt2"]
+    assert circuit_of("gpt2", "induction") is None
+
+
+def test_edges_are_read_as_they_are_printed():
+    edges = parse_edges("L9H9, L5H5:S2>S1+1", "ioi")
+    assert edges == [Edge(Head(9, 9), Job("answer", "query", "answer")), Edge(Head(5, 5), JOBS["ioi"][1])]
+    assert parse_edges(",".join(map(str, CIRCUITS["gpt2"].edges[:2])), "ioi") == list(CIRCUITS["gpt2"].edges[:2])
+    for text, says in (
+        ("L5H5:S2", "from where to where"), ("", "no head was named"), ("L1H1,L1H1", "named twice"),
+        ("gpt2", "is one of task ioi"), ("5.5", "not a head"),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=says):
+            parse_edges(text, "induction")
+
+
+def test_a_planted_previous_token_head_is_found(words):
+    """A head whose keys carry the position before attends there whatever the words are."""
+    model = tiny_model("gpt2", vocab_size=len(words), n_positions=64)
+    with torch.no_grad():
+        layer = model.transformer.h[0].attn.c_attn
+        width = model.config.n_embd
+        model.transformer.wpe.weight.normal_(0, 2.0, generator=torch.Generator().manual_seed(0))
+        q = torch.zeros(width, width)
+        # head 0 of 4: its query reads position p as the key of position p - 1
+        positions = model.transformer.wpe.weight
+        unit = torch.nn.functional.layer_norm(positions, (width,))
+        target = torch.linalg.lstsq(unit[1:], unit[:-1]).solution
+        q[:, :16] = target[:, :16] * 3
+        layer.weight[:, :width] = q
+        layer.weight[:, width : width + 16] = torch.eye(width)[:, :16] * 3
+        layer.bias.zero_()
+        model.transformer.wte.weight.mul_(0.05)
+        model.transformer.h[0].ln_1.weight.fill_(1.0)
+        model.transformer.h[0].ln_1.bias.zero_()
+    scope = Scope.from_model(model, words)
+    best = next(edge for edge in find_circuit(scope, tasks.ioi(), n=16, top=1) if edge.job.role == "previous token")
+    assert best.head == Head(0, 0)
+
+
+def test_controls_are_heads_of_no_circuit_at_the_same_roles(words):
+    scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
+    edges = find_circuit(scope, tasks.ioi(), n=4, top=1)
+    control = outside(scope, edges, 2)
+    assert not {edge.head for edge in edges} & {edge.head for edge in control}
+    ways = [(job.query, job.key) for job in JOBS["ioi"]]
+    assert [(e.job.query, e.job.key) for e in control] == [way for way in ways for _ in range(2)]
+    assert not any(edge.circuit for edge in control)
+
+
+# ---------------------------------------------------------------- one checkpoint
+
+
+def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
+    scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
+    task = tasks.ioi()
+    found = sparsity(scope, task, "L1H2:END>IO,L0H1:S2>S1+1", n=5, controls=1, batch_size=2)
+    each = [relative_attention(scope, unit[0], "L1H2", query="END", key="IO") for unit in task.test(5)]
+    alone = [dict(one.tables["relative"][0]) for one in each]
+    row = found.table()[0]
+    for name in ("sparsity", "relative", "attention", "cancellation", "rotated", "rotated_shared"):
+        assert row[name] == pytest.approx(sum(one[name] for one in alone) / 5, rel=1e-5), name
+    counted = [one["count_tol"] for one in alone if one["relative"] > 0]
+    assert row["positive"] == len(counted) / 5
+    if counted:
+        assert row["count_tol"] == pytest.approx(sum(counted) / len(counted))
+    assert row["low"] <= row["difference"] <= row["high"]
+    terms = {term["vector"]: term["term"] for term in each[0].tables["terms"]}
+    first = [terms[i] for i in range(len(terms))]
+    torch.testing.assert_close(found.arrays["terms_first"][0], torch.tensor(first, dtype=torch.float64), rtol=1e-4,
+                               atol=1e-6)  # fmt: skip
+    assert [row["circuit"] for row in found.table()] == [True, True, False, False]
+
+
+def test_a_head_and_a_role_the_model_and_task_do_not_have_are_refused(words):
+    scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
+    with pytest.raises(BadInput, match="L9H9 does not exist"):
+        sparsity(scope, tasks.ioi(), "L9H9:END>IO", n=2)
+    with pytest.raises(BadInput, match="L2H2 does not exist"):
+        sparsity(scope, tasks.ioi(), "gpt2", n=2)
+    with pytest.raises(BadInput, match="a role 'S3' that ioi does not have"):
+        sparsity(scope, tasks.ioi(), "L0H0:END>S3", n=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "circuit", "shape"),
+    [
+        ("gpt2", "gpt2", {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96}),
+        ("gpt_neox", "EleutherAI/pythia-160m", {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96}),
+    ],
+)
+def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, shape, words, tmp_path):
+    folder = shaped(family, words, tmp_path, **shape)
+    found = sweep(str(folder), tasks.ioi(), None, circuit, **{**SMALL, "controls": 2}, out=tmp_path / "out")
+    edges = CIRCUITS[circuit].edges
+    assert [row["head"] for row in found.table()[: len(edges)]] == [str(edge.head) for edge in edges]
+    assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in found.table())
+    assert len(found.table()) == len(edges) + 2 * len({(e.job.query, e.job.key) for e in edges})
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder, tmp_path):
+    out = tmp_path / "out"
+    found = sweep(str(run_folder), tasks.ioi(), "step100,step0,step20", out=out, **SMALL)
+    steps = [row["step"] for row in found.tables["training"] if row["circuit"]]
+    assert steps == [0, 20, 100]
+    assert {row["step"] for row in found.table()} == {0, 20, 100}
+    files = sorted((out / "checkpoints").iterdir())
+    assert [file.stem for file in files] == ["step0", "step100", "step20"]
+    stamps = {file.name: file.stat().st_mtime_ns for file in files}
+    (out / "checkpoints" / "step20.safetensors").unlink()
+    again = sweep(str(run_folder), tasks.ioi(), "step0,step20,step100", out=out, **SMALL)
+    assert again.to_json()["tables"] == found.to_json()["tables"]
+    now = {file.name: file.stat().st_mtime_ns for file in (out / "checkpoints").iterdir()}
+    assert {name for name in stamps if now[name] != stamps[name]} == {"step20.safetensors"}
+    assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
+    with pytest.raises(BadInput, match=r"another job \(n, examples differ\)"):
+        plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
+
+
+def test_a_change_is_measured_on_the_same_prompts():
+    generator = torch.Generator().manual_seed(0)
+    level = torch.rand(1, 40, generator=generator, dtype=torch.float64)  # prompts differ far more than checkpoints
+    before = {"sparsity": level.expand(3, -1), "rotated": torch.zeros(3, 40, dtype=torch.float64)}
+    after = {**before, "sparsity": before["sparsity"] - 0.05}
+    mean, low, high = group_difference(after, [0, 2], before)
+    assert (mean, low, high) == pytest.approx((-0.05, -0.05, -0.05))
+    _, low, high = group_difference(after, [0, 2])
+    assert high - low > 0.1
+
+
+def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folder, tmp_path):
+    assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
+    for revisions, says in (
+        ("step0,step7", "has no revision 'step7': there is copy3, step0"),
+        ("step0,step0", "named twice"),
+        (" , ", "no revision was named"),
+        ("step100,copy3", "'step100' and 'copy3' of .* hold the same weights"),
+        ("all", "hold the same weights"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            sweep(str(run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(BadInput, match="is one checkpoint"):
+        checkpoints(str(run_folder / "step0"), "step0")
+    with pytest.raises(BadInput, match="is one checkpoint"):
+        checkpoints("smollm2-135m", "main")
+    with pytest.raises(BadInput, match="are not known here"):
+        checkpoints("EleutherAI/pythia-160m", "all")
+    assert checkpoints("EleutherAI/pythia-160m", "step1000,step143000")[1].revision == "step143000"
+
+
+def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, tmp_path, monkeypatch, capsys):
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr()
+
+    asked = ["sparsity", "ioi", "--model", run_folder, "--out", tmp_path / "out", "--n", "2", "--controls", "1"]
+    for more, says in (
+        (["--revisions", "step9"], "has no revision 'step9'"),
+        (["--revisions", "step0", "--heads", "L0H0:END>S9"], "a role 'S9'"),
+        (["--revisions", "step0", "--heads", "L8H0:END>IO"], "L8H0 does not exist"),
+        (["--revisions", "step0", "--draws", "0"], "--draws is at least 1"),
+        (["--revisions", "step100,copy3"], "hold the same weights"),
+        (["--form", "question"], "form is both, ABBA or BABA"),
+    ):
+        code, said = command(*asked, *more)
+        assert (code, said.out) == (2, "")
+        assert says in said.err
+        assert "Traceback" not in said.err
+    assert not (tmp_path / "out").exists()
+    code, said = command(*asked, "--revisions", "step0", "--heads", "L0H0:END>IO", "--draws", "2", "--json")
+    assert code in (0, None), said.err
+    row = json.loads(said.out)["tables"]["sparsity"][0]
+    assert {"model", "head", "step", "sparsity", "rotated", "rotated_shared", "low", "high", "count", "count_tol",
+            "count_null", "role", "from", "to"} <= set(row)  # fmt: skip
+    assert row["step"] == 0
+    file = tmp_path / "vectors.safetensors"
+    code, said = command("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
+    assert [row["head"] for row in json.loads(said.out)["rows"]] == ["L0H0", "L1H3"]
+    assert file.is_file()
+    assert command("svd", "--out", tmp_path)[0] == 2
