@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.attribute import attribute
@@ -35,7 +33,7 @@ from qkscope.maths.store import read_tensors
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swapped_keys
 from qkscope.tasks.task import ANSWER, Task
-from qkscope.tasks.words import BOXES, OBJECTS
+from qkscope.tasks.words import OBJECTS
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread, as conftest gives this process
 HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
@@ -43,16 +41,7 @@ HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key hea
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny grouped-query Llama with a tokenizer that knows the words of the binding task."""
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?", "The", "is", "in", "Box", "Which", "box", "the", "Answer"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
-    fast.chat_template = "{% for m in messages %}Answer : {{ m['content'] }} Which{% endfor %}"
-    tiny_model("llama", vocab_size=len(words)).save_pretrained(path)
-    fast.save_pretrained(path)
-    return path
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qkscope.analyses.find import job
-from qkscope.analyses.sums import Sums, accumulate, sums_file
+from qkscope.analyses.sums import Shard, Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.maths.controls import Controls, run_controls
+from qkscope.maths.controls import ROUNDING, Controls, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.result import Result, provenance
@@ -24,7 +24,6 @@ Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
 
 _ALPHA = 0.05
-_ROUNDING = 1e-5  # of float32 queries and keys, with room
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,38 @@ def decompose(
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
     about = job(scope, task, space)
-    sums = {
-        name: accumulate(
-            scope, task, task.contrasts[name], chosen, n, space, batch_size, replicates, seed, {**about, "n": n},
-            None if out is None else sums_file(out, name), progress=progress,
-        )
-        for name in names
-    }  # fmt: skip
+    sums = collect(
+        scope, task, chosen, n, contrasts=names, space=space, batch_size=batch_size, replicates=replicates, seed=seed,
+        out=out, progress=progress,
+    )  # fmt: skip
     fit = fit_of(sums, task, about, rank=rank, center=center)
     return replace(fit, seed=seed, seconds=time.perf_counter() - start)
+
+
+def collect(
+    scope: Scope,
+    task: Task,
+    heads: Sequence[Head],
+    n: int,
+    *,
+    contrasts: Sequence[str],
+    space: Space = "post_rope",
+    batch_size: int = 32,
+    replicates: int = 199,
+    seed: int = 0,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool | None = None,
+) -> dict[str, Sums]:
+    """The sums of every contrast, as in `decompose`; of a shard ``(i, n)``, over every n-th batch from the i-th on."""
+    about = {**job(scope, task, space), "n": n}
+    return {
+        name: accumulate(
+            scope, task, task.contrasts[name], heads, n, space, batch_size, replicates, seed, about,
+            None if out is None else sums_file(out, name), shard, progress,
+        )
+        for name in contrasts
+    }  # fmt: skip
 
 
 def fit_of(
@@ -186,7 +208,7 @@ def _rank(cut: Rank, whole: Subspace, centring: Center) -> int:
         return cut
     assert whole.controls is not None
     if cut == "energy":
-        left = float(whole.S[0]) > _ROUNDING * whole.controls.spectrum[0]  # else centring has left but rounding errors
+        left = float(whole.S[0]) > ROUNDING * whole.controls.spectrum[0]  # else centring has left but rounding errors
         return max(int(energy_rank(whole.S)), 1) if left else 1
     # labels dealt out again are the null of ΔC as it is; of what centring leaves, shuffled queries are
     return max(whole.controls.null_rank if centring == "none" else whole.controls.interaction_rank, 1)

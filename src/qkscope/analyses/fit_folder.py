@@ -7,6 +7,7 @@ job died is taken up. Subspaces are recomputed from the sums: they are cheap, an
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, checked_contrasts, decompose
+from qkscope.analyses.decompose import Fit, checked_contrasts, collect, decompose, fit_of
+from qkscope.analyses.find import job as job_of
+from qkscope.analyses.safety import only_writer
+from qkscope.analyses.sums import Shard
+from qkscope.analyses.units import batches_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
@@ -23,6 +28,10 @@ from qkscope.heads import Head
 from qkscope.result import SCHEMA
 from qkscope.tasks.task import Task
 
+log = logging.getLogger(__name__)
+
+SHARDS = "shards"
+"""Subfolder in which processes that share a job keep their sums until they are merged."""
 _JOB = "job.json"
 _FIELDS = ("weights", "tokenizer", "model", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
            "batch_size", "seed")  # fmt: skip
@@ -38,38 +47,47 @@ def plan_decompose(
     space: Space = "post_rope",
     batch_size: int = 32,
     seed: int = 0,
+    shard: Shard | None = None,
 ) -> dict[str, Any]:
     """The job as far as it is known without the model, checked: its examples, its options and its folder."""
     names = checked_contrasts(task, contrasts)
-    for name in names:
-        task.fit(name, n)
-    check_space(space)
     if batch_size < 1:
         raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
+    for name in names:
+        units = task.fit(name, n)
+        if shard is not None and len(batches_of(units, batch_size)) < shard[1]:
+            raise BadInput(f"{len(units)} examples of {name} in batches of {batch_size} cannot be shared among "
+                           f"{shard[1]}: take fewer shards or smaller batches.")  # fmt: skip
+    check_space(space)
     plan = {
         "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
         "heads": [str(head) for head in heads], "n": n, "contrasts": names, "space": space,
-        "batch_size": batch_size, "seed": seed,
+        "batch_size": batch_size, "seed": seed, **({} if shard is None else {"shard": list(shard)}),
     }  # fmt: skip
-    folder = Path(out)
+    check_place(Path(out), plan)
+    return plan
+
+
+def check_place(folder: Path, job: dict[str, Any]) -> None:
+    """A folder takes one job: the same one again, or nothing of anyone's yet."""
     if (folder / _JOB).exists():
-        _check_same(folder, plan)
-        return plan
-    if folder.is_file() or (folder.is_dir() and any(path.suffix != ".part" for path in folder.iterdir())):
+        found = read_job(folder)
+        differs = [name for name in dict.fromkeys((*job, "shard")) if found.get(name) != job.get(name)]
+        if differs:
+            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+        return
+    if folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
         raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
-    return plan
 
 
-def _check_same(folder: Path, job: dict[str, Any]) -> None:
-    found = read_job(folder)
-    differs = [name for name in job if found[name] != job[name]]
-    if differs:
-        raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+def _ours(path: Path) -> bool:
+    """What may stand in a folder before its job: the lock, what a killed run was writing, shares of the same run."""
+    return path.suffix == ".part" or path.name in (".lock", SHARDS)
 
 
 def run_decompose(
@@ -79,36 +97,56 @@ def run_decompose(
     n: int,
     out: str | Path,
     *,
-    contrasts: Sequence[str] | None = None,
-    space: Space = "post_rope",
-    batch_size: int = 32,
-    seed: int = 0,
-) -> Fit:
-    """Decompose into a folder, going on where an earlier run of the same job stopped."""
+    shard: Shard | None = None,
+    **options: Any,
+) -> Fit | None:
+    """Decompose into a folder, going on where an earlier run of the same job stopped; a shard leaves its sums alone.
+
+    The options are those of `plan_decompose`.
+    """
     folder = Path(out)
     heads = [scope.check(head) for head in heads]
-    plan = plan_decompose(
-        task, heads, n, out, contrasts=contrasts, space=space, batch_size=batch_size, seed=seed
-    )  # fmt: skip
+    plan = plan_decompose(task, heads, n, out, shard=shard, **options)
     job = {
         "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
         "tokenizer": scope.tokenizer_hash, **plan,
     }  # fmt: skip
-    if (folder / _JOB).exists():
-        _check_same(folder, job)
-    else:
-        _write(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
-    for left_over in folder.glob("*.part"):  # what a killed run was writing
-        left_over.unlink(missing_ok=True)
-    if task.name not in tasks.BUILT_IN:
-        shutil.copyfile(job["asked"]["file"], folder / Path(job["asked"]["file"]).name)
-    fit = decompose(
-        scope, task, heads, n, contrasts=job["contrasts"], space=space, batch_size=batch_size, seed=seed, out=folder
-    )
-    text = json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-    _write(folder / "results.json", text)
-    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
+    with only_writer(folder):
+        check_place(folder, job)
+        for left_over in folder.glob("*.part"):  # what a killed run was writing
+            left_over.unlink(missing_ok=True)
+        write_job(folder, job)
+        copy_task(task, job, Path(), folder)
+        same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "seed")}
+        try:
+            sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
+        except KeyboardInterrupt:
+            log.info("What is done is saved in %s: say the same again, and it goes on from there.", folder)
+            raise
+        if shard is not None:
+            return None
+        fit = fit_of(sums, task, job_of(scope, task, plan["space"]))
+        write_fit(folder, fit)
     return fit
+
+
+def write_job(folder: Path, job: dict[str, Any]) -> None:
+    """Say what a folder is made from, before it is made."""
+    if not (folder / _JOB).exists():
+        _write(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
+
+
+def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> None:
+    """Keep the file of a task that is one; it stands in ``source``, or where it was named."""
+    if task.name not in tasks.BUILT_IN:
+        name = Path(job["asked"]["file"])
+        shutil.copyfile(source / (name.name if source.name else name), folder / name.name)
+
+
+def write_fit(folder: Path, fit: Fit) -> None:
+    """The finished numbers beside the sums they come from."""
+    _write(folder / "results.json", json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
+    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
 
 
 def _write(path: Path, text: str) -> None:
@@ -143,6 +181,8 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
     for field, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
         if job[field] != here:
             raise BadInput(f"{folder} was made with other {field} than {scope.name} has here: load the same model.")
+    if job.get("shard"):
+        raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
     if not (Path(folder) / "results.json").exists():
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
     task = task_of(job, folder)

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
+from qkscope.analyses.safety import patient_interrupt
 from qkscope.analyses.units import batches_of, capture_units, contrast_rows, units_hash
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -73,15 +74,15 @@ class Sums:
         return int(manifest["batches"])
 
     @classmethod
-    def read(cls, path: Path) -> Sums:
-        """Finished sums, of whatever job made them; refused while batches are missing."""
+    def read(cls, path: Path) -> tuple[Sums, int]:
+        """Finished sums, of whatever job made them, and of how many batches; refused while some are missing."""
         tensors, manifest = read_tensors(path, "sums")
         if manifest.get("batches") != manifest.get("of"):
             raise BadInput(f"{path} holds {manifest.get('batches')} of {manifest.get('of')} batches: run the command "
                            "that makes it again, it goes on where it stopped.")  # fmt: skip
         sums = cls.empty(Moments.from_manifest(manifest["moments"]))
         sums._fill(tensors, path)
-        return sums
+        return sums, int(manifest["of"])
 
     def _fill(self, tensors: dict[str, Tensor], path: Path) -> None:
         for name, tensor in self.tensors().items():
@@ -149,15 +150,19 @@ def accumulate(
         shard=shard,
         progress=progress,
     )
-    for batch in stream:
-        q, k, labels, prompts = contrast_rows(batch, contrast)
-        sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
-        captured = batch.captured
-        sums.cov_q.update(captured.q)
-        own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
-        sums.cov_k.update(own[captured.key_mask])
-        units_done += len(batch.unit.unique())
-        count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
-        if path is not None and count and (count % _SAVE_EVERY == 0 or count == len(batches)):
-            sums.save(path, count, len(batches))
+    with patient_interrupt() as interrupted:
+        for batch in stream:
+            q, k, labels, prompts = contrast_rows(batch, contrast)
+            sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+            captured = batch.captured
+            sums.cov_q.update(captured.q)
+            own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
+            sums.cov_k.update(own[captured.key_mask])
+            units_done += len(batch.unit.unique())
+            count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
+            due = interrupted() or count % _SAVE_EVERY == 0 or count == len(batches)
+            if path is not None and count and due:
+                sums.save(path, count, len(batches))
+            if interrupted() and (count or path is None):
+                raise KeyboardInterrupt
     return sums

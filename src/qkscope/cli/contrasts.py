@@ -74,23 +74,53 @@ def decompose(
     dtype: Dtype = None,
     contrasts: Annotated[str | None, typer.Option("--contrasts", help="Contrasts like order,lexical; all.")] = None,
     center: Annotated[str | None, typer.Option("--center", help="Of a .jsonl file: none, query or both.")] = None,
+    shard: Annotated[str | None, typer.Option("--shard", help="i/n: this share of the prompts; then merge.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped."""
+    """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped.
+
+    Under torchrun the processes share the prompts.
+    """
     from qkscope.heads import parse_heads
 
     chosen = parse_heads(heads)
     made = make_task(task, form, size, seed, chat, center)
     from qkscope.analyses.fit_folder import plan_decompose, run_decompose
+    from qkscope.analyses.shards import merge_together, parse_shard, shard_folder, together, torchrun_shard
 
     names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
-    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed}
-    plan_decompose(made, chosen, n, out, **options)
-    fit = run_decompose(load_scope(model, device, dtype), made, chosen, n, out, **options)
+    process = torchrun_shard() if shard is None else None
+    share = process if shard is None else parse_shard(shard)
+    folder = out if process is None else shard_folder(out, process)
+    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share}
+    plan_decompose(made, chosen, n, folder, **options)
+    with together(process, device) as own_device:
+        fit = run_decompose(load_scope(model, own_device, dtype), made, chosen, n, folder, **options)
+    if process is not None:
+        fit = merge_together(out, process)
+    if fit is not None:
+        _write_and_print(fit, as_json, out)
+    elif shard is not None and share is not None:
+        typer.echo(f"Shard {share[0]}/{share[1]} is in {out}; when all are done: qkscope merge SHARDS... --out DIR")
+
+
+def _write_and_print(fit: Any, as_json: bool, out: Path) -> None:
     from qkscope.page.report import write_report
 
     write_report(out / "report.html", fit)
     print_result(fit, as_json, out)
+
+
+@app.command()
+def merge(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that decompose --shard wrote.")],
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Add up the shards of one job: exactly what one process would have made, to rounding."""
+    from qkscope.analyses.shards import merge as run_merge
+
+    _write_and_print(run_merge(folders, out), as_json, out)
 
 
 @app.command()

@@ -26,7 +26,7 @@ Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file,
 TaskName = Annotated[
     str, typer.Argument(help="binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file.")
 ]
-Count = Annotated[int, typer.Option("--n", help="Number of prompts (for each contrast).")]
+Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for each contrast).")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
 Form = Annotated[
     str, typer.Option("--form", help="list, sentence or question (binding); bullets (filter); ABBA or BABA (ioi).")

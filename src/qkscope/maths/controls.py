@@ -28,6 +28,8 @@ from qkscope.maths.svd import checked_svd, energy_rank
 
 Verdict = Literal["interaction", "mean only", "not above null"]
 
+ROUNDING = 1e-5  # of float32 queries and keys, with room
+
 
 @dataclass(frozen=True)
 class RankTest:
@@ -164,7 +166,7 @@ def _controls_of(
     return Controls(
         energy_rank=int(energy_rank(spectrum)),
         null_rank=above.rank,
-        centred_energy_rank=int(energy_rank(torch.linalg.svdvals(centred))),
+        centred_energy_rank=_centred_rank(torch.linalg.svdvals(centred), spectrum),
         interaction_rank=interaction.rank,
         mean_dominance=float(mean_dominance(moments, contrast)[row]),
         p_difference=p_d,
@@ -180,6 +182,11 @@ def _controls_of(
         replicates=moments.replicates,
         null=difference,
     )
+
+
+def _centred_rank(centred: Float[Tensor, " d"], spectrum: Float[Tensor, " d"]) -> int:
+    """The 99% rank; 0 where centring has left but the rounding errors of float32 queries and keys."""
+    return int(energy_rank(centred)) if float(centred[0]) > ROUNDING * float(spectrum[0]) else 0
 
 
 def _verdict(p_difference: float, p_interaction: float, alpha: float) -> Verdict:

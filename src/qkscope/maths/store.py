@@ -31,6 +31,9 @@ def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], ma
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, header)
         os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # most likely the disk is full
+        raise BadInput(f"{path} could not be written ({error}): make room and say the same again; an earlier state is "
+                       "kept.") from None  # fmt: skip
     finally:
         Path(temporary).unlink(missing_ok=True)
 

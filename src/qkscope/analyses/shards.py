@@ -1,0 +1,128 @@
+"""One job in many processes: each takes its shard of the batches into a folder of its own, and the sums are added.
+
+``--shard i/n`` is for schedulers, `merge` puts the folders together; under ``torchrun`` a process is a shard, and the
+first one merges when all are done. Batches are whole and sums are float64, so the numbers are those of one process to
+rounding, however many there were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qkscope.analyses.decompose import Fit, fit_of
+from qkscope.analyses.fit_folder import SHARDS, check_place, copy_task, read_job, task_of, write_fit, write_job
+from qkscope.analyses.safety import only_writer
+from qkscope.analyses.sums import Shard, Sums, sums_file
+from qkscope.errors import BadInput
+
+
+def parse_shard(text: str) -> Shard:
+    """``i/n``, counted from 0 or from 1: shard n of n is shard 0, so that both ways of counting cover all of them.
+
+    >>> parse_shard("0/4"), parse_shard("3/4"), parse_shard("4/4")
+    ((0, 4), (3, 4), (0, 4))
+    """
+    found = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", text)
+    i, n = (int(found[1]), int(found[2])) if found else (0, 0)
+    if n < 1 or i > n:
+        raise BadInput(f"a shard is i/n, as 0/4 to 3/4 or 1/4 to 4/4, but got {text!r}.")
+    return i % n, n
+
+
+def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
+    """Add up the shards of one job into a folder that is as if one process had made it.
+
+    Parameters
+    ----------
+    folders : those that ``decompose --shard`` wrote, all of one job, in any order.
+    out : the folder of the whole.
+    """
+    if not folders:
+        raise BadInput("no shard was named: name the folders that decompose --shard wrote.")
+    parts: dict[int, tuple[Path, dict[str, Any]]] = {}
+    for folder in map(Path, folders):
+        job = read_job(folder)
+        if not job.get("shard"):
+            raise BadInput(f"{folder} is no shard but a whole fit: there is nothing to merge.")
+        index, count = job["shard"]
+        if index in parts:
+            raise BadInput(f"{parts[index][0]} and {folder} are the same shard {index}/{count}: name each once.")
+        parts[index] = folder, job
+    (first, job), *rest = parts.values()
+    for folder, other in rest:
+        differs = [name for name in sorted({*job, *other}) if name != "shard" and job.get(name) != other.get(name)]
+        if differs or other["shard"][1] != job["shard"][1]:
+            raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs) or 'shard'} differ).")
+    missing = [index for index in range(job["shard"][1]) if index not in parts]
+    if missing:
+        raise BadInput(f"shard {missing[0]}/{job['shard'][1]} is missing: run it, and name its folder too.")
+    ordered = [parts[index][0] for index in sorted(parts)]
+    return _merged(ordered, job, Path(out))
+
+
+def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
+    task = task_of(job, folders[0])
+    sums, batches = {}, {}
+    for name in job["contrasts"]:
+        read = [Sums.read(sums_file(folder, name)) for folder in folders]
+        (one, *others), batches[name] = (part for part, _ in read), sum(count for _, count in read)
+        sums[name] = one.merge(*others)
+    about = dict(next(iter(sums.values())).moments.about)
+    fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
+    whole = {name: value for name, value in job.items() if name not in ("shard", "schema")}
+    check_place(out, whole)
+    with only_writer(out):
+        write_job(out, whole)
+        copy_task(task, whole, folders[0], out)
+        for name, one in sums.items():
+            one.save(sums_file(out, name), batches[name], batches[name])
+        write_fit(out, fit)
+    return fit
+
+
+def torchrun_shard() -> Shard | None:
+    """Which process of how many this is, where torchrun started it."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else None
+
+
+def shard_folder(out: str | Path, shard: Shard) -> Path:
+    """Where a process under torchrun keeps its share until it is merged."""
+    return Path(out) / SHARDS / f"{shard[0]}-of-{shard[1]}"
+
+
+@contextmanager
+def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
+    """Join the other processes of torchrun, and wait for them at the end; gives the device of this one's own."""
+    if shard is None:
+        yield device
+        return
+    import torch
+    from torch import distributed
+
+    gpu = torch.cuda.is_available() and device in (None, "cuda")
+    if gpu:
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', shard[0])) % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield device
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def merge_together(out: str | Path, shard: Shard) -> Fit | None:
+    """The first process merges what all have left in the folder of the run; the others have nothing more to do."""
+    if shard[0] != 0:
+        return None
+    parts = [shard_folder(out, (index, shard[1])) for index in range(shard[1])]
+    fit = merge(parts, out)
+    shutil.rmtree(Path(out) / SHARDS, ignore_errors=True)
+    return fit

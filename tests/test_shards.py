@@ -1,0 +1,235 @@
+"""Facts about long runs: any number of processes, and any kill, give the numbers of one undisturbed process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkscope import BadInput, Head, tasks
+from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.safety import only_writer
+from qkscope.analyses.shards import merge, parse_shard
+from qkscope.analyses.sums import sums_file
+from qkscope.capture.scope import Scope
+from qkscope.maths.store import read_tensors
+from tiny_llama import write_tiny_llama
+
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+HEADS = [Head(1, 3), Head(0, 1)]
+CONTRASTS = ["order", "lexical"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def scope(model: Path) -> Scope:
+    return Scope.load(model, device="cpu")
+
+
+def fit_into(scope: Scope, out: Path, shard=None, n=40):
+    return run_decompose(scope, tasks.binding(4), HEADS, n, out, contrasts=CONTRASTS, batch_size=4, shard=shard)
+
+
+@pytest.fixture(scope="module")
+def whole(scope: Scope, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fits") / "whole"
+    fit_into(scope, out)
+    return out
+
+
+def sums_of(folder: Path) -> dict[str, torch.Tensor]:
+    read = {contrast: read_tensors(sums_file(folder, contrast), "sums")[0] for contrast in CONTRASTS}
+    return {f"{contrast}/{name}": tensor for contrast, own in read.items() for name, tensor in own.items()}
+
+
+def assert_close(folder: Path, other: Path, tolerance: float) -> None:
+    """Every sum agrees, null replicates included, and every number in the results."""
+    mine, theirs = sums_of(folder), sums_of(other)
+    assert set(mine) == set(theirs)
+    for name, tensor in mine.items():
+        assert float((tensor - theirs[name]).abs().max()) <= tolerance * float(tensor.abs().max()), name
+    rows = [json.loads((place / "results.json").read_text())["tables"]["ranks"] for place in (folder, other)]
+    for a, b in zip(*rows, strict=True):
+        assert a == {k: pytest.approx(v, abs=1e-9) if isinstance(v, float) else v for k, v in b.items()}
+
+
+# ---------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_merged_shards_are_the_whole_and_serve_the_later_verbs(scope, whole, tmp_path, count):
+    parts = [tmp_path / str(index) for index in range(count)]
+    for index, part in enumerate(parts):
+        assert fit_into(scope, part, (index, count)) is None
+    random.Random(count).shuffle(parts)
+    fit = merge(parts, tmp_path / "merged")
+    assert_close(tmp_path / "merged", whole, 1e-10)
+    again, _ = load_fit(tmp_path / "merged", scope)
+    for which in fit:
+        torch.testing.assert_close(again[which].V, fit[which].V, rtol=0, atol=0)
+    before = load_fit(whole, scope)[0]
+    for which in fit:
+        torch.testing.assert_close(fit[which].S, before[which].S, rtol=1e-10, atol=1e-12)
+
+
+def test_shards_count_from_0_or_from_1():
+    assert sorted(parse_shard(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_shard(f"{i}/3") for i in (1, 2, 3))
+    for text in ("", "3", "4/3", "-1/3", "1/0", "a/b", "1/2/3"):
+        with pytest.raises(BadInput, match="a shard is i/n"):
+            parse_shard(text)
+
+
+def test_what_does_not_belong_together_is_not_merged(scope, whole, tmp_path):
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
+    fit_into(scope, first, (0, 2))
+    fit_into(scope, second, (1, 2))
+    fit_into(scope, other, (1, 2), n=32)
+    for folders, says in (
+        ([first], "shard 1/2 is missing"),
+        ([first, first], "are the same shard 0/2"),
+        ([first, other], "are not shards of one job \\(n differ\\)"),
+        ([first, whole], "is no shard but a whole fit"),
+        ([first, tmp_path / "nowhere"], "is not a folder that decompose wrote"),
+        ([], "no shard was named"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            merge(folders, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(BadInput, match="is one shard of 2: run qkscope merge"):
+        load_fit(first, scope)
+    with pytest.raises(BadInput, match="holds another job \\(shard differ\\)"):
+        fit_into(scope, first, (1, 2))
+    with pytest.raises(BadInput, match="cannot be shared among 50"):
+        fit_into(scope, tmp_path / "many", (0, 50))
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "qkscope", *map(str, arguments)]
+
+
+def job(model: Path, out: Path, *more: object, n: int = 40) -> list[object]:
+    return [
+        "decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", n, "--contrasts", "order,lexical",
+        "--batch-size", 4, "--model", model, "--device", "cpu", "--out", out, *more,
+    ]  # fmt: skip
+
+
+def test_torchrun_gives_the_numbers_of_one_process(model, whole, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qkscope"]
+    done = subprocess.run(
+        [*torchrun, *map(str, job(model, tmp_path / "out"))], env=ALONE, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Of 4 contrasts at heads") == 1  # one process speaks
+    assert_close(tmp_path / "out", whole, 1e-10)
+    assert not (tmp_path / "out" / "shards").exists()
+
+
+def test_the_command_line_shards_and_merges(model, whole, tmp_path):
+    for i in (1, 2):
+        done = subprocess.run(command(*job(model, tmp_path / str(i), "--shard", f"{i}/2")), env=ALONE,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "qkscope merge" in done.stdout
+    done = subprocess.run(command("merge", tmp_path / "1", tmp_path / "2", "--out", tmp_path / "out", "--json"),
+                          env=ALONE, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "decompose/binding"
+    assert_close(tmp_path / "out", whole, 1e-10)
+
+
+# ---------------------------------------------------------------- killed, interrupted, refused
+
+
+def in_a_process(work) -> int:
+    """Fork: a real process that can be killed, without starting Python and torch again each time."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            work()
+            code = 0
+        except KeyboardInterrupt:
+            code = 130
+        except BadInput as error:
+            print(error, file=sys.stderr)
+            code = 2
+        finally:
+            os._exit(code)
+    return child
+
+
+def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path):
+    start = time.perf_counter()
+    fit_into(scope, tmp_path / "timed")
+    seconds = time.perf_counter() - start
+    draw = random.Random(0)
+    killed = 0
+    while killed < 20:
+        out = tmp_path / f"run{killed}"
+        child = in_a_process(lambda out=out: fit_into(scope, out))
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        killed += os.WIFSIGNALED(status)  # one that was quicker than we does not count
+        fit_into(scope, out)
+        mine, theirs = sums_of(out), sums_of(whole)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+        assert (
+            json.loads((out / "results.json").read_text())["tables"]
+            == json.loads((whole / "results.json").read_text())["tables"]
+        )
+        assert not list(out.glob("*.part"))
+        shutil.rmtree(out)
+
+
+def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, whole, tmp_path):
+    out = tmp_path / "run"
+    child = in_a_process(lambda: fit_into(scope, out, n=4000))
+    while not sums_file(out, "order").exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGINT)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    _, manifest = read_tensors(sums_file(out, "order"), "sums")
+    assert 0 < manifest["batches"] < manifest["of"] == 1000
+
+
+def test_two_runs_do_not_write_to_one_folder(scope, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    with only_writer(out):
+        child = in_a_process(lambda: fit_into(scope, out))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert not (out / "job.json").exists()
+    assert fit_into(scope, out) is not None
+
+
+def test_a_full_disk_is_a_sentence_and_keeps_what_was_saved(scope, whole, tmp_path, capfd):
+    """The system refuses files over a size, as a full disk would."""
+
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        fit_into(scope, tmp_path / "run")
+
+    child = in_a_process(small_files)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "make room and say the same again" in capfd.readouterr().err
+    fit_into(scope, tmp_path / "run")
+    assert all(torch.equal(tensor, sums_of(whole)[name]) for name, tensor in sums_of(tmp_path / "run").items())
