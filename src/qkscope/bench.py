@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
     """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
-    for module in ("bench_toys", "bench_models"):  # they register their rows
+    for module in ("bench_toys", "bench_models", "bench_scale"):  # they register their rows
         import_module(f"qkscope.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:

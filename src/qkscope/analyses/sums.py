@@ -7,6 +7,7 @@ neither how many processes share the work nor where one of them died changes the
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sum
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 Shard = tuple[int, int]
 
 _SAVE_EVERY = 8  # batches
+_REST = 60  # times what a save took: saving stays under 2% of a run however large the sums are
 _FEW_TO_SHUFFLE = 4  # units in a batch
 
 
@@ -150,6 +152,7 @@ def accumulate(
         shard=shard,
         progress=progress,
     )
+    saved, cost = time.monotonic(), 0.0
     with patient_interrupt() as interrupted:
         for batch in stream:
             q, k, labels, prompts = contrast_rows(batch, contrast)
@@ -160,9 +163,13 @@ def accumulate(
             sums.cov_k.update(own[captured.key_mask])
             units_done += len(batch.unit.unique())
             count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
-            due = interrupted() or count % _SAVE_EVERY == 0 or count == len(batches)
+            rested = time.monotonic() - saved >= _REST * cost
+            due = interrupted() or (count % _SAVE_EVERY == 0 and rested) or count == len(batches)
             if path is not None and count and due:
+                start = time.monotonic()
                 sums.save(path, count, len(batches))
+                saved = time.monotonic()
+                cost = saved - start
             if interrupted() and (count or path is None):
                 raise KeyboardInterrupt
     return sums
