@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -63,6 +64,12 @@ class Encoder:
             if isinstance(value, int):
                 return value
         return 0
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in pieces."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
@@ -140,6 +147,14 @@ class Encoder:
             raise BadInput(
                 f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
                 f" ({example.show(80)})."
+            )
+
+        if self._unknown in ids:
+            start, stop = offsets[ids.index(self._unknown)]
+            piece = "" if example.text is None else f" {example.text[start - shift : stop - shift]!r}"
+            raise BadInput(
+                f"this model has a token only for the words it was trained on, and none for{piece}: take words of the"
+                f" tasks ({example.show(80)})."
             )
 
         def find(span: Span) -> int:

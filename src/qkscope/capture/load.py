@@ -1,4 +1,4 @@
-"""From a name to a model in memory: a hub id, a folder, a ``.gguf`` file, or the embedded ``smollm2-135m``.
+"""From a name to a model in memory: a hub id, a folder, a ``.gguf`` file, ``smollm2-135m``, or ``nano:NAME@STEP``.
 
 GGUF weights are dequantised once, kept as safetensors under the file's hash, and loaded from there ever after. Code
 that comes with a model is never run. Whatever goes wrong is told in one sentence.
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from qkscope.capture.cache import cache_dir, file_hash, files_hash
+from qkscope.capture.nano import PREFIX, nano_folder
 from qkscope.capture.tap import SERVED
+from qkscope.devices import check_device
 from qkscope.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,9 @@ def load(
     attn: str | None = None,
 ) -> Loaded:
     """Load a model and its tokenizer; the arguments are those of `Scope.load`."""
-    target = _device(device) if device_map is None else None
+    target = None
+    if device_map is None:
+        target = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device_map is not None and device is not None:
         raise BadInput("device and device_map exclude each other: give one of them.")
     if attn is not None and attn not in SERVED:
@@ -64,11 +68,15 @@ def load(
         folder = _dequantised(gguf, digest)
         model, tokenizer = _from_folder(folder, options), _tokenizer(str(folder), None)
         return Loaded(_ready(model, target), tokenizer, str(name), None, digest)
-    folder = Path(name).expanduser()
+    folder, step = Path(name).expanduser(), None
+    if str(name).startswith(PREFIX):
+        name, step, folder = nano_folder(str(name), revision)
+    elif revision is not None and not (folder / "config.json").exists() and (folder / revision).is_dir():
+        step, folder = revision, folder / revision  # a folder of checkpoints, as `qkscope train nano` writes
     if folder.is_dir():
         files = _weight_files(folder)
         model, tokenizer = _from_folder(folder, options), _tokenizer(str(folder), None)
-        return Loaded(_ready(model, target), tokenizer, str(name), None, files_hash(files))
+        return Loaded(_ready(model, target), tokenizer, str(name), step, files_hash(files))
     if folder.exists() or str(name).startswith(("/", ".", "~")) or str(name).count("/") > 1:
         what = "is a file" if folder.exists() else "does not exist"
         raise BadInput(f"{name} {what}, not a model folder: give a folder with config.json, a .gguf file or a hub id.")
@@ -79,18 +87,6 @@ def load(
     hub_files = _hub_files(str(name), commit or revision or "main")
     digest_or_none = files_hash(hub_files) if hub_files else None
     return Loaded(_ready(model, target), _tokenizer(str(name), revision), str(name), commit or revision, digest_or_none)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadInput(f"{device!r} is no device: write cpu, cuda or cuda:0.") from error
-    if target.type == "cuda":
-        count = torch.cuda.device_count()
-        if not torch.cuda.is_available() or (target.index or 0) >= count:
-            raise BadInput(f"{target} was asked for, but this machine offers {count} CUDA devices: use device='cpu'.")
-    return target
 
 
 def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from qkscope.cli.shell import Json, Out, app, print_json, print_table
+from qkscope.cli.shell import Json, Out, Seed, app, print_json, print_table
 from qkscope.errors import BadInput
 
 toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
 app.add_typer(toy, name="toy")
+train = typer.Typer(help="Train small language models on the tasks' texts.", no_args_is_help=True)
+app.add_typer(train, name="train")
 
 
 @toy.command("retrieval")
@@ -43,4 +45,30 @@ def toy_retrieval(
         print_json(result.to_json())
         return
     print_table("heads", result.tables["heads"])
+    typer.echo(result.answer)
+
+
+@train.command("nano")
+def nano(
+    out: Out = Path("runs/nano"),
+    preset: Annotated[str, typer.Option("--preset", help="default, or smoke (brief, learns little).")] = "default",
+    steps: Annotated[int | None, typer.Option("--steps", help="Training steps; the preset's by default.")] = None,
+    seed: Seed = 0,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    check_every: Annotated[
+        int | None, typer.Option("--check-every", help="Steps between checkpoints; the preset's by default.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate; the preset's by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
+    from qkscope.page.figures.nano import draw
+    from qkscope.toys.nano_run import last_rows, train_nano, write_beside
+
+    result = train_nano(out, preset=preset, steps=steps, seed=seed, device=device, check_every=check_every, lr=lr)
+    write_beside(result, out, draw(result))
+    if as_json:
+        print_json(result.to_json())
+        return
+    print_table("accuracy", last_rows(result))
     typer.echo(result.answer)

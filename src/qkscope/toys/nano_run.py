@@ -1,0 +1,92 @@
+"""``qkscope train nano``: train a nano model into a folder, and say how well it answers at every checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qkscope.devices import check_device
+from qkscope.errors import BadInput
+from qkscope.result import Claim, Result, check_folder, provenance
+from qkscope.toys.nano import PRESETS, STATE, NanoTrainer
+from qkscope.toys.nano_score import CLAIMED
+
+
+def train_nano(
+    out: str | Path,
+    *,
+    preset: str = "default",
+    steps: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    check_every: int | None = None,
+    lr: float | None = None,
+) -> Result:
+    """Train into ``out/STEP``, going on where an earlier run in the same folder was stopped.
+
+    Parameters
+    ----------
+    preset : ``default`` learns every task; ``smoke`` is too small and too short to, and ends in half a minute.
+    steps, check_every, lr : instead of the preset's; a checkpoint is kept at every check.
+    """
+    if preset not in PRESETS:
+        raise BadInput(f"there is no preset {preset!r}: take {' or '.join(PRESETS)}.")
+    if type(seed) is not int or seed < 0:
+        raise BadInput(f"the seed should be a whole number of at least 0, but got {seed!r}.")
+    changed: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
+    recipe = replace(PRESETS[preset], **{name: value for name, value in changed.items() if value is not None})
+    found = check_device(device)
+    out = Path(out)
+    if not (out / STATE).exists():  # a folder with a state is a run of ours, finished or not
+        check_folder(out)
+    start = time.perf_counter()
+    trainer = NanoTrainer(out, recipe, seed, found)
+    curve = trainer.run()
+    seconds = time.perf_counter() - start
+    final = {row["task"]: row for row in curve if row["step"] == recipe.steps}
+    missed = [name for name in CLAIMED if final[name]["accuracy"] < 0.95]
+    return Result(
+        experiment="train/nano",
+        answer=f"After {recipe.steps:,} steps the model answers the first question of {len(CLAIMED) - len(missed)} of "
+        f"{len(CLAIMED)} tasks in 95% of prompts or more" + (f" (not {', '.join(missed)})." if missed else "."),
+        claims=[
+            Claim(f"{name}: the likeliest token is right in 95% of test prompts", "", final[name]["accuracy"],
+                  final[name]["chance"], "ours >= 0.95")
+            for name in CLAIMED
+        ],
+        tables={"accuracy": curve, "parts": [{"all_forms_from": trainer.all_forms_from}]},
+        preset=preset,
+        seed=seed,
+        seconds=seconds,
+        provenance=provenance(recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device),
+    )  # fmt: skip
+
+
+def write_beside(result: Result, out: str | Path, files: Mapping[str, str | bytes]) -> None:
+    """Write a run's files into the folder that holds its checkpoints, each whole or not at all."""
+    out = Path(out)
+    fresh = out / ".results"
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        result.write(fresh, files=files)
+        for path in sorted(fresh.rglob("*")):
+            target = out / path.relative_to(fresh)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                os.replace(path, target)
+    except OSError as error:
+        raise BadInput(f"{out} cannot be written ({error.strerror}): choose another folder.") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def last_rows(result: Result) -> list[dict[str, Any]]:
+    """The table of the last checkpoint, for people."""
+    rows = [dict(row) for row in result.tables["accuracy"]]
+    return [row for row in rows if row["step"] == rows[-1]["step"]]

@@ -1,0 +1,91 @@
+"""How well a nano model answers: the first question of the tasks' own test prompts, and nothing easier.
+
+Right is a prompt after which the likeliest of *all* tokens is a right key's. ``choice`` asks less: whether a right
+key's token is likelier than the other candidates', whose chance level is the share of right candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from qkscope import tasks
+from qkscope.capture.encode import Encoder
+from qkscope.errors import BadInput
+from qkscope.maths.intervals import wilson
+from qkscope.tasks.indirect import ioi
+from qkscope.tasks.repeats import induction
+from qkscope.tasks.task import ANSWER, Task
+
+CLAIMED = ("binding/list", "binding/sentence", "binding/question", "filter/list", "filter/bullets", "filter/question",
+           "ioi", "induction")  # fmt: skip
+"""What the nano models are trained to do, a name per task and form."""
+
+
+def claimed_task(name: str, seed: int = 0) -> Task:
+    """The task of this name, at its own size: nine boxes, five categories, eight words."""
+    kind, _, form = name.partition("/")
+    if name not in CLAIMED:
+        raise BadInput(f"the nano models know {', '.join(CLAIMED)}, but not {name!r}.")
+    if kind == "binding":
+        return tasks.binding(form=form, seed=seed)  # type: ignore[arg-type]
+    if kind == "filter":
+        return tasks.filter(form=form, seed=seed)  # type: ignore[arg-type]
+    return ioi(seed=seed) if kind == "ioi" else induction(seed=seed)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Prompts of one task as ids, padded on the right, with the tokens that are right and those that are candidates."""
+
+    ids: Int[Tensor, "n t"]
+    last: Int[Tensor, " n"]
+    right: Bool[Tensor, "n v"]
+    candidates: Bool[Tensor, "n v"]
+
+    @classmethod
+    def of(cls, task: Task, tokenizer: Any, n: int, device: torch.device) -> Exam:
+        """The first ``n`` test prompts of a task."""
+        examples = [unit[0] for unit in task.test(n)]
+        tokens = Encoder(tokenizer, None).tokenise(examples)
+        length = max(len(one.ids) for one in tokens)
+        ids = torch.zeros(n, length, dtype=torch.long)
+        right = torch.zeros(n, len(tokenizer), dtype=torch.bool)
+        candidates = right.clone()
+        for i, (example, one) in enumerate(zip(examples, tokens, strict=True)):
+            ids[i, : len(one.ids)] = torch.tensor(one.ids)
+            for key, place in zip(example.keys, one.keys, strict=True):
+                candidates[i, one.ids[place]] |= key.label(ANSWER) != 0
+                right[i, one.ids[place]] |= key.label(ANSWER) > 0
+        last = torch.tensor([len(one.ids) - 1 for one in tokens])
+        return cls(*(part.to(device) for part in (ids, last, right, candidates)))
+
+    @property
+    def chance(self) -> float:
+        """Share of candidates that are right."""
+        return float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
+
+    @torch.no_grad()
+    def score(self, model: Any) -> dict[str, Any]:
+        """Accuracy of a model, its interval, and the choice among candidates."""
+        hidden = model.model(input_ids=self.ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[torch.arange(len(self.last), device=self.ids.device), self.last])
+        hits = self.right.gather(1, logits.argmax(dim=1, keepdim=True))
+        chosen = logits.masked_fill(~self.candidates, -torch.inf).argmax(dim=1, keepdim=True)
+        choice = self.right.gather(1, chosen)
+        n, count = len(hits), int(hits.sum())
+        low, high = wilson(count, n)
+        return {"accuracy": count / n, "low": low, "high": high, "choice": float(choice.float().mean()),
+                "chance": self.chance, "n": n}  # fmt: skip
+
+
+def exams(
+    tokenizer: Any, n: int, device: torch.device, seed: int = 0, names: Sequence[str] = CLAIMED
+) -> Mapping[str, Exam]:
+    """An exam for each claimed task."""
+    return {name: Exam.of(claimed_task(name, seed), tokenizer, n, device) for name in names}
