@@ -18,11 +18,15 @@ _HOME = {
     "Result": "qkscope.result",
     "Scope": "qkscope.capture.scope",
     "Subspace": "qkscope.maths.subspace",
+    "alignment": "qkscope.maths.bridge",
     "attribute": "qkscope.analyses.attribute",
     "decompose": "qkscope.analyses.decompose",
     "find_heads": "qkscope.analyses.find",
     "list_families": "qkscope.capture.live_check",
     "reproduce": "qkscope.papers.registry",
+    "relative_attention": "qkscope.analyses.relative",
+    "singular_basis": "qkscope.analyses.singular",
+    "sparsity": "qkscope.analyses.sparsity",
     "swap": "qkscope.analyses.swap",
     "swap_downstream": "qkscope.analyses.downstream",
     "thin_svd": "qkscope.maths.weights",
@@ -35,6 +39,7 @@ __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "attribute", "decompose",
     "find_heads", "list_families", "reproduce", "swap", "swap_downstream", "tasks", "thin_svd",
     "view", "write_report",
+    "alignment", "relative_attention", "singular_basis", "sparsity",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -43,6 +48,9 @@ if TYPE_CHECKING:
     from qkscope.analyses.decompose import decompose
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
+    from qkscope.analyses.relative import relative_attention
+    from qkscope.analyses.singular import singular_basis
+    from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
     from qkscope.capture.live_check import list_families
     from qkscope.capture.scope import Scope
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
     from qkscope.examples import Example
     from qkscope.explorer.opening import view
     from qkscope.heads import Head
+    from qkscope.maths.bridge import alignment
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
     from qkscope.maths.weights import thin_svd

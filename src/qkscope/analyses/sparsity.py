@@ -32,7 +32,7 @@ from qkscope.maths import sparsity as measure
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.singular import SingularBasis
 from qkscope.result import Result, provenance
-from qkscope.tasks.task import Task, Unit
+from qkscope.tasks.task import ANSWER, Task, Unit
 
 VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
           "cancellation", "sigma_correlation")  # fmt: skip
@@ -138,6 +138,7 @@ def measure_edges(
     index = basis.index([edge.head for edge in edges])
     out = {name: torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64) for name in VALUES}
     first = torch.full((len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
+    turned = first.clone()
     sums, counts = torch.zeros_like(first), torch.zeros(len(edges))
 
     def run(indices: list[int]) -> None:
@@ -156,12 +157,41 @@ def measure_edges(
             sums[own] += torch.where(seen[..., None], found.terms, 0.0).sum(0)
             counts[own] += seen.sum(0)
             if 0 in indices:
-                first[own] = found.terms[indices.index(0)]
+                at = indices.index(0)
+                first[own] = found.terms[at]
+                s = basis.S[[index[e] for e in own]].double()
+                turned[own] = measure.rotated_terms(found.query[at], s, found.key[at], 1, seed)[0]
 
     for _ in stream(batches_of(units, batch_size), run, progress):
         pass
     mean = sums / counts[:, None].clamp_min(1)
-    return {**out, "terms_first": first, "terms_mean": mean, "sigma": basis.S[index].double()}
+    sigma = basis.S[index].double()
+    return {**out, "terms_first": first, "terms_rotated": turned, "terms_mean": mean, "sigma": sigma}
+
+
+def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Float[Tensor, " n"]:
+    """Whether the model itself prefers the right key's word to every wrong one's as the next token; 0 or 1.
+
+    Of tasks that are answered by copying a key; the words compared are the tokens at the keys.
+    """
+    units: list[Unit] = [unit[:1] for unit in task.test(n)]
+    right = torch.zeros(len(units), dtype=torch.float64)
+
+    def run(indices: list[int]) -> None:
+        encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
+        found = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True)
+        assert found.logits is not None
+        places, labels = encoded.places, encoded.labels[ANSWER]
+        words = encoded.inputs["input_ids"][places.row[:, None], places.keys]
+        scores = found.logits.gather(1, words)
+        best, rival = (
+            scores.masked_fill(~(places.key_mask & (sign * labels > 0)), -torch.inf).amax(1) for sign in (1, -1)
+        )
+        right[indices] = (best > rival).double().cpu()
+
+    for _ in stream(batches_of(units, batch_size), run, False):
+        pass
+    return right
 
 
 def _values(

@@ -24,6 +24,7 @@ from qkscope.analyses.sparsity import (
     VALUES,
     Sparsity,
     answer_of,
+    answers_right,
     edges_for,
     group_difference,
     measure_edges,
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _JOB = "job.json"
 _KIND = "sparsity_checkpoint"
+_COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
 _MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "attention")
 
 
@@ -146,6 +148,8 @@ def sweep(
             refuse_copy(model, checkpoint.label, scope.weights_hash, weights)
             log.info("%s %s: %d heads, %d prompts ...", model, checkpoint.label, len(edges), n)
             arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
+            if task.name in _COPYING:
+                arrays["right"] = answers_right(scope, task, n, batch_size)
             write_tensors(path, _KIND, arrays, {"about": {**about, "weights": scope.weights_hash}})
         stored[checkpoint.label] = arrays
     result = _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
@@ -198,7 +202,7 @@ def _result(
         experiment=f"sparsity/{task.name}",
         answer=answer,
         tables=tables,
-        arrays={name: last[name] for name in (*VALUES, "terms_first", "terms_mean", "sigma")},
+        arrays={name: last[name] for name in (*VALUES, "terms_first", "terms_rotated", "terms_mean", "sigma")},
         model=model,
         seed=plan["seed"],
         seconds=seconds,
@@ -222,7 +226,8 @@ def training_rows(
             gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
             means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
             rows.append({
-                "step": checkpoint.step, "circuit": circuit, **means, "difference": gap[0], "low": gap[1],
+                "step": checkpoint.step, "circuit": circuit,
+                "accuracy": float(arrays["right"].mean()) if "right" in arrays else None, **means, "difference": gap[0], "low": gap[1],
                 "high": gap[2], "change": change[0], "change_low": change[1], "change_high": change[2],
                 "heads": len(chosen),
             })  # fmt: skip

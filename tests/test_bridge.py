@@ -1,0 +1,144 @@
+"""Facts about the bridge: shares add up to the contrast, planted features are found, and meaningless bases are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkscope import BadInput, Scope, decompose, tasks
+from qkscope.analyses.bridge import bridge
+from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.swap import capture_rows
+from qkscope.heads import Head
+from qkscope.maths.bases import Projector
+from qkscope.maths.bridge import alignment, carried, overlap
+from qkscope.maths.singular import basis_of_weights, components
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import swap_attention
+
+HEAD = Head(0, 0)
+
+
+def random_basis(d_head=12, d_model=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    w_q, w_k = (torch.randn(1, d_head, d_model, generator=generator, dtype=torch.float64) for _ in range(2))
+    w_q = w_q * torch.linspace(0.3, 2.0, d_head)[:, None].double()  # no isotropic head: images are not orthogonal
+    basis = basis_of_weights([HEAD], w_q, w_k, torch.ones(1), torch.zeros(1, d_head), [False])
+    return basis, w_q[0], w_k[0]
+
+
+def planted(basis, vectors, seed=1):
+    """ΔC of a feature that lives on some singular vectors: queries along W_Q u_j, keys along W_K v_j."""
+    one = basis[HEAD]
+    strengths = torch.linspace(1.0, 2.0, len(vectors), dtype=torch.float64)
+    delta = sum(s * torch.outer(one.read[:, j], one.write[:, j]) for s, j in zip(strengths, vectors, strict=True))
+    return Subspace.from_delta(delta, len(vectors), head=HEAD, contrast="planted")
+
+
+def test_shares_add_up_to_what_the_contrast_adds_to_the_logits():
+    basis, w_q, w_k = random_basis()
+    generator = torch.Generator().manual_seed(2)
+    x, y, z = (torch.randn(500, 40, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, plus, minus = x @ w_q.T, (0.4 * x + y) @ w_k.T, z @ w_k.T
+    delta = (q.T @ plus - q.T @ minus) / len(q)
+    one = basis[HEAD]
+    shares = carried(delta, one.read, one.write)
+    assert float(shares.sum()) == pytest.approx(float((q * (plus - minus)).sum(-1).mean()), rel=1e-9)
+    # each share is the mean of that vector's own terms: σ (uᵀ x)(vᵀ Δx)
+    u, v = torch.linalg.svd(w_q.T @ w_k, full_matrices=False)[0][:, :12], None
+    s_all = torch.linalg.svd(w_q.T @ w_k, full_matrices=False)
+    v = s_all.Vh[:12].T
+    terms = s_all.S[:12] * ((x @ u) * ((0.4 * x + y - z) @ v)).mean(0)
+    torch.testing.assert_close(shares, terms, rtol=1e-6, atol=1e-9)
+
+
+def test_a_planted_feature_is_carried_by_its_vectors_and_by_no_rotated_ones():
+    basis, _, _ = random_basis()
+    found = alignment(basis, planted(basis, [2, 5, 9]))
+    assert sorted(found.best()) == [2, 5, 9]
+    assert found.numbers["vectors"] <= 3
+    assert found.numbers["query"] == pytest.approx(1.0, abs=1e-9)
+    assert found.numbers["key"] == pytest.approx(1.0, abs=1e-9)
+    assert float(found.angles_key.max()) < 1e-3
+    assert float(found.angles_query.max()) < 1e-3
+    for control in ("rotated", "random"):
+        assert found.numbers[f"vectors_{control}"] > 4
+        assert found.numbers[f"key_{control}"] < 0.8
+        assert found.numbers[f"p_key_{control}"] == pytest.approx(1 / 101)
+    assert "3 of 12" in str(found) or "2 of 12" in str(found)
+
+
+def test_a_feature_that_knows_nothing_of_the_weights_looks_like_its_controls():
+    basis, _, _ = random_basis()
+    generator = torch.Generator().manual_seed(5)
+    p_values = []
+    for _ in range(12):
+        a, b = (torch.randn(12, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+        found = alignment(basis, Subspace.from_delta(a @ b.T, 3, head=HEAD))
+        p_values.append(found.numbers["p_key_random"])
+    assert sum(p < 0.05 for p in p_values) <= 3
+    assert max(p_values) > 0.2
+
+
+def test_overlap_is_the_share_of_the_subspace_in_a_span():
+    basis = torch.eye(6, dtype=torch.float64)[:, :2]
+    assert float(overlap(basis, torch.eye(6, dtype=torch.float64)[:, :3])) == pytest.approx(1.0)
+    assert float(overlap(basis, torch.eye(6, dtype=torch.float64)[:, 1:3])) == pytest.approx(0.5)
+    draws = torch.randn(4000, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert float(overlap(basis, draws).mean()) == pytest.approx(0.5, abs=0.01)  # k / d for random spans
+
+
+def test_features_of_other_weights_or_without_a_head_are_refused():
+    basis, _, _ = random_basis()
+    feature = planted(basis, [1])
+    with pytest.raises(BadInput, match="does not say which head"):
+        alignment(basis, replace(feature, head=None))
+    with pytest.raises(BadInput, match="L3H3 is not in this singular basis"):
+        alignment(basis, replace(feature, head=Head(3, 3)))
+    with pytest.raises(BadInput, match="different weights"):
+        alignment(replace(basis, about={"weights": "a"}), replace(feature, about={"weights": "b"}))
+    narrow = Subspace.from_delta(torch.eye(4), 2, head=HEAD)
+    with pytest.raises(BadInput, match="width 4"):
+        alignment(basis, narrow)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    scope = Scope.load("smollm2-135m")
+    task = tasks.binding(5)
+    fit = decompose(scope, task, "L18H6,L18H7", n=24, contrasts=["lexical"], space="query_frame", batch_size=16)
+    return scope, task, fit, singular_basis(scope, "L18H6,L18H7")
+
+
+def test_all_singular_vectors_swap_the_whole_key(fitted):
+    """The components resolve the identity: swapping all of them is swapping the keys, in closed form too."""
+    scope, task, fit, basis = fitted
+    rows = capture_rows(scope, task.test(8), fit, fit.heads, 8, 0)
+    whole = Projector.orthogonal(torch.eye(64, dtype=torch.float64).expand(2, 64, 64))
+    parts = Projector.stack([components(basis[head].read, range(64)) for head in fit.heads])
+    one, other = (swap_attention(rows.attention, rows.orig, rows.target, p) for p in (whole, parts))
+    torch.testing.assert_close(one.orig_after, other.orig_after, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(one.target_after, other.target_after, rtol=1e-3, atol=1e-4)
+
+
+def test_the_bridge_of_the_embedded_model(fitted):
+    scope, task, fit, basis = fitted
+    found = bridge(scope, fit, basis, task.test(16), sizes=(1, 8), draws=3, batch_size=16)
+    row = found.tables["alignment"][0]
+    assert row["vectors"] < row["vectors_rotated"] / 1.5  # few singular vectors, many rotated ones
+    assert row["key"] > row["key_random"]
+    methods = {(r["method"], r["k"]): r["shift"] for r in found.tables["curve"] if r["head"] == "L18H6"}
+    assert methods["singular", 8] > methods["random", 8]
+    assert methods["singular", 8] > methods["singular", 1]
+    assert "singular vectors carry" in found.answer
+
+
+def test_a_rotated_fit_is_told_to_take_the_querys_frame(fitted):
+    scope, task, fit, basis = fitted
+    turned = replace(fit, space="post_rope")
+    with pytest.raises(BadInput, match="space='query_frame'"):
+        bridge(scope, turned, basis, task.test(4))
+    post = replace(fit["lexical", "L18H6"], about={**fit["lexical", "L18H6"].about, "space": "post_rope"})
+    assert "query_frame" in str(alignment(basis, post))
