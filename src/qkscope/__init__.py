@@ -23,8 +23,8 @@ _HOME = {
     "decompose": "qkscope.analyses.decompose",
     "find_heads": "qkscope.analyses.find",
     "list_families": "qkscope.capture.live_check",
-    "reproduce": "qkscope.papers.registry",
     "relative_attention": "qkscope.analyses.relative",
+    "reproduce": "qkscope.papers.registry",
     "singular_basis": "qkscope.analyses.singular",
     "sparsity": "qkscope.analyses.sparsity",
     "swap": "qkscope.analyses.swap",
@@ -36,10 +36,9 @@ _HOME = {
 _ROOMS = ("tasks",)
 
 __all__ = [
-    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "attribute", "decompose",
-    "find_heads", "list_families", "reproduce", "swap", "swap_downstream", "tasks", "thin_svd",
-    "view", "write_report",
-    "alignment", "relative_attention", "singular_basis", "sparsity",
+    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment",
+    "attribute", "decompose", "find_heads", "list_families", "relative_attention", "reproduce", "singular_basis",
+    "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "view", "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

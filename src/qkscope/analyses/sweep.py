@@ -225,11 +225,11 @@ def training_rows(
                 continue
             gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
             means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
+            accuracy = float(arrays["right"].mean()) if "right" in arrays else None
             rows.append({
-                "step": checkpoint.step, "circuit": circuit,
-                "accuracy": float(arrays["right"].mean()) if "right" in arrays else None, **means, "difference": gap[0], "low": gap[1],
-                "high": gap[2], "change": change[0], "change_low": change[1], "change_high": change[2],
-                "heads": len(chosen),
+                "step": checkpoint.step, "circuit": circuit, "accuracy": accuracy, **means, "difference": gap[0],
+                "low": gap[1], "high": gap[2], "change": change[0], "change_low": change[1],
+                "change_high": change[2], "heads": len(chosen),
             })  # fmt: skip
     return rows
 
