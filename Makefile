@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: setup demo test lint bench calibrate docs clean
+.PHONY: setup demo test browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,12 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# A browser for the tests of the pages; without one they skip, and say so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { test "$$(id -u)" = 0 || { echo "Installing Chromium needs root: run 'sudo make browser'." >&2; exit 2; }; \
+	    apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 lint: setup
 	@$(BIN)/ruff check src tests docs

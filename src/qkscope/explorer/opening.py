@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from qkscope.errors import BadInput
@@ -94,5 +95,6 @@ def _serve(
         say(server.url)
         if browser:
             webbrowser.open(server.url)
-        server.serve_forever()
+        with suppress(KeyboardInterrupt):  # how one stops it
+            server.serve_forever()
     return server.url

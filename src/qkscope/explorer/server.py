@@ -153,7 +153,7 @@ def _checked(question: str, body: bytes) -> dict[str, Any]:
     """The question's fields, each of its kind."""
     try:
         asked = json.loads(body)
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise BadInput("the question is not JSON.") from None
     if not isinstance(asked, dict):
         raise BadInput("the question is a JSON object, but got something else.")

@@ -10,7 +10,7 @@ import base64
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ _KEPT = 2  # prompts whose keys stay in memory
 _SHOWN = 8  # next tokens
 _DRAWS = 20
 _FITTED_ON = 96  # prompts, for a head that is fitted while one looks at it
+_FACTS = ("position", "token", "attention", "logit")
+_Row = dict[str, Any]
 _FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
 
 
@@ -57,6 +59,21 @@ class _Seen:
     def places(self) -> Places:
         c = self.captured
         return Places(torch.zeros(1, dtype=torch.long), c.query_positions, c.key_positions, c.key_mask)
+
+
+def _rows(captured: Captured, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[_Row]:
+    """One head's attention and logit of every token, and the logit's parts: the feature of the smaller rank first."""
+    column = captured.heads.index(head)
+    q, k, scale = captured.q[0, column], captured.k[0, captured.kv_of_head[column]], float(captured.scale[column])
+    bases = {name: s.basis("query") for name, s in sorted(features.items(), key=lambda item: item[1].rank)}
+    found = attribute_logits(q, k, scale, bases, "sequential").parts if bases else {}
+    parts = {name: part.tolist() for name, part in found.items()}
+    logits, attention = (scale * (k @ q)).tolist(), captured.attention()[0, column].tolist()
+    return [
+        {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
+        | {name: part[i] for name, part in parts.items()}
+        for i, text in enumerate(texts)
+    ]
 
 
 class Session:
@@ -111,21 +128,10 @@ class Session:
         with self._lock:
             at, seen = self.scope.check(head), self._capture(prompt)
             chosen = self._chosen(at, features)
-            column = seen.captured.heads.index(at)
-            q, k = seen.captured.q[0, column], seen.captured.k[0, seen.captured.kv_of_head[column]]
-            ordered = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
-            bases = {name: subspace.basis("query") for name, subspace in ordered.items()}
-            scale = float(seen.captured.scale[column])
-            found = attribute_logits(q, k, scale, bases, "sequential").parts if bases else {}
-            parts = {name: part.tolist() for name, part in found.items()}
-            logits, attention = (scale * (k @ q)).tolist(), seen.captured.attention()[0, column].tolist()
-            rows = [
-                {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
-                | {name: part[i] for name, part in parts.items()}
-                for i, text in enumerate(seen.texts)
-            ]
+            rows = _rows(seen.captured, at, chosen, seen.texts)
             there = {name: subspace.rank for name, subspace in self._features.get(at, {}).items()}
-            return {"head": str(at), "rows": rows, "parts": list(parts), "features": there, "chosen": list(bases)}
+            parts = [name for name in rows[0] if name not in _FACTS]
+            return {"head": str(at), "rows": rows, "parts": parts, "features": there, "chosen": list(chosen)}
 
     def swap(self, prompt: str, head: str, a: int, b: int, features: Sequence[str] | None = None) -> dict[str, Any]:
         """Exchange two tokens' coordinates in some features (their whole keys, if there are none) and let it run on."""
@@ -145,8 +151,7 @@ class Session:
             random = self._random(seen.captured, column, a, b, basis.shape[1])
             return {
                 "head": str(at), "a": a, "b": b, "rank": basis.shape[1], "features": list(chosen),
-                "before": seen.captured.attention()[0, column].tolist(),
-                "after": after.attention()[0, 0].tolist(), "random": random,
+                "rows": _rows(after, at, chosen, seen.texts), "random": random,
                 "next": self._next(seen.captured, after), "seconds": time.perf_counter() - start,
             }  # fmt: skip
 
@@ -160,6 +165,7 @@ class Session:
                 fit = run_decompose(
                     self.scope, self._task, [at], _FITTED_ON, cache_dir("explorer", *key), contrasts=wanted or None
                 )
+                assert fit is not None  # only a shard of a job has none
                 self._features[at] = {name: fit[name, at] for name in default_features(fit)}
             return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
 

@@ -156,5 +156,5 @@ def _cloud_block(clouds: Sequence[Cloud]) -> Iterator[Block]:
         })  # fmt: skip
     if panels:
         yield Block("cloud", "Keys and queries in the subspace",
-                    "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at "
-                    "one to read it.", rows, {"panels": panels})  # fmt: skip
+                    "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; "
+                    "point at one to read it.", rows, {"panels": panels})  # fmt: skip

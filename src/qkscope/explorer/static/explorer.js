@@ -1,9 +1,8 @@
 "use strict";
 // Type a prompt, pick a head, hover a token, swap two. The server answers in JSON; all text goes in as text.
 (() => {
-  const { make, map, choose, fixed } = qk;
+  const { make, map, choose, fixed, visible } = qk;
   const $ = (id) => document.getElementById(id);
-  const visible = (text) => (text === "" ? "∅" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥"));
   let model = null, prompt = "", seen = null, grid = null, view = null, head = "", rows = [], parts = [], shown = "attention";
   let watched = -1, picked = [], chosen = null, there = {}, swapped = null, asked = 0;
 
@@ -69,6 +68,7 @@
 
   function drawFeatures() {
     const names = Object.keys(there), place = $("features");
+    $("split").classList.toggle("attention-only", !names.length);
     if (!names.length) {
       const button = make("button", { type: "button", id: "fit", onclick: () => quietly(fit()) }, `Fit ${model.task} features at ${head}`);
       return place.replaceChildren(make("span", { class: "of" }, "No features were fitted at this head: its whole keys are swapped."), button);
@@ -89,7 +89,7 @@
 
   function drawTokens() {
     const largest = Math.max(1e-9, ...parts.flatMap((name) => rows.map((row) => Math.abs(row[name]))));
-    const current = swapped ? rows.map((row, i) => ({ ...row, attention: swapped.after[i] })) : rows;
+    const current = swapped ? swapped.rows : rows;
     view = qk.prompt($("tokens"), { rows: current, parts, shown, onlook(i) {
       watched = i;
       qk.split($("split"), current[i], parts, view ? view.colours : qk.partColours(parts), largest);
@@ -115,9 +115,9 @@
     drawTokens(); drawSwap(); drawNext();
   }
 
-  const pair = (label, values, digits = 2, largest = 1) => [make("div", { class: "label" }, label),
+  const pair = (label, values, words, largest = 1) => [make("div", { class: "label" }, label),
     make("div", { class: "two" }, ...values.map(([kind, value]) => make("i", { class: kind, style: { width: `${(100 * value) / largest}%` } }))),
-    make("div", { class: "value" }, values.map(([, value]) => fixed(value, digits)).join(" → "))];
+    make("div", { class: "value" }, words)];
   function drawSwap() {
     $("undo").hidden = !picked.length;
     const what = chosen && chosen.length ? `their ${chosen.join(" and ")} coordinates` : Object.keys(there).length ? "no feature is chosen: their whole keys" : "their whole keys";
@@ -125,14 +125,15 @@
       $("how").textContent = picked.length ? `${visible(seen.tokens[picked[0]])} is chosen. Click the token to exchange with it (${what}).` : `Click two tokens above to exchange ${what} at ${head}, and see where its attention goes.`;
       return $("moved").replaceChildren();
     }
-    const { a, b, before, after, random, rank, features } = swapped;
+    const { a, b, random, rank, features } = swapped;
     $("how").textContent = `${features.length ? features.join(" and ") : "The whole key"} (${rank} dimensions) exchanged between ${visible(seen.tokens[a])} and ${visible(seen.tokens[b])} at ${head}. Attention before, after, and after the same with ${random.draws} random subspaces of that size.`;
-    const legend = make("div", { class: "legend" }, ...[["var(--rest)", "before"], ["var(--original)", "after"], ["var(--target)", "random"]].map(([colour, name]) => make("span", {}, make("span", { class: "swatch", style: { background: colour } }), name)));
-    $("moved").replaceChildren(legend, make("div", { class: "pairs" }, ...[["A", a, random.a], ["B", b, random.b]].flatMap(([mark, i, control]) => pair(`${mark}  ${visible(seen.tokens[i])}`, [["before", before[i]], ["after", after[i]], ["random", control]]))));
+    const legend = make("div", { class: "legend" }, ...["before", "after", "random"].map((name) => make("span", {}, make("span", { class: `swatch ${name}` }), name)));
+    $("moved").replaceChildren(legend, make("div", { class: "pairs" }, ...[["A", a, random.a], ["B", b, random.b]].flatMap(([mark, i, control]) => pair(`${mark}  ${visible(seen.tokens[i])}`, [["before", rows[i].attention], ["after", swapped.rows[i].attention], ["random", control]], `${fixed(rows[i].attention)} → ${fixed(swapped.rows[i].attention)}, random ${fixed(control)}`))));
   }
   function drawNext() {
     const next = swapped ? swapped.next : seen.next, largest = Math.max(...next.flatMap((row) => [row.before, row.after ?? 0]));
-    $("answers").replaceChildren(make("div", { class: "pairs" }, ...next.flatMap((row) => pair(visible(row.token), [["before", row.before], ...(row.after === null ? [] : [["after", row.after]])], 3, largest))));
+    $("answers").replaceChildren(make("div", { class: "pairs" }, ...next.flatMap((row) => pair(visible(row.token), [["before", row.before], ...(row.after === null ? [] : [["after", row.after]])], row.after === null ? fixed(row.before, 3) : `${fixed(row.before, 3)} → ${fixed(row.after, 3)}`, largest))));
+    $("likely").textContent = swapped ? "Probability of the next token, before and after the swap at this one head." : "Probability of the next token.";
   }
 
   $("ask").addEventListener("submit", (event) => { event.preventDefault(); quietly(look()); });
@@ -141,11 +142,13 @@
   $("theme").addEventListener("click", () => {
     const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = dark ? "light" : "dark";
+    document.dispatchEvent(new Event("qk-theme"));
   });
   quietly((async () => {
     model = await ask("model");
     $("model").textContent = `${model.model} · ${model.heads.length} heads${model.folder ? ` · ${model.folder}` : ""}`;
     $("prompt").value = model.prompt;
     await look();
+    if (!model.fitted.length) await fit();
   })());
 })();

@@ -23,6 +23,7 @@ const qk = (() => {
   };
   const fixed = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
   const pretty = (name) => name.replaceAll("_", " ");
+  const visible = (text) => (text === "" ? "∅" : text.trim() === "" ? text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/[ \u00a0]/g, "␣") : text.replaceAll("\n", "↵").replaceAll("\t", "⇥"));
 
   // ------------------------------------------------------------------ colours: Okabe and Ito's, and viridis
   const PARTS = ["#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#E69F00"];
@@ -94,7 +95,7 @@ const qk = (() => {
     let cells = new Map(), cursor = null, place = null, current = picked, svg = null, outline = null;
     const colour = (row) => (value(row) === null ? "var(--wash)" : viridis((value(row) - range[0]) / (range[1] - range[0] || 1)));
     const render = (width) => {
-      const left = 34, top = 4, room = Math.floor((width - left - 4) / layers);
+      const left = 38, top = 18, room = Math.floor((width - left - 4) / layers);
       const cell = Math.max(8, Math.min(heads > 16 ? 15 : 24, room));
       const [w, h] = [left + layers * cell + 4, top + heads * cell + 58];
       cells = new Map();
@@ -108,16 +109,16 @@ const qk = (() => {
       }
       for (let i = 0; i < layers; i += every(layers)) svg.append(draw("text", { class: "soft", x: left + (i + 0.5) * cell, y: top + heads * cell + 14, "text-anchor": "middle" }, String(i)));
       for (let i = 0; i < heads; i += every(heads)) svg.append(draw("text", { class: "soft", x: left - 6, y: top + (heads - 0.5 - i) * cell + 4, "text-anchor": "end" }, String(i)));
-      svg.append(draw("text", { class: "soft", x: left, y: top + heads * cell + 32 }, "layer"), draw("text", { class: "soft", x: 0, y: top + 9 }, "head"));
+      svg.append(draw("text", { class: "soft", x: left, y: top + heads * cell + 32 }, "layer"), draw("text", { class: "soft", x: left - 6, y: 11, "text-anchor": "end" }, "head"));
       const bar = Math.min(120, w - left - 90), right = w - 4, y = top + heads * cell + 24;
       for (let i = 0; i < bar; i += 2) svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: viridis(i / bar) }));
-      svg.append(draw("text", { class: "soft", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)), draw("text", { class: "soft", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)), draw("text", { class: "soft", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title));
+      svg.append(draw("text", { class: "soft", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)), draw("text", { class: "soft", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)), draw("text", { class: "soft scale", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title));
       for (const key of marked.map((head) => head.slice(1).replace("H", ","))) {
         const own = cells.get(key);
         if (own) svg.append(draw("circle", { cx: Number(own.getAttribute("x")) + cell / 2, cy: Number(own.getAttribute("y")) + cell / 2, r: Math.max(2, cell / 7), fill: "#fff", stroke: "#000", "stroke-width": 1, "pointer-events": "none" }));
       }
       place = draw("rect", { class: "cursor", width: cell, height: cell, rx: 2, visibility: "hidden", "stroke-dasharray": "3 2" });
-      outline = draw("rect", { class: "cursor", width: cell, height: cell, rx: 2, visibility: "hidden" });
+      outline = draw("rect", { class: "cursor chosen", width: cell, height: cell, rx: 2, visibility: "hidden" });
       svg.append(place, outline);
       svg.addEventListener("pointermove", (event) => { const key = event.target.dataset && event.target.dataset.at; key ? look(key, event.clientX, event.clientY) : leave(); });
       svg.addEventListener("pointerleave", leave);
@@ -147,8 +148,11 @@ const qk = (() => {
     };
     const again = redraw(element, render);
     return {
-      recolour(changed) { value = changed.value || value; range = changed.range || range; title = changed.title === undefined ? title : changed.title; again(); },
-      repaint(changed) { value = changed; for (const [key, rect] of cells) rect.setAttribute("fill", colour(at.get(key))); },
+      repaint(changed, words = title) {
+        [value, title] = [changed, words];
+        svg.querySelector(".scale").textContent = title;
+        for (const [key, rect] of cells) rect.setAttribute("fill", colour(at.get(key)));
+      },
       mark(changed) { marked = changed; again(); },
     };
   }
@@ -174,9 +178,8 @@ const qk = (() => {
     const svg = draw("svg", { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} above the null` },
       draw("text", { class: "title", x: 0, y: 13 }, panel.name),
       draw("text", { class: "soft", x: 0, y: 30 }, `kept ${panel.rank} · above null ${panel.above} · mean ${fixed(panel.dominance)} · ${panel.verdict}`));
-    const decades = [];
-    for (let power = Math.floor(low - pad); power <= high + pad; power += 1) for (const k of high - low < 1.2 ? [1, 2, 5] : [1]) decades.push(k * 10 ** power);
-    for (const value of decades.filter((v) => Math.log10(v) > low - pad && Math.log10(v) < high + pad)) {
+    const lines = (steps) => { const found = []; for (let power = Math.floor(low - pad); power <= high + pad; power += 1) found.push(...steps.map((k) => k * 10 ** power)); return found.filter((v) => Math.log10(v) > low - pad && Math.log10(v) < high + pad); };
+    for (const value of lines([1]).length > 1 ? lines([1]) : lines([1, 3])) {
       svg.append(draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }), draw("text", { class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
     }
     const tested = rows.filter((row) => row.null_high > 0);
@@ -243,5 +246,5 @@ const qk = (() => {
   }
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");  // plotly reads markup
 
-  return { make, draw, number, fixed, pretty, partColours, viridis, tip, near, redraw, choose, ticks, map, spectra, cloud };
+  return { make, draw, number, fixed, pretty, visible, partColours, viridis, tip, near, redraw, choose, ticks, map, spectra, cloud };
 })();

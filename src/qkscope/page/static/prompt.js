@@ -1,47 +1,49 @@
 "use strict";
-// A prompt as it reads. Each token is one element: its text, filled by the chosen part, over a strip with a bar for each
-// part (all of it backgrounds), so that thousands of tokens stay light. Negative is hatched: sign is not told by hue alone.
+// A prompt as it reads. A token is its text, filled by the chosen part, over a strip with a bar for each part, drawn as
+// backgrounds, so that thousands of tokens stay light. Negative is hatched: sign is not told by hue alone.
 (() => {
-  const { make, fixed, number, partColours, tip, near } = qk;
+  const { make, fixed, visible, partColours, tip, near } = qk;
   const TEXT = 28.5, STRIP = 40, BAR = 6, STEP = 7;
-  const visible = (text) => (text === "" ? "∅" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥"));
   const solid = (colour) => `linear-gradient(${colour},${colour})`;
-  const faint = (colour, share) => `color-mix(in srgb, ${colour} ${Math.round(100 * share)}%, transparent)`;
+  const rgb = (colour) => {
+    const given = colour.startsWith("var(") ? getComputedStyle(document.documentElement).getPropertyValue(colour.slice(4, -1)).trim() : colour;
+    return [1, 3, 5].map((i) => parseInt(given.slice(i, i + 2), 16)).join(",");
+  };
 
   // shown: "attention", "logit" or a part; picked: token index -> mark; scale: what a full bar means (else the largest)
   qk.prompt = (element, { rows, parts = [], shown = "attention", onlook = null, onpick = null, label = "The prompt, token by token" }) => {
     const colours = { attention: "var(--original)", logit: "var(--ink)", ...partColours(parts) };
-    let tokens = [], at = -1, data = rows, names = parts;
+    let tokens = [], fills = [], at = -1;
+    const data = rows, names = parts;
     const box = make("div", { class: "prompt", tabindex: 0, role: "application", "aria-label": `${label}. Arrow keys move${onpick ? ", Enter picks" : ""}.`, style: { "--strip": "0px" } });
     box.style.setProperty("--strip", parts.length ? `${STRIP}px` : "6px");
     const top = (name) => {
       const values = data.map((row) => Math.abs(row[name] ?? 0)), later = values.slice(1);
       return Math.max(1e-9, ...(later.length ? later : values));
     };
-    const paint = () => {
-      const full = shown === "attention" ? 1 : top(shown), bars = Math.max(1e-9, ...names.map(top)), middle = TEXT + 4 + STRIP / 2;
-      tokens.forEach((token, i) => {
-        const row = data[i], layers = [], value = row[shown] ?? 0;
-        names.forEach((name, j) => {
-          const size = Math.min(1, Math.abs(row[name]) / bars) * (STRIP / 2 - 1), up = row[name] > 0;
-          layers.push(`${solid(colours[name])} ${3 + j * STEP}px ${up ? middle - size : middle}px / ${BAR}px ${Math.max(size, 0.5)}px no-repeat`);
-        });
-        if (names.length) layers.push(`${solid("var(--line)")} 0 ${middle - 0.5}px / 100% 1px no-repeat`);
-        const share = Math.min(1, Math.abs(value) / full) ** (shown === "attention" ? 0.7 : 1);
-        if (share > 0.02) {
-          const colour = colours[shown];
-          layers.push(value >= 0 ? `${solid(faint(colour, 0.75 * share))} 0 0 / 100% ${TEXT}px no-repeat`
-            : `repeating-linear-gradient(135deg, ${faint(colour, share)} 0 1.5px, transparent 1.5px 6px) 0 0 / 100% ${TEXT}px no-repeat`);
-        }
-        token.style.background = layers.join(", ");
+    const paint = () => {  // one colour and one class for each token: nothing else changes
+      const full = shown === "attention" ? 1 : top(shown), colour = rgb(colours[shown]);
+      fills.forEach((fill, i) => {
+        const value = data[i][shown] ?? 0, share = Math.min(1, Math.abs(value) / full) ** (shown === "attention" ? 0.7 : 1);
+        fill.style.backgroundColor = share > 0.02 ? `rgba(${colour},${(0.75 * share).toFixed(3)})` : "";
+        const less = value < 0 && share > 0.02;
+        if (fill.classList.contains("less") !== less) fill.classList.toggle("less", less);
       });
     };
+    const bars = (row, largest) => {
+      const middle = TEXT + 4 + STRIP / 2;
+      return [...names.map((name, j) => {
+        const size = Math.min(1, Math.abs(row[name]) / largest) * (STRIP / 2 - 1);
+        return `${solid(colours[name])} ${3 + j * STEP}px ${row[name] > 0 ? middle - size : middle}px / ${BAR}px ${Math.max(size, 0.5)}px no-repeat`;
+      }), `${solid("var(--line)")} 0 ${middle - 0.5}px / 100% 1px no-repeat`].join(", ");
+    };
     const build = () => {
-      const pieces = [];
+      const pieces = [], largest = Math.max(1e-9, ...names.map(top));
       tokens = data.map((row, i) => {
-        const white = row.token.trim() === "";
-        const token = make("span", { class: `token${white ? " white" : ""}${i === data.length - 1 ? " asks" : ""}`, "data-i": i }, visible(row.token));
-        token.style.minWidth = `${names.length * STEP + 6}px`;
+        const white = row.token.trim() === "", fill = make("span", { class: "fill", "data-i": i }, visible(row.token));
+        const token = make("span", { class: `token${white ? " white" : ""}${i === data.length - 1 ? " asks" : ""}`, "data-i": i }, fill);
+        if (names.length) { token.style.background = bars(row, largest); fill.style.minWidth = `${names.length * STEP + 6}px`; }
+        fills.push(fill);
         pieces.push(token);
         if (row.token.includes("\n")) pieces.push(make("br"));
         return token;
@@ -73,6 +75,7 @@
     });
     element.replaceChildren(box);
     build();
+    document.addEventListener("qk-theme", () => box.isConnected && paint());
     return {
       show(name) { shown = name; paint(); },
       mark(marks) { tokens.forEach((token, i) => { const mark = marks[i]; token.classList.toggle("picked", mark !== undefined); if (mark !== undefined) token.dataset.mark = mark; }); },
@@ -96,7 +99,7 @@
   qk.tokens = (element, rows, parts) => {
     const bar = make("div", { class: "choices" }), place = make("div", {}), below = make("div", { "aria-live": "polite" });
     const largest = Math.max(1e-9, ...parts.flatMap((name) => rows.map((row) => Math.abs(row[name]))));
-    element.replaceChildren(bar, place, below);
+    element.replaceChildren(bar, make("div", { class: "beside prompted" }, place, make("div", { class: "stay" }, below)));
     const view = qk.prompt(place, { rows, parts, onlook: (i) => qk.split(below, rows[i], parts, view.colours, largest) });
     bar.append(...qk.choose("coloured by", ["attention", ...parts], "attention", (name) => view.show(name), qk.pretty, view.colours));
     const best = rows.reduce((found, row, i) => (row.attention > rows[found].attention ? i : found), 0);

@@ -43,7 +43,7 @@
     element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
     const view = map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
     best();
-    if (scores.length > 1) bar.append(...choose("score", scores, score, (next) => { score = next; view.recolour({ value: (row) => row[score], title: NAMES[score] }); best(); }, (name) => NAMES[name] || pretty(name)));
+    if (scores.length > 1) bar.append(...choose("score", scores, score, (next) => { score = next; view.repaint((row) => row[score], NAMES[score]); best(); }, (name) => NAMES[name] || pretty(name)));
   }
 
   const charts = {
@@ -66,6 +66,7 @@
     const names = [...claims.querySelectorAll("th")].map((th) => th.textContent);
     qk.copyButtons(claims.querySelector(".copy"), () => [...claims.querySelectorAll("tbody tr")].map((tr) => Object.fromEntries([...tr.cells].map((td, i) => [names[i], td.textContent]))));
   }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("qk-theme")));
   const button = document.getElementById("theme");
   if (button) button.addEventListener("click", () => {
     const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

@@ -24,7 +24,7 @@
   function bars(rows, width) {
     const before = { ...rows[0], condition: "before", rank: null, orig_after: rows[0].orig_before, target_after: rows[0].target_before, shift: null };
     const shown = [before, ...rows.filter((row) => !isControl(row.condition)), ...rows.filter((row) => isControl(row.condition))];
-    const narrow = width < 560, label = narrow ? 128 : 172, line = 30, gap = narrow ? 10 : 28, top = 22;
+    const narrow = width < 560, label = narrow ? 128 : 172, line = 30, gap = narrow ? 18 : 44, top = 22;
     const room = width - label - gap, first = Math.floor(room * (narrow ? 0.55 : 0.6)), second = room - first - 6;
     const low = Math.min(0, ...rows.map((row) => row.shift_low ?? row.shift)), high = Math.max(0.05, ...rows.map((row) => row.shift_high ?? row.shift));
     const x = (value) => label + first * value;

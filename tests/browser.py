@@ -1,0 +1,84 @@
+"""A real Chromium for tests: the system's own, driven by playwright; without one, tests skip with the reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SCREENSHOTS = Path(__file__).parent.parent / "runs" / "screenshots"
+# software WebGL: there is no GPU to rely on; no sandbox: containers run as root
+ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+
+
+def chromium_path() -> str:
+    """The browser, or a skip that says what to do."""
+    pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[dev]'")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = os.environ.get("QKSCOPE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("there is no Chromium here: run 'make browser' (on Debian, as root) to test pages in one")
+    return found
+
+
+@contextmanager
+def chromium():
+    """The browser, open."""
+    path = chromium_path()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, and all it said and asked for: errors, and requests beyond where it came from."""
+
+    def __init__(self, browser, url: str, *, width: int = 1100, height: int = 900, dark: bool = False) -> None:
+        self.page = browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
+        )
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(url)
+
+    def shoot(self, name: str, full: bool = True) -> None:
+        """Keep a screenshot for people."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full)
+
+    def until(self, expression: str, seconds: float = 60) -> None:
+        """Wait until an expression is true (playwright's own way evaluates in the page, which its policy forbids)."""
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < end, f"not within {seconds} s: {expression}"
+            self.page.wait_for_timeout(50)
+
+    def fits(self) -> bool:
+        """Whether nothing but what scrolls by itself is wider than the window."""
+        return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    def median_cost(self, selector: str, event: str, count: int = 25) -> float:
+        """Median milliseconds from an event on one of many elements to the layout that follows it."""
+        return self.page.evaluate(
+            """([selector, event, count]) => {
+              const all = [...document.querySelectorAll(selector)], times = [];
+              for (let i = 0; i < count; i += 1) {
+                const one = all[(i * 97) % all.length], start = performance.now();
+                one.dispatchEvent(new PointerEvent(event, { bubbles: true, clientX: 60, clientY: 60 }));
+                document.body.getBoundingClientRect();
+                times.push(performance.now() - start);
+              }
+              return times.sort((a, b) => a - b)[count >> 1];
+            }""",
+            [selector, event, count],
+        )

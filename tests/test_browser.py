@@ -1,0 +1,229 @@
+"""The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies, and stays quick."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import qkscope as qk
+from browser import Watched, chromium
+from qkscope.page.report import write_report
+from qkscope.result import Claim, Result
+
+BUDGET_MS = 100  # what a reader does not notice
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def results(browser):
+    """The twenty lines on the embedded model, on few prompts."""
+    scope, task = qk.Scope.load("smollm2-135m"), qk.tasks.binding(entities=9, form="list", seed=0)
+    ranking = qk.find_heads(scope, task, 8)
+    fit = qk.decompose(scope, task, "L18H6", 16, contrasts=["order", "lexical"], replicates=19)
+    swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12])
+    parts = qk.attribute(scope, "hat: O\njam: Z\ncat: B\npen: K\njam:", "L18H6", fit)
+    both = {row["condition"]: row["target_after"] for row in swaps.table()}
+    claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",
+                  both["both"], both["random_both"], "ours > 2 * control")  # fmt: skip
+    lead = Result("report", {}, [claim], answer=swaps.answer, model=scope.name, provenance=swaps.provenance)
+    return lead, ranking, fit, swaps, parts
+
+
+@pytest.fixture(scope="module")
+def url(results, tmp_path_factory):
+    return write_report(tmp_path_factory.mktemp("page") / "report.html", *results).as_uri()
+
+
+@pytest.fixture(scope="module")
+def report(browser, url):
+    """One page for all tests, as a reader has it: each leaves it as it found it."""
+    return Watched(browser, url)
+
+
+def note(page):
+    return page.locator("#tip").inner_text()
+
+
+def test_it_loads_whole_and_asks_for_nothing(report, url):
+    page = report.page
+    page.locator(".cloud .stage").scroll_into_view_if_needed()
+    page.wait_for_selector(".cloud canvas")
+    assert report.errors == []
+    assert [r for r in report.requests if not r.startswith(("data:", "blob:"))] == [url]
+    assert page.locator("h1.answer").inner_text().startswith("Swapping both at L18H6")
+    assert page.locator(".map svg .cell").count() == 270
+    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens"):
+        assert page.locator(f"section.{kind} .chart > *").count() > 0, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dark"), [("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)]
+)
+def test_it_is_readable_in_light_and_dark_and_on_a_phone(report, name, width, dark):
+    page = report.page
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme="dark" if dark else "light")
+    page.wait_for_timeout(400)
+    report.shoot(f"report-{name}")
+    ink, paper = page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        ".map((text) => text.match(/\\d+/g).map(Number).reduce((a, b) => a + b))"
+    )
+    assert (ink > paper) is dark
+    assert report.fits()
+    assert report.errors == []
+    page.set_viewport_size({"width": 1100, "height": 900})
+
+
+def test_pointing_at_a_head_reads_it_out(report, results):
+    page = report.page
+    page.locator('.map .cell[data-at="18,6"]').hover()
+    row = next(row for row in results[1].top() if row["head"] == "L18H6")
+    assert "L18H6" in note(page)
+    assert f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]" in note(page)
+    page.locator(".map svg").focus()
+    page.keyboard.press("ArrowRight")
+    assert "L19H6" in note(page)
+    page.keyboard.press("ArrowDown")
+    assert "L19H5" in note(page)
+
+
+def test_pointing_at_a_bar_gives_before_after_and_interval(report, results):
+    page = report.page
+    rows = [row for row in results[3].table() if row["condition"] == "lexical"]
+    page.locator(".swaps svg .row").nth(2).hover()
+    assert "lexical" in note(page)
+    assert f"{rows[0]['orig_before']:.2f} → {rows[0]['orig_after']:.2f}" in note(page)
+    assert f"[{rows[0]['shift_low']:.2f}, {rows[0]['shift_high']:.2f}]" in note(page)
+
+
+def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
+    page = report.page
+    rows = results[4].tables["tokens"]
+    for i in (6, 9):
+        page.locator(f'.tokens .token[data-i="{i}"]').hover()
+        shown = page.locator(".tokens .split .value").all_inner_texts()
+        parts = [float(text.replace("−", "-")) for text in shown]
+        assert parts[-1] == pytest.approx(rows[i]["logit"], abs=0.006)
+        assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.03)  # each is rounded to two places
+    colour = "document.querySelector('.tokens .fill[data-i=\"6\"]').style.backgroundColor"
+    before = page.evaluate(colour)
+    page.locator(".tokens .choices button", has_text="lexical").click()
+    assert page.evaluate(colour) != before
+    page.locator(".tokens .prompt").focus()
+    page.keyboard.press("Home")
+    assert "token 0" in note(page)
+    page.keyboard.press("ArrowRight")
+    assert "token 1" in note(page)
+
+
+def test_the_points_turn_by_mouse_and_by_keys(report):
+    page = report.page
+    stage = page.locator(".cloud .stage")
+    stage.scroll_into_view_if_needed()
+    page.wait_for_selector(".cloud canvas")
+    page.wait_for_timeout(500)
+    eye = "JSON.stringify(document.querySelector('.cloud .stage')._fullLayout.scene._scene.getCamera().eye)"
+    start = json.loads(page.evaluate(eye))
+    box = stage.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 120, y + 30, steps=6)
+    page.mouse.up()
+    page.wait_for_timeout(300)
+    dragged = json.loads(page.evaluate(eye))
+    assert dragged != start
+    stage.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_timeout(300)
+    assert json.loads(page.evaluate(eye)) != dragged
+    page.locator(".cloud .choices button", has_text="word").click()
+    assert page.locator(".cloud .stage .legendtitletext").text_content().startswith("word")
+    assert report.errors == []
+
+
+def test_the_data_of_every_chart_can_be_copied(report, results):
+    page = report.page
+    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    places = page.locator(".block .copy")
+    assert places.count() == 7  # six charts and the claims
+    for i in range(places.count()):
+        assert places.nth(i).locator("button").all_inner_texts() == ["CSV", "JSON"]
+    page.locator(".swaps .copy button", has_text="JSON").click()
+    assert json.loads(page.evaluate("window.copied")) == results[3].to_json()["tables"]["swap"]
+    page.locator(".tokens .copy button", has_text="CSV").click()
+    lines = page.evaluate("window.copied")
+    assert lines.startswith("position,token,attention,logit,order,lexical,residual\r\n")
+    assert '"\n"' in lines  # a line break inside a token stays one cell
+
+
+def test_every_control_is_reached_by_tab(report):
+    page = report.page
+    wanted = page.evaluate(
+        "[...document.querySelectorAll(\"main button, main [tabindex='0'], main summary\")]"
+        ".filter((each) => each.checkVisibility()).length"
+    )
+    reached = set()
+    for _ in range(wanted + 12):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+    assert len(reached) >= wanted
+
+
+def test_theme_can_be_turned(report):
+    page = report.page
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.locator("#theme").click()
+    assert page.evaluate(background) != light
+    page.locator("#theme").click()
+    assert page.evaluate(background) == light
+
+
+def test_a_long_prompt_and_a_large_model_stay_quick(browser, tmp_path):
+    """2,000 tokens and 1,024 heads: pointing and recolouring cost less than a reader notices."""
+    rng = random.Random(0)
+    words = ["the", " cat", " sat", " on", "\n", " mat", ",", " and", " then", " slept"]
+    tokens = [{"position": i, "token": rng.choice(words), "attention": rng.random() / 1000, "logit": rng.gauss(0, 3)}
+              for i in range(2000)]  # fmt: skip
+    for row in tokens:
+        row |= {"order": rng.gauss(0, 2), "lexical": rng.gauss(0, 2)}
+        row["residual"] = row["logit"] - row["order"] - row["lexical"]
+    heads = [{"head": f"L{i}H{j}", "accuracy": rng.random(), "low": 0.0, "high": 1.0, "chance": 0.1, "row_accuracy":
+              rng.random(), "ratio": rng.random(), "mass": rng.random(), "n": 64} for i in range(32)
+             for j in range(32)]  # fmt: skip
+    large = Result("large", {"heads": heads, "tokens": tokens}, answer="A large page.")
+    watched = Watched(browser, write_report(tmp_path / "large.html", large).as_uri())
+    assert watched.page.locator(".map .cell").count() == 1024
+    assert watched.page.locator(".token").count() == 2000
+    costs = {
+        "point at a head": watched.median_cost(".map .cell", "pointermove"),
+        "point at a token": watched.median_cost(".token", "pointermove"),
+        "colour heads": watched.median_cost(".map .choices button", "click", 9),
+        "colour tokens": watched.median_cost(".tokens .choices button", "click", 9),
+    }
+    watched.shoot("report-large", full=False)
+    watched.page.close()
+    assert max(costs.values()) < BUDGET_MS, costs
+
+
+def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
+    path = tmp_path / "cell.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><body>{results[4]._repr_html_()}</body>")
+    watched = Watched(browser, path.as_uri())
+    inside = watched.page.frame_locator("iframe")
+    inside.locator(".token").first.wait_for()
+    assert inside.locator(".token").count() == 18
+    inside.locator('.token[data-i="6"]').hover()
+    assert "token 6" in inside.locator("#tip").inner_text()
+    assert watched.errors == []
+    watched.shoot("notebook")
+    watched.page.close()
