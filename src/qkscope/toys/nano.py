@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qkscope.capture.cache import tokenizer_hash
 from qkscope.errors import BadInput
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.toys.nano_score import Exam, exams
@@ -245,7 +246,7 @@ class NanoTrainer:
         write_tensors(self.out / STATE, _KIND, tensors, manifest)
 
     def _about(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.about(), "seed": self.seed, "vocabulary": list(vocabulary())}
+        return {"recipe": self.recipe.about(), "seed": self.seed, "vocabulary": tokenizer_hash(self.tokenizer)}
 
     def _resume(self) -> None:
         tensors, manifest = read_tensors(self.out / STATE, _KIND, self._about())

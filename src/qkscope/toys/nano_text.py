@@ -53,27 +53,31 @@ class Slotted:
         length = max(len(ids) for ids, _ in found)
         padded = [ids + [word_ids()[PAD]] * (length - len(ids)) for ids, _ in found]
         self.ids = torch.tensor(padded, device=device)
-        self.where = torch.tensor([[places[slot] for slot in slots] for _, places in found], device=device)
-        self.asked = torch.tensor([slot.startswith("answer") for slot in slots], device=device)
+        where = [[place for slot in slots for place in places[slot]] for _, places in found]
+        self.where = torch.tensor(where, device=device)
+        # a slot may come twice in a text: its value goes to both places
+        columns = [i for i, slot in enumerate(slots) for _ in found[0][1][slot]]
+        self.column = torch.tensor(columns, device=device)
+        self.asked = torch.tensor([slots[i].startswith("answer") for i in columns], device=device)
 
     def fill(self, values: Int[Tensor, "n s"], text: Int[Tensor, " n"] | None = None) -> Rows:
         """One row per line of values; ``text`` says which of the texts each is, the first if not given."""
         text = torch.zeros_like(values[:, 0]) if text is None else text
         ids, where = self.ids[text], self.where[text]
         asked = torch.zeros_like(ids, dtype=torch.bool).scatter(1, where, self.asked.expand_as(where))
-        return Rows(ids.scatter(1, where, values), asked)
+        return Rows(ids.scatter(1, where, values[:, self.column]), asked)
 
 
-def _tokenised(tokenizer: Any, text: str) -> tuple[list[int], dict[str, int]]:
-    """Ids, and the token of each slot."""
-    written, starts = "", {}
+def _tokenised(tokenizer: Any, text: str) -> tuple[list[int], dict[str, list[int]]]:
+    """Ids, and the tokens of each slot."""
+    written, starts = "", {}  # type: str, dict[str, list[int]]
     for i, piece in enumerate(re.split(r"\{(\w+)\}", text)):
         if i % 2:
-            starts[piece] = len(written)
+            starts.setdefault(piece, []).append(len(written))
         written += _ANY_WORD if i % 2 else piece
     encoded = tokenizer(written, return_offsets_mapping=True)
     token_at = {start: i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if stop > start}
-    return encoded["input_ids"], {slot: token_at[start] for slot, start in starts.items()}
+    return encoded["input_ids"], {slot: [token_at[start] for start in own] for slot, own in starts.items()}
 
 
 def stacked(groups: Sequence[Rows]) -> Rows:
