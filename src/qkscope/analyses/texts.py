@@ -1,0 +1,97 @@
+"""Plain text as examples: passages of bounded length, with a few queries drawn in each.
+
+A passage is the random unit of every null, so passages are many and short, and no two are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+
+LENGTH = 96  # tokens of a passage
+QUERIES = 8  # queries drawn in it
+_CHARACTERS = 480  # of a passage, before it is tokenised: about LENGTH tokens of English
+_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
+LEAST = 24  # passages under which nothing can be told from chance
+
+
+@cache
+def corpus() -> tuple[str, ...]:
+    """The passages that come with qkscope: prose, lists, code and dialogue written for it."""
+    return passages(resources.files("qkscope").joinpath("data/corpus.txt").read_text(encoding="utf-8"))
+
+
+def read_texts(paths: Sequence[str | Path]) -> tuple[str, ...]:
+    """The passages of some text files, in order."""
+    found: list[str] = []
+    for path in map(Path, paths):
+        try:
+            found += passages(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read ({error.strerror}): name a text file or a task.") from None
+        except UnicodeDecodeError:
+            raise BadInput(f"{path} is not text in UTF-8: convert it, or name another file.") from None
+    return checked_texts(found)
+
+
+def passages(text: str) -> tuple[str, ...]:
+    """Text cut at blank lines, short pieces joined and long ones cut at line ends or blanks."""
+    found: list[str] = []
+    for piece in re.split(r"\n\s*\n", text):
+        piece = piece.strip("\n")
+        while len(piece) > _CHARACTERS:
+            cut = max(piece.rfind("\n", 1, _CHARACTERS), piece.rfind(" ", 1, _CHARACTERS))
+            cut = cut if cut > _CHARACTERS // 2 else _CHARACTERS
+            found.append(piece[:cut])
+            piece = piece[cut:].lstrip("\n")
+        if piece.strip():
+            found.append(piece)
+    joined: list[str] = []
+    for piece in found:
+        if joined and len(joined[-1]) + len(piece) < _CHARACTERS // 2:
+            joined[-1] += "\n\n" + piece
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def checked_texts(texts: Sequence[str], least: int = LEAST) -> tuple[str, ...]:
+    """The different texts, if there are enough of them to tell a feature from chance."""
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise BadInput("texts are a list of strings: cut one long text with qkscope.analyses.texts.passages.")
+    unique = tuple(dict.fromkeys(text for text in texts if text.strip()))
+    lines = {line.strip() for text in unique for line in text.splitlines() if line.strip()}
+    if unique and len(lines) < least and sum(map(len, texts)) > 20 * max(map(len, lines)):
+        raise BadInput(f"this text has {len(lines)} different lines over and over, and a feature cannot be told from "
+                       f"them: give {least} different passages or more.")  # fmt: skip
+    if len(unique) < least:
+        raise BadInput(f"{len(unique)} passages of text are too few to tell a feature from chance: give {least} or more"
+                       f" (about {least * _CHARACTERS // 1000} kB of text, cut at blank lines).")  # fmt: skip
+    return unique
+
+
+def text_examples(
+    scope: Scope, texts: Sequence[str], *, queries: int = QUERIES, length: int = LENGTH, seed: int = 0
+) -> list[Example]:
+    """Examples of token ids with queries drawn by lot; passages too short to ask in are left out."""
+    if scope.tokenizer is None:
+        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
+    encoded = scope.tokenizer(list(texts), truncation=True, max_length=length, verbose=False)["input_ids"]
+    made = []
+    for i, ids in enumerate(encoded):
+        room = len(ids) - _FIRST_QUERY
+        if room < 1:
+            continue
+        generator = torch.Generator().manual_seed((seed << 32) + i)
+        places = (torch.randperm(room, generator=generator)[:queries] + _FIRST_QUERY).sort().values.tolist()
+        made.append(Example(ids=tuple(ids), queries=tuple((p, p + 1) for p in places), cluster=i))
+    return made

@@ -1,0 +1,275 @@
+"""From a subspace to features: independent components that queries and attended keys share.
+
+With ``C = Cov(q, δ) = U S Vᵀ`` cut at its rank, each side is read through the other, which leaves out what only one of
+them carries: queries as what they say about the attended key, ``x = Vᵀ Cov(δ, q) Cov(q)⁻¹ q``, and keys as what they
+say about the query, ``y = Uᵀ Cov(q, δ) Cov(δ)⁻¹ k``. Independent components of x and of y are found apart and matched
+by their correlation over (query, attended key) pairs; a component without a partner above chance is no feature.
+
+- Components that depend on each other are one feature of several dimensions.
+- Components that are Gaussian, or that change with the half of the data, could be any rotation of themselves: their
+  span is a fact, the directions in it are not, and they are reported as one block that is *not identifiable*.
+- ``G_ij = m_iᵀ p_j``, how the query's component i meets the key's component j, is diagonal where a head matches like
+  with like. Random weights mix all with all, however good their ranks look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.maths.bases import principal_cosines
+from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, shuffled_rows, whiten
+from qkscope.maths.svd import checked_svd
+
+_STABLE = 0.9  # |cos| between the two halves of the data under which a direction is not a finding
+_RIDGE = 1e-6  # of the mean variance: keeps directions of rounding errors out of an inverse
+_ROWS = 6000  # rows that independent components are fitted on; more change nothing but the time
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature: its components, and the evidence for them.
+
+    Attributes
+    ----------
+    index : which components it is made of.
+    match : smallest |corr| between a component of it on the query side and its partner on the key side.
+    contrast : smallest distance of its components from Gaussian.
+    stability : |cos| of its span between the whole and the halves of the data, and other starts; the smallest.
+    identifiable : whether its directions are a finding, not only their span.
+    """
+
+    index: tuple[int, ...]
+    match: float
+    contrast: float
+    stability: float
+    identifiable: bool
+
+    @property
+    def size(self) -> int:
+        """Dimensions."""
+        return len(self.index)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Paired components of one head.
+
+    ``query`` and ``key`` hold filters as columns: coordinates are ``(q − query_mean) @ query``, of unit variance.
+    ``query_pattern`` and ``key_pattern`` are what one unit of a component adds to the vector.
+    """
+
+    query: Float[Tensor, "d r"]
+    key: Float[Tensor, "d r"]
+    query_mean: Float[Tensor, " d"]
+    key_mean: Float[Tensor, " d"]
+    query_pattern: Float[Tensor, "d r"]
+    key_pattern: Float[Tensor, "d r"]
+    match: Float[Tensor, " r"]
+    match_bound: float
+    contrast: Float[Tensor, " r"]
+    contrast_bound: float
+    dependence: Float[Tensor, "r r"]
+    dependence_bound: float
+    features: tuple[Feature, ...]
+    rejected: tuple[int, ...]  # components of the query with no partner among the keys
+    diagonal: float
+    diagonal_bound: float
+
+    @property
+    def rank(self) -> int:
+        """Number of components."""
+        return self.query.shape[1]
+
+    @property
+    def interactions(self) -> Float[Tensor, "r r"]:
+        """G: how each component of the query meets each one of the key."""
+        return self.query_pattern.mT @ self.key_pattern
+
+    @property
+    def matched(self) -> bool:
+        """Whether like meets like more than in random weights."""
+        return self.diagonal > self.diagonal_bound
+
+    def coordinates(self, x: Float[Tensor, "*n d"], side: str) -> Float[Tensor, "*n r"]:
+        """Components of queries or of keys."""
+        if side == "query":
+            return (x.to(self.query) - self.query_mean) @ self.query
+        return (x.to(self.key) - self.key_mean) @ self.key
+
+    def key_basis(self, feature: Feature) -> Float[Tensor, "d m"]:
+        """Orthonormal basis of a feature in key space: what one would swap."""
+        return torch.linalg.qr(self.key_pattern[:, list(feature.index)])[0]
+
+
+def paired_components(
+    q: Float[Tensor, "n d"],
+    attended: Float[Tensor, "n d"],
+    mean: Float[Tensor, "n d"],
+    rank: int,
+    prompts: Int[Tensor, " n"],
+    *,
+    seed: int = 0,
+    starts: int = 8,
+    draws: int = 99,
+) -> Components:
+    """Components of the first ``rank`` directions in which queries and attended keys go together.
+
+    Parameters
+    ----------
+    attended, mean : attended key and mean key of each query.
+    prompts : which prompt each row belongs to: the random unit of every null and of the halves.
+    """
+    if rank < 1:
+        raise BadInput("no direction stands above its null, so there are no features to take apart.")
+    if len(q) < 10 * rank:
+        raise BadInput(f"{rank} components need {10 * rank} queries or more, but there are {len(q)}: give more text.")
+    q, k, m = (x.double() for x in (q, attended, mean))
+    filters = _filters(q, k - m, rank)
+    q_mean, k_mean = q.mean(dim=0), k.mean(dim=0)
+    sides = [whiten_with((x - x.mean(dim=0)) @ f) for x, f in zip((q, k), filters, strict=True)]
+    (x, x_map), (y, y_map) = sides
+    part = slice(None) if len(x) <= _ROWS else torch.linspace(0, len(x) - 1, _ROWS, device=x.device).long()
+    w_q, w_k = (fast_ica(side[part], starts=starts, seed=seed + i) for i, side in enumerate((x, y)))
+    s, t = x @ w_q.mT, y @ w_k.mT
+
+    order, signs, match = _pair(s, t)
+    w_k = signs[:, None] * w_k[order]
+    t = y @ w_k.mT
+    match_bound = _match_bound(s, t, prompts, seed, draws)
+
+    rejected = tuple(int(j) for j in (match <= match_bound).nonzero()[:, 0])
+    away = contrast(s)
+    away_bound = gaussian_contrast(len(s[part]), rank, seed=seed)
+    shared = (s + t) / (s + t).std(dim=0, correction=0)
+    dependences, dependence_bound = dependent_pairs(shared, prompts, draws=draws, seed=seed)
+    stable = _stability(x, w_q, prompts, seed, starts)
+    features = _features(match, match_bound, away, away_bound, dependences > dependence_bound, stable)
+
+    query, key = filters[0] @ x_map @ w_q.mT, filters[1] @ y_map @ w_k.mT
+    query_pattern = (q - q_mean).mT @ s / len(s)
+    key_pattern = (k - k_mean).mT @ t / len(t)
+    share, bound = diagonal_share(query_pattern.mT @ key_pattern, seed=seed)
+    return Components(
+        query, key, q_mean, k_mean, query_pattern, key_pattern, match, match_bound, away, away_bound, dependences,
+        dependence_bound, features, rejected, share, bound,
+    )  # fmt: skip
+
+
+def _filters(
+    q: Float[Tensor, "n d"], delta: Float[Tensor, "n d"], rank: int
+) -> tuple[Float[Tensor, "d r"], Float[Tensor, "d r"]]:
+    """Read each side through the other (see the head of this file)."""
+    a, b = q - q.mean(dim=0), delta - delta.mean(dim=0)
+    n = len(q)
+    c = a.mT @ b / n
+    u, _, v = checked_svd(c)
+    return _solve(a.mT @ a / n, c @ v[:, :rank]), _solve(b.mT @ b / n, c.mT @ u[:, :rank])
+
+
+def _solve(cov: Float[Tensor, "d d"], target: Float[Tensor, "d r"]) -> Float[Tensor, "d r"]:
+    ridge = _RIDGE * cov.diagonal().mean() * torch.eye(len(cov), dtype=cov.dtype, device=cov.device)
+    return torch.linalg.solve(cov + ridge, target)
+
+
+def whiten_with(x: Float[Tensor, "n r"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r r"]]:
+    """Whitened coordinates, and the matrix that makes them from the given ones."""
+    white = whiten(x)
+    return white, torch.linalg.lstsq(x, white).solution
+
+
+def _correlations(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> Float[Tensor, "r r"]:
+    a, b = ((z - z.mean(dim=0)) / z.std(dim=0, correction=0).clamp_min(1e-12) for z in (s, t))
+    return a.mT @ b / len(s)
+
+
+def assign(weights: Float[Tensor, "r r"]) -> Int[Tensor, " r"]:
+    """Partner of each row, one to one, with the largest sum of weights."""
+    from scipy.optimize import linear_sum_assignment
+
+    return torch.from_numpy(linear_sum_assignment(-weights.cpu().numpy())[1]).to(weights.device)
+
+
+def _pair(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor, Float[Tensor, " r"]]:
+    found = _correlations(s, t)
+    order = assign(found.abs())
+    own = found.gather(1, order[:, None])[:, 0]
+    return order, torch.where(own < 0, -1.0, 1.0).to(own), own.abs()
+
+
+def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -> float:
+    """95% quantile of the largest correlation of any two components when keys go to other prompts' queries."""
+    largest = [_correlations(s, t[shuffled_rows(prompts, seed, 1, draw)]).abs().max() for draw in range(draws)]
+    return float(torch.stack(largest).quantile(0.95))
+
+
+def _stability(
+    x: Float[Tensor, "n r"], w: Float[Tensor, "r r"], prompts: Int[Tensor, " n"], seed: int, starts: int
+) -> list[Float[Tensor, "r r"]]:
+    """Rows of W found again on either half of the prompts, and from other starts, each in the order of ``w``."""
+    _, prompt = prompts.unique(return_inverse=True)
+    lot = shuffled_rows(torch.arange(int(prompt.max()) + 1, device=x.device), seed, 2) % 2
+    half = lot[prompt].bool()
+    again = []
+    for part, which in ((half, 11), (~half, 12), (torch.ones_like(half), 13)):
+        rows = x[part]
+        if len(rows) > _ROWS:
+            rows = rows[torch.linspace(0, len(rows) - 1, _ROWS, device=x.device).long()]
+        white, back = whiten_with(rows - rows.mean(dim=0))
+        found = fast_ica(white, starts=starts, seed=seed + which) @ back.mT
+        found = found / found.norm(dim=1, keepdim=True)
+        again.append(found[assign((w @ found.mT).abs())])
+    return [torch.cat([w[None], torch.stack(again)])[i] for i in range(4)]
+
+
+def _span_stability(rows: list[Float[Tensor, "r r"]], index: list[int]) -> float:
+    first = rows[0][index].mT
+    return min(float(principal_cosines(first, torch.linalg.qr(other[index].mT)[0]).min()) for other in rows[1:])
+
+
+def _features(
+    match: Tensor, match_bound: float, away: Tensor, away_bound: float, edges: Tensor, rows: list[Tensor]
+) -> tuple[Feature, ...]:
+    """Components with a partner, in groups; what is Gaussian or does not come back is one block."""
+    kept = [j for j in range(len(match)) if float(match[j]) > match_bound]
+    groups = [[kept[i] for i in group] for group in connected(edges[kept][:, kept])] if kept else []
+    loose, named = [], []
+    for group in groups:
+        stable = _span_stability(rows, group)
+        if float(away[group].min()) > away_bound and stable >= _STABLE:
+            named.append(_feature(group, match, away, stable, True))
+        else:
+            loose += group
+    if len(loose) == 1 and not named_unstable(away, away_bound, loose):
+        # a single Gaussian direction is what the others leave over: it can only be itself
+        named.append(_feature(loose, match, away, _span_stability(rows, loose), True))
+    elif loose:
+        named.append(_feature(sorted(loose), match, away, _span_stability(rows, sorted(loose)), False))
+    return tuple(sorted(named, key=lambda feature: (not feature.identifiable, -feature.match)))
+
+
+def named_unstable(away: Tensor, bound: float, index: list[int]) -> bool:
+    """Whether a lone component is left over because it wanders, not because it is Gaussian."""
+    return float(away[index].min()) > bound
+
+
+def _feature(group: list[int], match: Tensor, away: Tensor, stable: float, identifiable: bool) -> Feature:
+    return Feature(tuple(group), float(match[group].min()), float(away[group].min()), stable, identifiable)
+
+
+def diagonal_share(g: Float[Tensor, "r r"], *, draws: int = 199, seed: int = 0) -> tuple[float, float]:
+    """Share of ‖G‖² on the diagonal, and the 95% quantile of what the best pairing finds when entries are shuffled."""
+    energy = g.square()
+    total = float(energy.sum())
+    if total == 0:
+        return 0.0, 1.0
+    generator = torch.Generator().manual_seed(seed)
+    shares = []
+    for _ in range(draws):
+        mixed = energy.flatten()[torch.randperm(energy.numel(), generator=generator).to(g.device)].view_as(energy)
+        shares.append(float(mixed.gather(1, assign(mixed)[:, None]).sum()) / total)
+    return float(energy.diagonal().sum()) / total, float(torch.tensor(shares).quantile(0.95))

@@ -1,0 +1,273 @@
+"""What a head matches on, from its own attention: the contrast that needs no labels.
+
+The head says itself which keys are positive, those it attends to::
+
+    ΔC_self = E[(q − q̄) (Σ_i a_i k_i − mean_i k_i)ᵀ]        attended key against mean key, query-centred
+
+As in `qkscope.maths.moments`, one augmented matrix ``M = Σ [q; 1][δ; 1]ᵀ`` per head is all that is kept; it streams and
+merges, and so do its null replicates, in which whole prompts exchange what they attended to.
+
+A swap moves the logit of a pair by ``qᵀ P (k_b − k_a)``, on average ``−tr(P ΔCᵀ)``. So among the subspaces of k
+dimensions that one projector cuts out of queries and keys alike, the first k eigenvectors of the symmetric part
+``(ΔC + ΔCᵀ)/2`` move the most; singular vectors answer another question (which directions go together).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.augmented import augmented
+from qkscope.maths.baselines import Covariance
+from qkscope.maths.controls import false_discovery
+from qkscope.maths.ica import shuffled_rows
+from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.maths.svd import checked_svd
+
+_HEADS_AT_ONCE = 16  # replicates of more heads at once would not stay in the cache
+
+
+class SelfContrast:
+    """Sums of ``[q; 1][δ; 1]ᵀ`` with δ = attended − mean key, of the same with its replicates, and covariances.
+
+    Parameters
+    ----------
+    heads : heads to accumulate; attended keys are a query head's own, also where heads share keys.
+    kv_of_head : which of the drawn keys each head reads; 0, 1, … by default.
+    replicates, seed : null replicates per head (``(d_head + 1)² · 8`` bytes each), and the seed of their draws.
+    about : what the sums were made from; compared on merge.
+
+    Examples
+    --------
+    >>> contrast = SelfContrast(["L0H0"], d_head=4)
+    >>> q, attended, mean = torch.randn(3, 8, 1, 4)
+    >>> contrast.update(q, attended, mean, prompts=torch.arange(8))
+    >>> contrast.delta().shape
+    torch.Size([1, 4, 4])
+    """
+
+    def __init__(
+        self,
+        heads: str | Sequence[Head | str],
+        d_head: int,
+        *,
+        kv_of_head: Sequence[int] | None = None,
+        replicates: int = 0,
+        seed: int = 0,
+        about: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.heads = parse_heads(heads)
+        self.d_head, self.replicates, self.seed, self.about = d_head, replicates, seed, dict(about or {})
+        self.kv_of_head = list(range(len(self.heads))) if kv_of_head is None else list(kv_of_head)
+        if d_head < 1 or replicates < 0:
+            raise BadInput(f"d_head is at least 1 and replicates at least 0, but got {d_head} and {replicates}.")
+        if len(self.kv_of_head) != len(self.heads):
+            raise BadInput(f"{len(self.heads)} heads read {len(self.kv_of_head)} key heads: name one for each.")
+        h, a = len(self.heads), d_head + 1
+        self.sums = torch.zeros(h, a, a, dtype=torch.float64, device=device)
+        self.null_sums = torch.zeros(h, a, replicates, a, dtype=torch.float64, device=device)
+        self.cov_q = Covariance(h, d_head, device)
+        self.cov_k = Covariance(max(self.kv_of_head) + 1, d_head, device)
+
+    def update(
+        self,
+        q: Float[Tensor, "b h d"],
+        attended: Float[Tensor, "b h d"],
+        mean: Float[Tensor, "b h d"],
+        *,
+        prompts: Int[Tensor, " b"],
+        valid: Bool[Tensor, "b h"] | None = None,
+        drawn: Float[Tensor, "b g s d"] | None = None,
+        drawn_mask: Bool[Tensor, "b g s"] | None = None,
+    ) -> None:
+        """Add one batch of rows: queries, what they attended to, and keys drawn by lot for the covariance of keys.
+
+        ``prompts`` are the random unit of the null: they exchange their keys within the batch.
+        """
+        shape = (len(q), len(self.heads), self.d_head)
+        for name, x in (("queries", q), ("attended keys", attended), ("mean keys", mean)):
+            if tuple(x.shape) != shape:
+                raise BadInput(f"{name} should have shape {shape} (rows, heads, d_head), but have {tuple(x.shape)}.")
+        if not bool(torch.isfinite(q.sum() + attended.sum())):
+            raise BadInput("a query or an attended key is NaN or infinite: load the model with dtype='float32'.")
+        weight = torch.ones(shape[:2], device=q.device) if valid is None else valid.to(q)
+        delta = torch.cat([(attended - mean) * weight[..., None], weight[..., None]], dim=-1)
+        queries = augmented(q)
+        self.sums += torch.einsum("bha,bhc->hac", queries, delta.double())
+        if self.replicates:
+            self._add_replicates(queries.float(), delta, prompts)
+        self.cov_q.update(q)
+        if drawn is not None:
+            keep = torch.ones(drawn.shape[:3], dtype=torch.bool, device=q.device) if drawn_mask is None else drawn_mask
+            every = keep.all(dim=1)  # a layer with a window may see fewer: a slot counts where all of them have it
+            self.cov_k.update(drawn.transpose(1, 2)[every])
+
+    def _add_replicates(self, queries: Tensor, delta: Tensor, prompts: Tensor) -> None:
+        """Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds."""
+        partner = torch.stack([shuffled_rows(prompts, self.seed, r) for r in range(self.replicates)], dim=1)
+        for start in range(0, len(self.heads), _HEADS_AT_ONCE):
+            own = slice(start, start + _HEADS_AT_ONCE)
+            given = delta[:, own].transpose(0, 1)[:, partner.flatten()]  # h (b r) a
+            given = given.reshape(given.shape[0], len(delta), -1)
+            product = queries[:, own].permute(1, 2, 0) @ given
+            self.null_sums[own] += product.view(-1, *self.null_sums.shape[1:])
+
+    # ------------------------------------------------------------------ results
+
+    @property
+    def count(self) -> Float[Tensor, " h"]:
+        """Rows that count, for each head."""
+        return self.sums[:, -1, -1]
+
+    def delta(self) -> Float[Tensor, "h d d"]:
+        """``ΔC_self`` of every head, rows in query space and columns in key space."""
+        return _centred(self.sums)
+
+    def null_deltas(self, head: Head | str) -> Float[Tensor, "r d d"]:
+        """The same for every null replicate of one head."""
+        if not self.replicates:
+            raise BadInput("no null replicates were carried: make the self-contrast with replicates=199.")
+        return _centred(self.null_sums[self.heads.index(Head.parse(head))].transpose(0, 1))
+
+    def covariances(self) -> tuple[Float[Tensor, "h d d"], Float[Tensor, "h d d"]]:
+        """Covariance of queries and of keys, for each head."""
+        return self.cov_q.matrix(), self.cov_k.matrix()[self.kv_of_head]
+
+    # ------------------------------------------------------------------ together and apart
+
+    def merge(self, *others: SelfContrast) -> SelfContrast:
+        """A new one with the data of all: addition, so neither order nor grouping matters (to rounding)."""
+        merged = SelfContrast.from_manifest(self.manifest(), self.sums.device)
+        for part in (self, *others):
+            if part.manifest() != self.manifest():
+                raise BadInput("these self-contrasts cannot be merged: they were made by different jobs.")
+            for mine, theirs in zip(merged.tensors().values(), part.tensors().values(), strict=True):
+                mine += theirs.to(mine.device)
+        return merged
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {"sums": self.sums, "null": self.null_sums, "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        return {
+            "heads": [str(head) for head in self.heads], "d_head": self.d_head, "kv_of_head": self.kv_of_head,
+            "replicates": self.replicates, "seed": self.seed, "about": json.loads(json.dumps(self.about)),
+        }  # fmt: skip
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> SelfContrast:
+        """An empty one for the same job."""
+        return cls(**manifest, device=device)
+
+    def save(self, path: str | Path) -> None:
+        """Write sums and manifest to one safetensors file."""
+        write_tensors(path, "self-contrast", self.tensors(), self.manifest())
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> SelfContrast:
+        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
+        tensors, manifest = read_tensors(path, "self-contrast", expect)
+        found = cls.from_manifest(manifest)
+        for name, mine in found.tensors().items():
+            if name not in tensors or tensors[name].shape != mine.shape:
+                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; make it again.")
+            mine.copy_(tensors[name])
+        return found
+
+
+def _centred(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n d d"]:
+    count = sums[..., -1:, -1:]
+    if bool((count <= 0).any()):
+        raise BadInput("a head has no query that sees more than the first token: give longer texts.")
+    means = sums / count
+    return means[..., :-1, :-1] - means[..., :-1, -1:] * means[..., -1:, :-1]
+
+
+def moving_basis(delta: Float[Tensor, "*h d d"], rank: int) -> Float[Tensor, "*h d r"]:
+    """The ``rank`` directions whose exchange between attended and other keys moves the most logit.
+
+    Examples
+    --------
+    >>> moving_basis(torch.diag(torch.tensor([1.0, 3.0, 2.0])), 1)[:, 0].abs()
+    tensor([0., 1., 0.], dtype=torch.float64)
+    """
+    if not 1 <= rank <= delta.shape[-1]:
+        raise BadInput(f"rank {rank} does not fit into the {delta.shape[-1]} dimensions of the head.")
+    delta = delta.to(torch.float64)
+    return torch.linalg.eigh((delta + delta.mT) / 2)[1].flip(-1)[..., :rank]
+
+
+@dataclass(frozen=True)
+class HeadTest:
+    """How many directions of one head stand above the null, and how surely there is one at all."""
+
+    rank: int
+    z: float
+    p: float
+    q: float  # after false-discovery control over all heads
+    spectrum: tuple[float, ...]
+    null_high: tuple[float, ...]
+
+
+def head_tests(contrast: SelfContrast, *, alpha: float = 0.05, max_rank: int = 16) -> list[HeadTest]:
+    """Directions above the null for many heads with few replicates each.
+
+    A head's largest singular value is put into units of its own null, ``z = (σ − mean)/sd``, and so is each replicate
+    among the others of its head. In these units heads are alike, so their replicates are pooled, and a few of each give
+    p-values fine enough for false-discovery control over all. Further directions are tested in order with those found
+    projected out, against the same pooled null.
+    """
+    if contrast.replicates < 8:
+        raise BadInput(f"pooling needs 8 replicates or more of each head, but there are {contrast.replicates}.")
+    u, s, v = checked_svd(contrast.delta())
+    stages: list[list[Tensor]] = []  # per head: its replicates' largest singular value with j directions taken out
+    limit = min(max_rank, s.shape[-1])
+    for i, head in enumerate(contrast.heads):
+        turned = u[i].mT @ contrast.null_deltas(head) @ v[i]
+        stages.append([_largest(turned[:, j:, j:]) for j in range(limit)])
+    pooled = torch.cat([_left_out(stage[0]) for stage in stages]).sort().values
+    first = [_z(s[i, 0], stages[i][0]) for i in range(len(stages))]
+    adjusted = false_discovery([_tail(z, pooled) for z in first])
+    tests = []
+    for i in range(len(stages)):
+        rank = 0
+        while adjusted[i] <= alpha and rank < limit and _tail(_z(s[i, rank], stages[i][rank]), pooled) <= alpha:
+            rank += 1
+        tests.append(HeadTest(
+            rank, first[i], _tail(first[i], pooled), adjusted[i], tuple(s[i].tolist()),
+            tuple(float(stage.quantile(0.95)) for stage in stages[i]),
+        ))  # fmt: skip
+    return tests
+
+
+def _largest(x: Float[Tensor, "r a b"]) -> Float[Tensor, " r"]:
+    return torch.linalg.eigvalsh(x.mT @ x)[..., -1].clamp_min(0).sqrt()
+
+
+def _left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+    """Each replicate in units of the others, as the observed value is in units of them all."""
+    n = len(values)
+    mean = (values.sum() - values) / (n - 1)
+    square = (values.square().sum() - values.square()) / (n - 1)
+    return (values - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
+
+
+def _z(value: Tensor, null: Float[Tensor, " r"]) -> float:
+    return float((value - null.mean()) / null.std(correction=0).clamp_min(1e-300))
+
+
+def _tail(z: float, pooled: Float[Tensor, " m"]) -> float:
+    reached = len(pooled) - int(torch.searchsorted(pooled, torch.tensor(z, dtype=pooled.dtype, device=pooled.device)))
+    return (1 + reached) / (len(pooled) + 1)
