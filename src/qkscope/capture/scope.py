@@ -82,7 +82,8 @@ class Scope(Shape):
         Parameters
         ----------
         name : str or Path
-            A hub id, a folder, a ``.gguf`` file, or ``smollm2-135m`` (embedded: needs no network).
+            A hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` (embedded: needs no network), or ``nano:NAME@STEP``
+            (shipped; without the step, the last one).
         device : str, optional
             ``cpu``, ``cuda``, ``cuda:1``; the first GPU where there is one, if not given.
         dtype : str or torch.dtype, optional
@@ -90,7 +91,7 @@ class Scope(Shape):
         device_map : optional
             As in transformers, for a model larger than one device.
         revision : str, optional
-            Branch, tag or commit of a hub model.
+            Branch, tag or commit of a hub model; step of a nano model; subfolder of a folder of checkpoints.
         attn : str, optional
             ``sdpa`` or ``eager``; transformers' own choice, if not given.
         check : bool

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m.")]
+Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, or nano:mixed.")]
 TaskName = Annotated[
     str, typer.Argument(help="binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file.")
 ]
