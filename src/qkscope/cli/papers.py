@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qkscope.cli.shell import Json, Model, Out, app, print_json, print_result, print_rows, print_table
+from qkscope.cli.shell import Json, Out, app, print_json, print_result, print_rows, print_table
 
 
 @app.command()
@@ -51,13 +51,15 @@ def bench(
 
 @app.command()
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="lee2026, or all.")] = "",
+    paper: Annotated[str, typer.Argument(help="lee2026, franco2026, or all.")] = "",
     figures: Annotated[list[str] | None, typer.Argument(help="Figure ids, or all.")] = None,
     preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
     out: Out = Path("runs"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of every draw.")] = 0,
     device: Annotated[str, typer.Option("--device", help="Where models run and toys train: cpu or cuda.")] = "cpu",
-    model: Model = "smollm2-135m",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hub id, folder, nano:NAME; by default smollm2-135m or a nano.")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -21,7 +21,7 @@ from qkscope.result import Result, check_folder
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
-EMBEDDED = "smollm2-135m"
+EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Experiment:
     run: str
     draw: str
     prepare: str = ""  # makes what figures of this kind share, in one go
+    model: str = EMBEDDED  # what it looks into where no model is named
 
 
 _LEE = "qkscope.papers.lee2026"
@@ -63,8 +64,8 @@ def _superposition(title: str, run: str, draw: str) -> Experiment:
     return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw", f"{_FRANCO}.toys:prepare")
 
 
-def _franco_model(title: str, run: str, draw: str) -> Experiment:
-    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw")
+def _franco_model(title: str, run: str, model: str = NANO) -> Experiment:
+    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{run}:draw", model=model)
 
 
 PAPERS: dict[str, dict[str, Experiment]] = {
@@ -115,6 +116,12 @@ PAPERS: dict[str, dict[str, Experiment]] = {
         "thm2": _superposition("Theorem 2: the bound", "theorems", "theorem_plots"),
         "thm3": _superposition("Theorem 3: orthogonalisation", "theorems", "theorem_plots"),
         # language models
+        "fig7b": _franco_model("Sparsity over the training of a language model", "model_sparsity"),
+        "fig8": _franco_model("Relative attention split: four heads, before and after", "model_terms"),
+        "fig9": _franco_model("How many singular vectors reconstruct it", "model_counts"),
+        "fig20": _franco_model("Isotropy of a dictionary", "isotropy"),
+        "fig25": _franco_model("Relative attention split: all heads of the circuit", "model_terms"),
+        "bridge": _franco_model("Contrasts against singular vectors", "bridge", EMBEDDED),
     },
 }
 
@@ -136,7 +143,7 @@ def reproduce(
     out: str | Path = "runs",
     seed: int = 0,
     device: str = "cpu",
-    model: str = EMBEDDED,
+    model: str | None = None,
 ) -> dict[str, Result]:
     """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
 
@@ -144,20 +151,21 @@ def reproduce(
     ----------
     figures : ids as `list_experiments` has them, or ``["all"]``.
     preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
-    model : what figures of language models look into: the embedded one, a hub id or a folder.
+    model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
+        model, or a nano where training is shown.
     """
     chosen = _checked(paper, figures, preset)
     check_device(device)
     out = Path(out)
     folders = {figure: check_folder(out / paper / figure) for figure in chosen}
-    settings = Settings(preset, out, seed, device, model=model)
+    settings = Settings(preset, out, seed, device, model=model or EMBEDDED)
     for prepare in dict.fromkeys(experiment.prepare for experiment in chosen.values() if experiment.prepare):
         _resolve(prepare)([figure for figure, e in chosen.items() if e.prepare == prepare], settings)
     results = {}
     for figure, experiment in chosen.items():
         log.info("%s/%s: %s ...", paper, figure, experiment.title)
         start = time.perf_counter()
-        result: Result = _resolve(experiment.run)(replace(settings, figure=figure))
+        result: Result = _resolve(experiment.run)(replace(settings, figure=figure, model=model or experiment.model))
         result = replace(result, seconds=time.perf_counter() - start)
         files: Mapping[str, str | bytes] = _resolve(experiment.draw)(result)
         result.write(folders[figure], files=files)

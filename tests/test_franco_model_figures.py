@@ -1,0 +1,129 @@
+"""Figures of language models in the second paper: nano by default, a model by name, a dictionary from a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from qkscope import BadInput, reproduce
+from qkscope.capture.families import tiny_model
+from qkscope.papers.franco2026 import model_sweep
+from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
+from qkscope.papers.franco2026.model_sweep import PYTHIA, Work, revisions_of
+from qkscope.papers.registry import EMBEDDED, NANO, PAPERS
+
+SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(model_sweep.WORK, "smoke", Work(6, 1, 3, 100))
+    model_sweep._swept.cache_clear()
+
+
+def written(out, figure):
+    folder = out / "franco2026" / figure
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert (folder / "figures" / f"{figure}.png").stat().st_size > 5000
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
+    results = reproduce("franco2026", SWEPT, preset="smoke", out=tmp_path)
+    assert {result.model for result in results.values()} == {NANO}
+    training = written(tmp_path, "fig7b")["tables"]["training"]
+    assert [row["step"] for row in training][::2] == [0, max(row["step"] for row in training)]
+    assert all(row["low"] <= row["difference"] <= row["high"] for row in training)
+    claims = {claim.claim: claim for claim in results["fig7b"].claims}
+    assert any(claim.startswith("Sparsity less that of rotated vectors falls over training") for claim in claims)
+    assert len(written(tmp_path, "fig8")["tables"]["heads"]) == 4
+    circuit = [row for row in written(tmp_path, "fig9")["tables"]["sparsity"] if row["circuit"]]
+    assert len(written(tmp_path, "fig25")["tables"]["heads"]) == len(circuit)
+    counts = {row["what"] for row in results["fig9"].tables["counts"]}
+    assert counts == {"count", "count_tol", "count_null"}
+    # one sweep serves them all, and is found again
+    (folder,) = (tmp_path / "franco2026" / "sweeps").iterdir()
+    stamps = {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+    model_sweep._swept.cache_clear()
+    reproduce("franco2026", ["fig9"], preset="smoke", out=tmp_path)
+    assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+
+
+def test_a_model_with_one_checkpoint_has_no_training_to_show(tmp_path, nano_tokenizer):
+    folder = tmp_path / "model"
+    tiny_model("gpt_neox", vocab_size=len(nano_tokenizer)).save_pretrained(folder)
+    nano_tokenizer.save_pretrained(folder)
+    results = reproduce("franco2026", SWEPT, preset="smoke", out=tmp_path / "out", model=str(folder))
+    assert "training" not in results["fig7b"].tables
+    assert not any("training" in claim.claim for claim in results["fig7b"].claims)
+    for figure in SWEPT:
+        assert written(tmp_path / "out", figure)["model"] == str(folder)
+
+
+@pytest.fixture(scope="module")
+def nano_tokenizer():
+    from qkscope import Scope
+
+    return Scope.load(NANO, check=False).tokenizer
+
+
+def test_each_model_has_its_checkpoints(tmp_path):
+    assert revisions_of("gpt2", "paper") is None
+    assert revisions_of(EMBEDDED, "default") is None
+    assert revisions_of("nano:mixed@0", "default") is None
+    assert revisions_of(PYTHIA, "smoke") == "step0,step1000,step143000"
+    assert len((revisions_of(PYTHIA, "paper") or "").split(",")) == 144
+    (tmp_path / "run").mkdir()
+    assert revisions_of(str(tmp_path / "run"), "default") == "all"
+    assert PAPERS["franco2026"]["bridge"].model == EMBEDDED
+
+
+# ---------------------------------------------------------------- figure 20
+
+
+def test_orthonormal_rows_are_isotropic_and_a_cone_is_not():
+    generator = torch.Generator().manual_seed(0)
+    tight = torch.cat([torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]] * 3)
+    row, spectrum = isotropy(tight)
+    assert row["e_trace"] == pytest.approx(0.0, abs=1e-12)
+    assert row["e_one"] == pytest.approx(2.0)  # three copies: G = 3 I
+    assert row["effective_dimension"] == pytest.approx(8)
+    torch.testing.assert_close(spectrum, torch.ones(8, dtype=torch.float64))
+    line = torch.ones(20, 8, dtype=torch.float64)
+    line[:, 0] += 1e-6 * torch.randn(20, generator=generator, dtype=torch.float64)
+    assert isotropy(line)[0]["e_trace"] == pytest.approx(7.0, abs=1e-3)  # d − 1, the most there is
+    with pytest.raises(BadInput, match="two rows"):
+        isotropy(torch.zeros(5, 3, dtype=torch.float64))
+
+
+def test_a_distortion_along_one_direction_reads_its_own_size():
+    """W Wᵀ = I, stretched by √(1+ε) along v: E = ε v vᵀ at c = 1 (the toy of the paper's C.3), rows not rescaled."""
+    generator = torch.Generator().manual_seed(1)
+    v = torch.nn.functional.normalize(torch.randn(6, generator=generator, dtype=torch.float64), dim=0)
+    w = torch.linalg.qr(torch.randn(40, 6, generator=generator, dtype=torch.float64))[0]
+    stretched = w + (w @ v)[:, None] * ((1 + 3.0) ** 0.5 - 1) * v
+    gram = stretched.T @ stretched
+    assert float(torch.linalg.matrix_norm(gram - torch.eye(6), 2)) == pytest.approx(3.0)
+
+
+def test_a_decoder_is_read_from_a_file(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    decoder = torch.randn(32, 8, generator=generator)
+    file = tmp_path / "sae.safetensors"
+    save_file({"W_dec": decoder, "W_enc": decoder.T.contiguous(), "b_dec": torch.zeros(8)}, file)
+    ((name, read),) = read_dictionary(file).items()
+    assert name == "sae.safetensors:W_dec"
+    assert torch.equal(read, decoder)
+    result = reproduce("franco2026", ["fig20"], preset="smoke", out=tmp_path / "out", model=str(file))["fig20"]
+    (row,) = result.tables["isotropy"]
+    assert (row["n"], row["d"]) == (32, 8)
+    assert written(tmp_path / "out", "fig20")["claims"][0]["control"] == pytest.approx(row["random"])
+    save_file({"a": decoder, "b": decoder.clone()}, tmp_path / "two.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    for name, says in (("two", "one decoder matrix"), ("bad", "damaged"), ("none", "there is no file")):
+        with pytest.raises(BadInput, match=says):
+            read_dictionary(tmp_path / f"{name}.safetensors")
