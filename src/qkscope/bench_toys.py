@@ -19,6 +19,9 @@ from qkscope.bench import Row, faster, row
 from qkscope.toys.retrieval import Retrieval
 from qkscope.toys.retrieval_heads import grid
 from qkscope.toys.retrieval_training import StackedRetrieval
+from qkscope.toys.superposition import Superposition, Toy
+from qkscope.toys.superposition_training import TOKENS, Cell, StackedSuperposition
+from qkscope.toys.threads import one_thread
 from qkscope.toys.trainer import Trainer
 
 _STEPS, _ROUNDS, _BATCH = 20, 7, 256
@@ -89,3 +92,68 @@ def toy_trainer() -> Row:
         torch.set_num_threads(before)
     plain_s, ours_s = (statistics.median(seconds[name]) for name in ("plain", "ours"))
     return faster(plain_s, ours_s, "CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module")
+
+
+class PlainToy(nn.Module):
+    """An autoencoder and a head on its tokens, as the second paper's section 3 has them."""
+
+    def __init__(self, toy: Toy) -> None:
+        super().__init__()
+        self.W, self.b, self.W_Q, self.W_K = (nn.Parameter(x.clone()) for x in (toy.W, toy.b, toy.W_Q, toy.W_K))
+        self.task, self.M = toy.task, toy.task.target()
+
+    def forward(self, x_q: Tensor, x_k: Tensor) -> Tensor:
+        """The loss of a batch of contexts."""
+        x = torch.cat([x_q, x_k.flatten(0, 1)])
+        error = (torch.relu(x @ self.W.mT @ self.W + self.b) - x).square().mean()
+        q, k = x_q @ self.W.mT @ self.W_Q.mT, x_k @ self.W.mT @ self.W_K.mT
+        logits = (k @ q[:, :, None])[..., 0]
+        target = (x_k @ (x_q @ self.M)[:, :, None])[..., 0].softmax(dim=-1)
+        w_rec, w_att = self.task.loss_weights
+        return w_rec * error + w_att * nn.functional.cross_entropy(logits, target)
+
+
+def plain_toy_loop(cell: Cell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
+    """One toy, and a function that trains it for some steps on the stream of tokens of this seed."""
+    task, model = cell.task, PlainToy(cell.untrained())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=0.01)
+    generator = torch.Generator().manual_seed(seed)
+    contexts = TOKENS // task.context
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            x = task.strengths(torch.rand(contexts * (1 + task.context), task.n, generator=generator))
+            optimiser.zero_grad()
+            loss = model(x[:contexts], x[contexts:].view(contexts, task.context, task.n))
+            loss.backward()
+            optimiser.step()
+
+    return model, steps
+
+
+@row
+@one_thread()
+def superposition_trainer() -> Row:
+    """20 toys (p and λ differ) at once, each as the plain loop trains it; CPU seconds of one model-step."""
+    cells = [Cell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    trainer = Trainer(StackedSuperposition(cells), 1e-3, seed=5)
+    model, plain = plain_toy_loop(cells[7], seed=5)
+
+    def ours(count: int) -> None:
+        for _ in range(count):
+            trainer.train_step()
+
+    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+    for turn in range(_ROUNDS + 1):
+        for name, call, models in (("plain", plain, 1), ("ours", ours, len(cells))):
+            start = time.process_time()
+            call(_STEPS)
+            if turn:  # the first round warms up
+                seconds[name].append((time.process_time() - start) / (_STEPS * models))
+    error = max(float((trainer.params[name][7] - getattr(model, name).detach()).abs().max()) for name in ("W", "W_Q"))
+    assert error < 1e-3, "both sides must train the same toy"
+    plain_s, ours_s = (statistics.median(seconds[name]) for name in ("plain", "ours"))
+    note = (
+        f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"
+    )
+    return faster(plain_s, ours_s, note)

@@ -72,3 +72,51 @@ def nano(
         return
     print_table("accuracy", last_rows(result))
     typer.echo(result.answer)
+
+
+@toy.command("superposition")
+def toy_superposition(
+    out: Out = Path("runs/toy"),
+    n: Annotated[int, typer.Option("--n", help="Features.")] = 20,
+    d: Annotated[int, typer.Option("--d", help="Dimensions of a token.")] = 10,
+    d_head: Annotated[int, typer.Option("--d-head", help="Width of the head.")] = 10,
+    context: Annotated[int, typer.Option("--context", help="Keys per query.")] = 4,
+    p: Annotated[
+        str, typer.Option("--p", help="Probability of a feature; several with commas, side by side.")
+    ] = "0.52",
+    weight: Annotated[str, typer.Option("--weight", help="λ of the loss; several with commas, side by side.")] = "4",
+    pairs: Annotated[
+        str, typer.Option("--pairs", help="Pairs of interest: query-key:logit.")
+    ] = "0-4:24,1-5:21,2-6:18,3-7:15",
+    target: Annotated[Path | None, typer.Option("--target", help="The whole matrix M in a JSON file instead.")] = None,
+    reading: Annotated[str, typer.Option("--reading", help="C (λ on the head's loss) or B (on the other).")] = "C",
+    rope: Annotated[bool, typer.Option("--rope", help="Rotate queries and keys by their positions.")] = False,
+    seeds: Annotated[int, typer.Option("--seeds", help="Toys of each kind, each with its own start and data.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of training.")] = 20_000,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate, decaying as a cosine.")] = 1e-3,
+    every: Annotated[int, typer.Option("--every", help="Steps between kept checkpoints.")] = 200,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
+    from qkscope.toys.superposition_run import parse_pairs, train_superposition
+
+    result = train_superposition(
+        out, n=n, d=d, d_head=d_head, context=context, p=_numbers("--p", p), weight=_numbers("--weight", weight),
+        pairs=parse_pairs(pairs), target=target, reading=reading, rope=rope, seeds=seeds, steps=steps, lr=lr,  # type: ignore[arg-type]
+        every=every, device=device, workers=workers,
+    )  # fmt: skip
+    if as_json:
+        print_json(result.to_json())
+        return
+    print_table("alignment", [row for row in result.tables["alignment"] if not row["control"]])
+    print_table("toys", result.tables["toys"])
+    typer.echo(result.answer)
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{option} takes numbers with commas between, as 0.52,0.27, but got {text!r}.") from None

@@ -55,6 +55,7 @@ class Superposition:
     scaled : whether logits carry 1/√d_head.
     rope : whether queries and keys are rotated by their positions; ``positional`` pairs need it.
     dictionary : W as rows, frozen: the head alone is trained, and nothing is reconstructed.
+    head_std : size of the head's entries before training; the paper does not say.
     """
 
     n: int = 20
@@ -69,6 +70,7 @@ class Superposition:
     rope: bool = False
     positional: tuple[Positional, ...] = ()
     dictionary: tuple[tuple[float, ...], ...] | None = None
+    head_std: float = 0.02
 
     def __post_init__(self) -> None:
         if min(self.n, self.d, self.d_head) < 1 or self.context < 2:
@@ -80,6 +82,8 @@ class Superposition:
             raise BadInput(f"a head cannot be wider than a token: d_head is {self.d_head}, but d is {self.d}.")
         if not 0 <= self.weight < math.inf:
             raise BadInput(f"the weight of a loss is at least 0 and finite, but got {self.weight}.")
+        if not 0 < self.head_std < math.inf:
+            raise BadInput(f"a head starts from entries of a positive, finite size, but got {self.head_std}.")
         if self.reading not in READINGS:
             raise BadInput(f"there is no reading {self.reading!r} of the loss: take C or B.")
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
@@ -163,16 +167,14 @@ class Toy:
 
     @classmethod
     def untrained(cls, task: Superposition, seed: int) -> Toy:
-        """Xavier features, no bias, and a head as ``nn.Linear`` starts it."""
+        """Gaussian features at Xavier's scale, no bias, and a head of Gaussian entries."""
         generator = torch.Generator().manual_seed(derived_seed(seed, 21))
         W = torch.randn(task.d, task.n, generator=generator) * math.sqrt(2 / (task.n + task.d))
         if task.dictionary is not None:
             W = torch.tensor(task.dictionary)
-        bound = task.d**-0.5
         # drawn at full width and cut, so that heads of several widths start from the same rows
-        W_Q, W_K = (
-            ((torch.rand(task.d, task.d, generator=generator) * 2 - 1) * bound)[: task.d_head] for _ in range(2)
-        )
+        shape = (2, task.d, task.d)
+        W_Q, W_K = (task.head_std * torch.randn(shape, generator=generator))[:, : task.d_head]
         return cls(W, torch.zeros(task.n), W_Q, W_K, task)
 
     @property
@@ -201,7 +203,7 @@ class Toy:
         if not self.task.rope:
             return self.task.scale * torch.einsum("bh,bth->bt", q, k)
         assert offsets is not None, "a head that rotates needs positions"
-        return self.task.scale * rotated_logits(q, k, offsets)
+        return self.task.scale * rotated_logits(q, k, offsets, band_frequencies(self.task.d_head).to(q))
 
     def target_logits(
         self, x_q: Float[Tensor, "B n"], x_k: Float[Tensor, "B T n"], offsets: Int[Tensor, "B T"] | None = None
@@ -221,10 +223,13 @@ def band_frequencies(d_head: int) -> Float[Tensor, " bands"]:
 
 
 def rotated_logits(
-    q: Float[Tensor, "*m B h"], k: Float[Tensor, "*m B T h"], offsets: Int[Tensor, "B T"]
+    q: Float[Tensor, "*m B h"],
+    k: Float[Tensor, "*m B T h"],
+    offsets: Int[Tensor, "B T"],
+    frequencies: Float[Tensor, " bands"],
 ) -> Float[Tensor, "*m B T"]:
     """``(R_m q)ᵀ (R_n k)`` by bands: ``cos(θΔ) (q·k) + sin(θΔ) (q×k)`` in each, with ``Δ = m − n``."""
-    angle = (offsets[..., None] * band_frequencies(q.shape[-1]).to(offsets.device)).to(q)  # B T bands
+    angle = offsets[..., None] * frequencies  # B T bands
     q_0, q_1 = q[..., None, 0::2], q[..., None, 1::2]
     k_0, k_1 = k[..., 0::2], k[..., 1::2]
     along, across = q_0 * k_0 + q_1 * k_1, q_0 * k_1 - q_1 * k_0

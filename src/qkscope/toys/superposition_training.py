@@ -109,6 +109,7 @@ class StackedSuperposition(TrainingTask):
         self.w_rec, self.w_att = (column([task.loss_weights[k] for task in tasks]) for k in (0, 1))
         self.M = torch.stack([task.target() for task in tasks]).to(self.device)
         self.dictionary = torch.stack([cell.untrained().W for cell in self.cells]).float().to(self.device)
+        self.frequencies = band_frequencies(self.d_head).float().to(self.device)
         rows = [(i, *pair) for i, task in enumerate(tasks) for pair in task.positional]
         self.positional = [(i, q, k, strength, float(band_frequencies(self.d_head)[band]))
                            for i, q, k, strength, band in rows]  # fmt: skip
@@ -166,7 +167,7 @@ class StackedSuperposition(TrainingTask):
         if batch.offsets is None:
             logits = (q[:, :, None] * k).sum(-1)
         else:
-            logits = rotated_logits(q, k, batch.offsets)
+            logits = rotated_logits(q, k, batch.offsets, self.frequencies)
             target = target + self._positional_targets(x_q, x_k, batch.offsets)
         logits = self.scale * logits
         losses = self.w_att[:, 0, 0] * -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(-1)

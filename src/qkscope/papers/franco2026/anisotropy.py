@@ -14,11 +14,12 @@ import torch
 
 from qkscope.maths.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
 from qkscope.maths.theory import sharp_bound, theorem2_bound
-from qkscope.papers.franco2026.rows import Row, alignment_rows, mean, pick
+from qkscope.papers.franco2026.rows import mean, pick
 from qkscope.papers.franco2026.toys import PRESETS, toys_of
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.superposition import Toy, by_logit
+from qkscope.toys.superposition_rows import Row, alignment_rows
 from qkscope.toys.threads import one_thread
 
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")

@@ -12,13 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.sparsity import rotated_terms, sparsity
-from qkscope.papers.franco2026.rows import Row, mean
+from qkscope.papers.franco2026.rows import mean
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toys import PRESETS, toys_of
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import derived_seed
 from qkscope.toys.superposition_models import TrainedToy
+from qkscope.toys.superposition_rows import Row
 from qkscope.toys.threads import one_thread
 
 _SHOWN = 40  # contexts of a heat map

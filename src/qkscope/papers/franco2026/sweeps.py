@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from qkscope.papers.franco2026.rows import Row, before_and_after, least, mean, pick
+from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
 from qkscope.papers.franco2026.toys import PRESETS, toys_of
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
+from qkscope.toys.superposition_rows import Row
 from qkscope.toys.threads import one_thread
 
 ALIGNED = 0.99

@@ -17,10 +17,11 @@ from torch import Tensor
 from qkscope.maths.alignment import cosines, gram, isotropy_error, whiten
 from qkscope.maths.svd import checked_svd
 from qkscope.maths.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
-from qkscope.papers.franco2026.rows import Row, mean, pick
+from qkscope.papers.franco2026.rows import mean, pick
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import derived_seed
+from qkscope.toys.superposition_rows import Row
 from qkscope.toys.threads import one_thread
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}

@@ -43,15 +43,15 @@ class Work:
 PRESETS = {
     # Enough training to see the point, not to finish: short, at a high learning rate.
     "smoke": Work(2000, 1000, 400, 800, 200, 5e-3, 100, 1, 1, 128, 5, 6),
-    "default": Work(20_000, 5000, 15_000, 20_000, 20_000, 1e-3, 200, 5, 5, 512, 20, 14),
-    "paper": Work(40_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 5, 20, 1024, 50, 20),
+    "default": Work(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 5, 5, 512, 20, 14),
+    "paper": Work(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 5, 20, 1024, 50, 20),
 }
 
 NO_HEAD, ONE_PAIR, MANY_PAIRS, DEFAULT = "no head", "one pair", "20 pairs", "default"
 ONE: tuple[tuple[int, int, float], ...] = ((0, 1, 1.0),)
 MANY = {"n": 100, "d": 50, "d_head": 50, "pairs": linear_pairs(20, 20.0)}
 ROPE = Superposition(
-    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 24.0, 1),)
+    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
 )
 PROBABILITIES = tuple(50 ** (-k / 6) for k in range(7))
 WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4

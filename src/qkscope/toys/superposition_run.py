@@ -1,0 +1,118 @@
+"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their features align."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkscope.devices import check_device
+from qkscope.errors import BadInput
+from qkscope.result import Result, check_folder, provenance
+from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
+from qkscope.toys.superposition_models import train_toys
+from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
+from qkscope.toys.superposition_training import Cell
+
+
+def train_superposition(
+    out: str | Path,
+    *,
+    n: int = 20,
+    d: int = 10,
+    d_head: int = 10,
+    context: int = 4,
+    p: Sequence[float] = (0.52,),
+    weight: Sequence[float] = (4.0,),
+    pairs: Sequence[Pair] = FOUR_PAIRS,
+    target: str | Path | None = None,
+    reading: Reading = "C",
+    rope: bool = False,
+    seeds: int = 1,
+    steps: int = 20_000,
+    lr: float = 1e-3,
+    every: int = 200,
+    device: str = "cpu",
+    workers: int | None = None,
+) -> Result:
+    """Train toys into ``out/toys`` (resuming what was interrupted) and write ``out/superposition``.
+
+    Parameters
+    ----------
+    p, weight : one toy for every combination, side by side.
+    pairs : pairs of interest with their target logits; or ``target``, a JSON file with the whole matrix M.
+    every : steps between the checkpoints that are kept with a toy.
+    """
+    if min(seeds, steps, every) < 1:
+        raise BadInput(f"seeds, steps and every are at least 1, but got {seeds}, {steps} and {every}.")
+    if not 0 < lr < math.inf:
+        raise BadInput(f"a learning rate is positive and finite, but got {lr}.")
+    check_device(device)
+    shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
+    tasks: dict[str, Superposition] = {}
+    for one_p, one_weight in product(p, weight):
+        options = {**shape, "p": one_p, "weight": one_weight}
+        made = (Superposition.with_target(read_target(target), **options) if target is not None
+                else Superposition(pairs=tuple(pairs), **options))  # fmt: skip
+        tasks[f"p={one_p:g} λ={one_weight:g}"] = made
+    out = Path(out)
+    folder = check_folder(out / "superposition")
+    start = time.perf_counter()
+    named = [(config, Cell(task, seed, steps, lr, every=every))
+             for config, task in tasks.items() for seed in range(seeds)]  # fmt: skip
+    trained = train_toys([cell for _, cell in named], out / "toys", device=device, workers=workers)
+    seconds = time.perf_counter() - start
+    rows: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    for (config, cell), found in zip(named, trained, strict=True):
+        for check, control in ((-1, False), (0, True)):
+            rows += alignment_rows(config, cell.seed, found.steps[check], found.at(check), control=control, joint=rope)
+        kl, error = divergence_and_error(found.toy, 2048, cell.seed)
+        losses.append({"config": config, "seed": cell.seed, "steps": found.steps[-1], "stopped": found.reason, "kl": kl,
+                       "reconstruction": error})  # fmt: skip
+    after, before = ([row["matched"] for row in rows if row["control"] is flag] for flag in (False, True))
+    result = Result(
+        experiment="toy/superposition",
+        answer=f"{len(trained)} toys, {sum(f.steps[-1] for f in trained):,} model-steps in {seconds:.0f} s; "
+        f"matched |cos| {min(after, default=math.nan):.3f} or more (untrained: "
+        f"{sum(before) / max(len(before), 1):.2f} on average).",
+        tables={"toys": losses, "alignment": rows},
+        seconds=seconds,
+        provenance=provenance(**shape, p=list(p), weight=list(weight), pairs=[list(x) for x in pairs], seeds=seeds,
+                              steps=steps, lr=lr, target=None if target is None else str(target), device=device),
+    )  # fmt: skip
+    result.write(folder)
+    return result
+
+
+def parse_pairs(text: str) -> list[Pair]:
+    """``0-4:24,1-5:21`` as pairs.
+
+    >>> parse_pairs("0-4:24,1-5:21")
+    [(0, 4, 24.0), (1, 5, 21.0)]
+    """
+    pairs: list[Pair] = []
+    for part in text.split(","):
+        try:
+            features, logit = part.split(":")
+            query, key = features.split("-")
+            pairs.append((int(query), int(key), float(logit)))
+        except ValueError:
+            raise BadInput(f"pairs are query-key:logit with commas between, as 0-4:24,1-5:21, not {part!r}.") from None
+    return pairs
+
+
+def read_target(path: str | Path) -> torch.Tensor:
+    """M from a JSON file: a list of rows."""
+    try:
+        return torch.tensor(json.loads(Path(path).read_text()), dtype=torch.float64)
+    except OSError:
+        raise BadInput(f"there is no file {path} with a target matrix.") from None
+    except (ValueError, TypeError):
+        raise BadInput(f"{path} holds no matrix: write rows of numbers, as [[1, 0], [0, 1]].") from None
