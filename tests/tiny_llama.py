@@ -8,12 +8,33 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qkscope.capture.families import tiny_model
-from qkscope.tasks.words import BOXES, OBJECTS
+from qkscope.tasks.boxes import FILLER
+from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 
 def write_tiny_llama(path: Path) -> Path:
-    words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?", "The", "is", "in", "Box", "Which", "box", "the", "Answer"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="[UNK]"))
+    named = [word for words in CATEGORIES.values() for word in words]
+    said = [
+        "The",
+        "is",
+        "in",
+        "Box",
+        "Which",
+        "box",
+        "the",
+        "Answer",
+        "hatA",
+        "Items",
+        "list",
+        "are",
+        "red",
+        "green",
+        "blue",
+        *FILLER,
+    ]
+    words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?-", *said, *map(str.capitalize, FILLER), *CATEGORIES]
+    words = list(dict.fromkeys([*words, *(part for text in named for part in text.split())]))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
     fast.chat_template = "{% for m in messages %}Answer : {{ m['content'] }} Which{% endfor %}"

@@ -78,9 +78,9 @@ def check_place(folder: Path, job: dict[str, Any]) -> None:
         return
     if folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
         raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+    try:  # asked of what is there already: a job that is refused later leaves no empty folder behind
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
 
@@ -111,6 +111,7 @@ def run_decompose(
         "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
         "tokenizer": scope.tokenizer_hash, **plan,
     }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         check_place(folder, job)
         for left_over in folder.glob("*.part"):  # what a killed run was writing

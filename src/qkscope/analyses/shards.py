@@ -77,6 +77,7 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
     fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
     whole = {name: value for name, value in job.items() if name not in ("shard", "schema")}
     check_place(out, whole)
+    out.mkdir(parents=True, exist_ok=True)
     with only_writer(out):
         write_job(out, whole)
         copy_task(task, whole, folders[0], out)
