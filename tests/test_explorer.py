@@ -289,7 +289,7 @@ def test_a_prompt_is_split_and_two_tokens_are_swapped(browser, smol):
         assert page.locator("#head").inner_text() == "L18H6"
         assert page.locator("#watched").inner_text().strip() == "Z"  # what it attends to most
         page.locator('#tokens .token[data-i="14"]').hover()
-        assert page.locator("#split .of").inner_text().startswith(" K")
+        assert page.locator("#split .of").inner_text().startswith("K")
         parts = [float(text.replace("−", "-")) for text in page.locator("#split .value").all_inner_texts()]
         assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.03)
         watched.shoot("explorer-prompt")
@@ -358,7 +358,8 @@ def test_a_prompt_is_text_and_a_bad_one_is_a_sentence_in_the_page(browser, smol)
 def test_a_long_prompt_and_a_thousand_heads_stay_quick(browser, smol):
     """2,000 tokens, and 1,024 heads: pointing at a token repaints the whole map, and is not noticed."""
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 128,
-             "head_dim": 4, "intermediate_size": 64, "vocab_size": len(smol.tokenizer), "max_position_embeddings": 2048}  # fmt: skip
+             "head_dim": 4, "intermediate_size": 64, "vocab_size": len(smol.tokenizer),
+             "max_position_embeddings": 2048}  # fmt: skip
     large = qk.Scope.from_model(tiny_model("llama", **shape), smol.tokenizer, name="large", check=False)
     with served(Session(large)) as server:
         session = server.session

@@ -127,7 +127,10 @@ def clouds_of(result: Result) -> list[Cloud]:
                   ("keys", "queries", "key_labels", "query_labels") if f"{name}/{part}" in result.arrays}  # fmt: skip
         if len(stored) < 4 or stored["keys"].shape[-1] != 3:
             continue
-        labels = tuple(str(row["label"]) for row in result.tables.get("labels", ()) if row.get("feature") == name)
+        named = result.tables.get("labels", ())
+        groups = [row.get("feature", row.get("panel")) for row in named]
+        group = name if name in groups else next(iter(groups), None)  # of its own, or the first there are
+        labels = tuple(str(row["label"]) for row, of in zip(named, groups, strict=True) if of == group)
         keys, queries = stored["keys"][:_POINTS], stored["queries"][:_POINTS]
         of_key, of_query = (stored[part][:_POINTS].tolist() for part in ("key_labels", "query_labels"))
         if not labels:

@@ -1,7 +1,7 @@
 "use strict";
 // Type a prompt, pick a head, hover a token, swap two. The server answers in JSON; all text goes in as text.
 (() => {
-  const { make, map, choose, fixed, visible } = qk;
+  const { make, map, choose, fixed, visible, piece } = qk;
   const $ = (id) => document.getElementById(id);
   let model = null, prompt = "", seen = null, grid = null, view = null, head = "", rows = [], parts = [], shown = "attention";
   let watched = -1, picked = [], chosen = null, there = {}, swapped = null, asked = 0;
@@ -60,7 +60,7 @@
     const size = seen.tokens.length, at = new Map(model.heads.map((name, i) => [name, i]));
     const value = (row) => Math.sqrt(seen.bytes[at.get(row.head) * size + watched] / 255);
     const lines = (row) => [[row.head], ["attention on it", (seen.bytes[at.get(row.head) * size + watched] / 255).toFixed(2)]];
-    $("watched").textContent = visible(seen.tokens[watched]);
+    $("watched").textContent = piece(seen.tokens[watched]);
     if (grid && grid.of === seen) return grid.repaint(value);
     grid = map($("map"), { rows: model.heads.map((name) => ({ head: name })), value, lines, marked: model.fitted, picked: head, title: "attention (√)", onpick: (next) => quietly(take(next)) });
     grid.of = seen;
@@ -122,11 +122,11 @@
     $("undo").hidden = !picked.length;
     const what = chosen && chosen.length ? `their ${chosen.join(" and ")} coordinates` : Object.keys(there).length ? "no feature is chosen: their whole keys" : "their whole keys";
     if (!swapped) {
-      $("how").textContent = picked.length ? `${visible(seen.tokens[picked[0]])} is chosen. Click the token to exchange with it (${what}).` : `Click two tokens above to exchange ${what} at ${head}, and see where its attention goes.`;
+      $("how").textContent = picked.length ? `${piece(seen.tokens[picked[0]])} is chosen. Click the token to exchange with it (${what}).` : `Click two tokens above to exchange ${what} at ${head}, and see where its attention goes.`;
       return $("moved").replaceChildren();
     }
     const { a, b, random, rank, features } = swapped;
-    $("how").textContent = `${features.length ? features.join(" and ") : "The whole key"} (${rank} dimensions) exchanged between ${visible(seen.tokens[a])} and ${visible(seen.tokens[b])} at ${head}. Attention before, after, and after the same with ${random.draws} random subspaces of that size.`;
+    $("how").textContent = `${features.length ? features.join(" and ") : "The whole key"} (${rank} dimensions) exchanged between ${piece(seen.tokens[a])} and ${piece(seen.tokens[b])} at ${head}. Attention before, after, and after the same with ${random.draws} random subspaces of that size.`;
     const legend = make("div", { class: "legend" }, ...["before", "after", "random"].map((name) => make("span", {}, make("span", { class: `swatch ${name}` }), name)));
     $("moved").replaceChildren(legend, make("div", { class: "pairs" }, ...[["A", a, random.a], ["B", b, random.b]].flatMap(([mark, i, control]) => pair(`${mark}  ${visible(seen.tokens[i])}`, [["before", rows[i].attention], ["after", swapped.rows[i].attention], ["random", control]], `${fixed(rows[i].attention)} → ${fixed(swapped.rows[i].attention)}, random ${fixed(control)}`))));
   }

@@ -23,6 +23,7 @@ const qk = (() => {
   };
   const fixed = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−"));
   const pretty = (name) => name.replaceAll("_", " ");
+  const piece = (text) => visible(text.trim() === "" ? text : text.trim());
   const visible = (text) => (text === "" ? "∅" : text.trim() === "" ? text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/[ \u00a0]/g, "␣") : text.replaceAll("\n", "↵").replaceAll("\t", "⇥"));
 
   // ------------------------------------------------------------------ colours: Okabe and Ito's, and viridis
@@ -45,7 +46,7 @@ const qk = (() => {
       const note = document.getElementById("tip");
       note.replaceChildren(...lines.map(([name, value, colour]) =>
         value === undefined ? make("div", {}, make("b", {}, name))
-          : make("div", {}, colour ? make("span", { class: "swatch", style: { background: colour } }) : null, make("span", {}, name), make("span", {}, value))));
+          : make("div", {}, make("span", {}, colour ? make("span", { class: "swatch", style: { background: colour } }) : null, name), make("span", {}, value))));
       note.hidden = false;
       const { width, height } = note.getBoundingClientRect();
       note.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - width - 8))}px`;
@@ -246,5 +247,5 @@ const qk = (() => {
   }
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");  // plotly reads markup
 
-  return { make, draw, number, fixed, pretty, visible, partColours, viridis, tip, near, redraw, choose, ticks, map, spectra, cloud };
+  return { make, draw, number, fixed, pretty, visible, piece, partColours, viridis, tip, near, redraw, choose, ticks, map, spectra, cloud };
 })();

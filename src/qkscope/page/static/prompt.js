@@ -90,7 +90,7 @@
       const share = Math.min(1, Math.abs(value) / largest) * 50;
       return make("div", { class: "bar" }, make("i", { style: { background: colour, width: `${share}%`, left: value >= 0 ? "50%" : `${50 - share}%` } }));
     };
-    element.replaceChildren(make("div", { class: "of" }, visible(row.token), make("span", {}, `  gets ${fixed(row.attention, 3)} of the attention`)),
+    element.replaceChildren(make("div", { class: "of" }, qk.piece(row.token), make("span", {}, `  gets ${fixed(row.attention, 3)} of the attention`)),
       ...parts.flatMap((name) => [make("div", {}, make("span", { class: "swatch", style: { background: colours[name] } }), name), bar(row[name], colours[name]), make("div", { class: "value" }, fixed(row[name]))]),
       ...(row.logit === undefined || row.logit === null ? [] : [make("div", { class: "sum" }, "logit"), make("div", { class: "sum" }, ""), make("div", { class: "value sum" }, fixed(row.logit))]));
     element.classList.add("split");

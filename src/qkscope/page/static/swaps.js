@@ -3,8 +3,8 @@
 (() => {
   const { draw, make, fixed, tip, redraw, choose, ticks } = qk;
   const KINDS = [["random_", "random, as "], ["key_pca_", "key PCA, as "], ["cov_qk_", "Cov q Cov k, as "], ["sham_", "sham, "]];
-  const named = (condition) => {
-    for (const [start, words] of KINDS) if (condition.startsWith(start)) return words + condition.slice(start.length).replaceAll("_", " ");
+  const named = (condition, short = false) => {
+    for (const [start, words] of KINDS) if (condition.startsWith(start)) return (short ? words.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov") : words) + condition.slice(start.length).replaceAll("_", " ");
     return condition.endsWith("_oblique") ? `${condition.slice(0, -8).replaceAll("_", " ")}, oblique` : condition.replaceAll("_", " ");
   };
   const isControl = (condition) => KINDS.some(([start]) => condition.startsWith(start));
@@ -38,7 +38,7 @@
     shown.forEach((row, i) => {
       const y = top + i * line, pale = isControl(row.condition) ? 0.5 : 1;
       if (i > 0 && isControl(row.condition) && !isControl(shown[i - 1].condition)) svg.append(draw("line", { class: "zero", x1: 0, x2: width, y1: y + 0.5, y2: y + 0.5, "stroke-dasharray": "2 3" }));
-      svg.append(draw("text", { x: label - 8, y: y + line / 2 + 4, "text-anchor": "end", class: pale < 1 ? "soft" : "" }, named(row.condition), row.rank && !narrow ? draw("tspan", { fill: "var(--soft)" }, ` · ${row.rank}`) : null));
+      svg.append(draw("text", { x: label - 8, y: y + line / 2 + 4, "text-anchor": "end", class: pale < 1 ? "soft" : "" }, named(row.condition, narrow), row.rank && !narrow ? draw("tspan", { fill: "var(--soft)" }, ` · ${row.rank}`) : null));
       svg.append(draw("rect", { x: x(0), y: y + 5, width: Math.max(x(row.orig_after) - x(0), 0.5), height: 9, fill: "var(--original)", opacity: pale }), draw("rect", { x: x(0), y: y + 16, width: Math.max(x(row.target_after) - x(0), 0.5), height: 9, fill: "var(--target)", opacity: pale }));
       if (row.shift !== null && row.shift !== undefined) {
         if (row.shift_low !== null) svg.append(draw("line", { x1: s(row.shift_low), x2: s(row.shift_high), y1: y + line / 2, y2: y + line / 2, stroke: "var(--ink)", "stroke-width": 1.4, opacity: pale }));
