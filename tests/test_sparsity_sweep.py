@@ -17,6 +17,8 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.revisions import checkpoints
 from qkscope.cli import main
 from qkscope.heads import Head
+from qkscope.maths import sparsity as measure
+from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
 from qkscope.tasks.indirect import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 
@@ -132,8 +134,13 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     each = [relative_attention(scope, unit[0], "L1H2", query="END", key="IO") for unit in task.test(5)]
     alone = [dict(one.tables["relative"][0]) for one in each]
     row = found.table()[0]
-    for name in ("sparsity", "relative", "attention", "cancellation", "rotated", "rotated_shared"):
+    for name in ("sparsity", "relative", "attention", "cancellation"):
         assert row[name] == pytest.approx(sum(one[name] for one in alone) / 5, rel=1e-5), name
+    # nulls are drawn for each prompt anew, whatever batch it is in
+    again = sparsity(scope, task, "L1H2:END>IO,L0H1:S2>S1+1", n=5, controls=1, batch_size=5)
+    for name in ("rotated", "rotated_shared"):
+        torch.testing.assert_close(again.arrays[name], found.arrays[name], rtol=1e-4, atol=1e-6)
+        assert len(found.arrays[name][0].unique()) == 5
     counted = [one["count_tol"] for one in alone if one["relative"] > 0]
     assert row["positive"] == len(counted) / 5
     if counted:
@@ -170,6 +177,19 @@ def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, sh
     assert [row["head"] for row in found.table()[: len(edges)]] == [str(edge.head) for edge in edges]
     assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in found.table())
     assert len(found.table()) == len(edges) + 2 * len({(e.job.query, e.job.key) for e in edges})
+
+
+def test_directions_drawn_for_each_prompt_are_what_rotations_give():
+    """Mean sparsity over many rotation matrices equals that over uniform directions, of both nulls."""
+    generator = torch.Generator().manual_seed(0)
+    alpha, beta = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64)
+    s = torch.linspace(3.0, 0.1, 12, dtype=torch.float64)
+    by_matrix = measure.sparsity(measure.rotated_terms(alpha, s, beta, 2000)).mean()
+    drawn = rotated_sparsity(alpha.expand(200, 1, 12), s[None], 20, range(200)).mean()
+    assert float(drawn) == pytest.approx(float(by_matrix), abs=0.008)
+    shared = measure.sparsity(measure.shared_terms(alpha, beta, 2000)).mean()
+    ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()
+    assert float(ours) == pytest.approx(float(shared), abs=0.008)
 
 
 # ---------------------------------------------------------------- sweeps

@@ -24,8 +24,9 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.maths.relative import key_difference
+from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
 from qkscope.maths.singular import SingularBasis, singular_coordinates
-from qkscope.maths.sparsity import cancellation, null_count, reconstruction_count, rotated_terms, shared_terms, sparsity
+from qkscope.maths.sparsity import cancellation, null_count, reconstruction_count, sparsity
 from qkscope.result import Result, provenance
 
 TOLERANCE = 0.99
@@ -49,11 +50,12 @@ class RelativeRows:
     difference: Float[Tensor, "b h d"]
     seen: Int[Tensor, "b h"]
 
-    def nulls(self, s: Float[Tensor, "h m"], draws: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Sparsity under independently rotated singular vectors, and under one rotation of the head space: [b, h]."""
-        turned = rotated_terms(self.query, s.to(self.query), self.key, draws, seed)
-        shared = shared_terms(self.q, self.difference, draws, seed + 1)
-        return sparsity(turned).mean(0), sparsity(shared).mean(0)
+    def nulls(
+        self, s: Float[Tensor, "h m"], draws: int, seed: int, prompts: Sequence[int]
+    ) -> tuple[Float[Tensor, "b h"], Float[Tensor, "b h"]]:
+        """Sparsity under independently rotated singular vectors, and under one rotation of the head space."""
+        turned = rotated_sparsity(self.query * self.key, s, draws, prompts, seed)
+        return turned, shared_sparsity(self.q, self.difference, draws, prompts, seed + 1)
 
 
 def whole_rows(encoded: Encoded) -> Places:
@@ -178,7 +180,7 @@ def relative_attention(
     if bool(terms.isnan().any()):
         raise BadInput(f"{head} does not see token {int(slot[0])} from token {int(places.query[0])}, or sees no other:"
                        " ask about a key inside its window.")  # fmt: skip
-    rotated, shared = found.nulls(own.S[[i]], draws, seed)
+    rotated, shared = found.nulls(own.S[[i]], draws, seed, [0])
     order = terms.abs().argsort(descending=True).tolist()
     rows = [
         {"vector": j, "sigma": float(s[j]), "query": float(found.query[0, 0, j]), "key": float(found.key[0, 0, j]),

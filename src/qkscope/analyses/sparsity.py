@@ -150,7 +150,7 @@ def measure_edges(
             slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].job.key)] for e in own], dim=1)
             rows = list(range(q, len(places.row), len(queries)))
             found = split_captured(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
-            values = _values(found, basis, [index[e] for e in own], draws, seed)
+            values = _values(found, basis, [index[e] for e in own], draws, seed, indices)
             for name, value in values.items():
                 out[name][torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
             seen = found.terms.isfinite().all(-1)
@@ -195,10 +195,10 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
 
 
 def _values(
-    found: RelativeRows, basis: SingularBasis, index: list[int], draws: int, seed: int
+    found: RelativeRows, basis: SingularBasis, index: list[int], draws: int, seed: int, prompts: list[int]
 ) -> dict[str, Float[Tensor, "b h"]]:
     terms = found.terms
-    rotated, shared = found.nulls(basis.S[index], draws, seed)
+    rotated, shared = found.nulls(basis.S[index], draws, seed, prompts)
     return {
         "sparsity": measure.sparsity(terms), "rotated": rotated, "rotated_shared": shared,
         "relative": found.relative, "attention": found.attention,
