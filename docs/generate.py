@@ -1,8 +1,12 @@
-"""Write the tables of docs/models.md and docs/benchmarks.md from what the commands print.
+"""Write the tables of docs/models.md, benchmarks.md, results.md and commands.md from what the commands print and write.
 
 ``qkscope models --json | python docs/generate.py models`` and
 ``qkscope bench --json | python docs/generate.py bench --hardware "two CPU cores"``. The bench rows also go into
 docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
+
+``python docs/generate.py results runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
+folder into docs/results.json and results.md, with its picture unless it is of the preset smoke; a figure that was taken
+from a larger preset keeps it. ``python docs/generate.py commands`` writes the reference of the command line.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ import argparse
 import datetime
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
+PRESETS = ("smoke", "default", "paper")
 
 
 def models(rows: list[dict]) -> None:
@@ -50,6 +57,121 @@ def bench(rows: list[dict], hardware: str) -> None:
     _put(DOCS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
 
 
+def results(folders: list[Path], hardware: str) -> None:
+    """Every claim of every figure, from the largest preset that was run."""
+    store = DOCS / "results.json"
+    known = json.loads(store.read_text()) if store.exists() else {}
+    for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
+        found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
+        name = found["experiment"]
+        old = known.get(name)
+        if "/" not in name or (old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"])):
+            continue
+        picture = path.parent / "figures" / f"{name.split('/')[1]}.png"
+        drawn = found["preset"] != "smoke" and picture.exists()
+        if drawn:
+            (DOCS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(picture, DOCS / "figures" / f"{name}.png")
+        known[name] = {key: found[key] for key in ("preset", "model", "seconds", "answer", "claims")} | {
+            "command": made["command"], "hardware": hardware, "picture": drawn,
+            "date": datetime.date.today().isoformat(),
+        }  # fmt: skip
+    store.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    _put(DOCS / "results.md", "results", "\n".join(_results_page(known)).strip())
+    _put(DOCS.parent / "README.md", "results", "\n".join(_results_summary(known)))
+
+
+def _results_page(known: dict[str, Any]) -> list[str]:
+    from qkscope.papers.registry import PAPERS
+
+    claims = [claim for entry in known.values() for claim in entry["claims"]]
+    lines = [f"{sum(claim['holds'] for claim in claims)} of {len(claims)} claims hold, in {len(known)} figures.", ""]
+    for paper, figures in PAPERS.items():
+        lines += [f"## {paper}", ""]
+        for figure, experiment in figures.items():
+            entry = known.get(f"{paper}/{figure}")
+            lines += [f"### {figure}: {_text(experiment.title)}", ""]
+            if entry is None:
+                lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`.", ""]
+                continue
+            where = f"{entry['model']}, " if entry["model"] else ""
+            lines += [
+                _text(entry["answer"]), "",
+                f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
+                "| claim | paper | ours | control | rule | holds |", "| --- | --- | ---: | ---: | --- | --- |",
+                *(f"| {_text(c['claim'])} | {_text(c['paper'])} | {_number(c['ours'])} | {_number(c['control'])} | "
+                  f"`{c['rule']}` | {'yes' if c['holds'] else '**no**'} |" for c in entry["claims"]), "",
+            ]  # fmt: skip
+            if entry["picture"]:
+                lines += [f"![{paper} {figure}](figures/{paper}/{figure}.png)", ""]
+    return lines
+
+
+def _results_summary(known: dict[str, Any]) -> list[str]:
+    """One line per paper, for the README."""
+    lines = ["| paper | figures | claims | hold |", "| --- | ---: | ---: | ---: |"]
+    for paper in dict.fromkeys(name.split("/")[0] for name in known):
+        own = [entry for name, entry in known.items() if name.split("/")[0] == paper]
+        claims = [claim for entry in own for claim in entry["claims"]]
+        lines.append(f"| {paper} | {len(own)} | {len(claims)} | {sum(claim['holds'] for claim in claims)} |")
+    return lines
+
+
+def commands() -> None:
+    """Every verb with its arguments and options, as the shell itself knows them."""
+    _put(DOCS / "commands.md", "commands", commands_page())
+
+
+def commands_page() -> str:
+    """The reference as text."""
+    import typer
+
+    from qkscope.cli import app
+
+    root: Any = typer.main.get_command(app)
+    return "\n".join(_command_lines("qkscope", root.commands)).strip()
+
+
+def _command_lines(above: str, verbs: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, verb in verbs.items():
+        if hasattr(verb, "commands"):  # verbs of verbs, as in train nano
+            lines += _command_lines(f"{above} {name}", verb.commands)
+            continue
+        arguments = [p for p in verb.params if p.param_type_name == "argument"]
+        options = [p for p in verb.params if p.param_type_name == "option" and p.name != "help"]
+        usage = " ".join([f"{above} {name}", *(_usage(p) for p in arguments), *(["[OPTIONS]"] if options else [])])
+        lines += [f"## {above.removeprefix('qkscope').strip()} {name}".replace("  ", " "), "",
+                  f"`{usage}`", "", _text((verb.help or "").strip().replace("\n", " ")), ""]  # fmt: skip
+        rows = [(f"`{_usage(p)}`", p) for p in arguments] + [(f"`{'`, `'.join(p.opts)}`", p) for p in options]
+        if rows:
+            lines += ["| option | default | what |", "| --- | --- | --- |"]
+            lines += [f"| {shown} | {_default(p)} | {_text(getattr(p, 'help', None) or '')} |" for shown, p in rows]
+            lines.append("")
+    return lines
+
+
+def _usage(argument: Any) -> str:
+    shown = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return shown if argument.required else f"[{shown}]"
+
+
+def _default(option: Any) -> str:
+    if option.required:
+        return "needed"
+    value = option.default
+    return "" if value is None or value is False or value == "" or callable(value) else f"`{value}`"
+
+
+def _text(value: str) -> str:
+    """Text as a cell of a table has it: marks that Markdown would read are escaped."""
+    return re.sub(r"([|*_<>\[\]])", r"\\\1", value.replace("\n", " "))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}".replace("-", "−")
+
+
 def _put(page: Path, name: str, table: str) -> None:
     text = page.read_text()
     pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
@@ -57,13 +179,19 @@ def _put(page: Path, name: str, table: str) -> None:
 
 
 def main() -> None:
-    """Read rows from standard input."""
+    """Read rows from standard input, or runs from folders."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["models", "bench"])
+    parser.add_argument("what", choices=["models", "bench", "results", "commands"])
+    parser.add_argument("folders", nargs="*", type=Path, help="Of results: where run folders lie.")
     parser.add_argument("--hardware", default="two CPU cores")
     given = parser.parse_args()
-    rows = json.load(sys.stdin)["rows"]
-    models(rows) if given.what == "models" else bench(rows, given.hardware)
+    if given.what == "commands":
+        commands()
+    elif given.what == "results":
+        results(given.folders, given.hardware)
+    else:
+        rows = json.load(sys.stdin)["rows"]
+        models(rows) if given.what == "models" else bench(rows, given.hardware)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ def test_the_readme_names_the_two_commands():
 
 
 @pytest.mark.parametrize("name", ["README.md"])
-def test_the_twenty_lines_run_as_written(name, capsys):
+def test_the_twenty_lines_run_as_written(name, capsys, tmp_path, monkeypatch):
     found = blocks(name)
+    monkeypatch.chdir(tmp_path)
     assert found
     for block in found:
         names: dict = {}
@@ -34,6 +35,7 @@ def test_the_twenty_lines_run_as_written(name, capsys):
         if line.startswith(("both ", "random_both "))
     }
     assert swapped["both"] < 0.3 < swapped["random_both"]
+    assert "</html>" in (tmp_path / "report.html").read_text()
     parts = names["parts"].tables["tokens"]
     for row in parts:
         assert row["logit"] == pytest.approx(row["order"] + row["lexical"] + row["residual"], abs=1e-3)

@@ -1,0 +1,56 @@
+"""The docs are what the code does: their Python runs as written, and their generated pages are those of today's code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+from qkscope.rules import rule_holds
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def between(page, name):
+    return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", (DOCS / page).read_text(), flags=re.DOTALL)[1]
+
+
+def test_the_ten_minute_start_runs_as_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "start.md").read_text(), flags=re.DOTALL):
+        exec(compile(block, "start.md", "exec"), names)  # the block is ours, from the file under test
+    printed = capsys.readouterr().out
+    for said in (
+        "30 9 64",
+        "prefers the right key",
+        "lexical at L18H6: rank",
+        "Swapping both at L18H6",
+        "of its attention",
+    ):
+        assert said in printed
+    assert (tmp_path / "report.html").stat().st_size < 8e6
+
+
+def test_the_reference_names_every_command_as_it_is():
+    assert between("commands.md", "commands") == generator().commands_page(), "run: python docs/generate.py commands"
+
+
+def test_every_claim_on_the_results_page_was_decided_by_its_rule():
+    known = json.loads((DOCS / "results.json").read_text())
+    assert known
+    for entry in known.values():
+        for claim in entry["claims"]:
+            assert claim["holds"] == rule_holds(claim["rule"], {"ours": claim["ours"], "control": claim["control"]})
+    page = between("results.md", "results")
+    assert page == "\n".join(generator()._results_page(known)).strip(), "run: python docs/generate.py results"
+    for picture in re.findall(r"\]\((figures/[^)]+)\)", page):
+        assert (DOCS / picture).is_file()
