@@ -19,8 +19,10 @@ _HOME = {
     "Scope": "qkscope.capture.scope",
     "Subspace": "qkscope.maths.subspace",
     "alignment": "qkscope.maths.bridge",
+    "atlas": "qkscope.analyses.atlas",
     "attribute": "qkscope.analyses.attribute",
     "decompose": "qkscope.analyses.decompose",
+    "discover": "qkscope.analyses.discover",
     "find_heads": "qkscope.analyses.find",
     "list_families": "qkscope.capture.live_check",
     "relative_attention": "qkscope.analyses.relative",
@@ -36,15 +38,17 @@ _HOME = {
 _ROOMS = ("tasks",)
 
 __all__ = [
-    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment",
-    "attribute", "decompose", "find_heads", "list_families", "relative_attention", "reproduce", "singular_basis",
-    "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "view", "write_report",
+    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
+    "attribute", "decompose", "discover", "find_heads", "list_families", "relative_attention", "reproduce",
+    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "view", "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from qkscope import tasks
+    from qkscope.analyses.atlas import atlas
     from qkscope.analyses.attribute import attribute
     from qkscope.analyses.decompose import decompose
+    from qkscope.analyses.discover import discover
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
     from qkscope.analyses.relative import relative_attention

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
     """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
-    for module in ("bench_toys", "bench_models", "bench_scale"):  # they register their rows
+    for module in ("bench_toys", "bench_models", "bench_scale", "bench_discovery"):  # they register their rows
         import_module(f"qkscope.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:
@@ -143,3 +143,31 @@ def thin_svd_4096_128() -> Row:
     """One head of Llama-3.1-8B's shape."""
     plain_s, ours_s, error = _thin_against_dense(1, 4096, 128, repeats=1)
     return faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")
+
+
+@row
+def thin_svd_8b() -> Row:
+    """All 1,024 heads of Llama-3.1-8B's shape, a layer at a time, on a GPU if there is one; against one head, dense."""
+    layers, heads, d_model, d_head = 32, 32, 4096, 128
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (heads, d_head, d_model)
+    w_q, w_k = (torch.randn(shape, generator=generator, device=device) / d_model**0.5 for _ in range(2))
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def plain() -> None:
+        torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double())
+        wait()
+
+    def ours() -> None:
+        for _ in range(layers):
+            thin_svd(w_q, w_k)
+        wait()
+
+    thin_svd(w_q[:1], w_k[:1])
+    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
+    note = f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
+    return faster(plain_s, ours_s, note)

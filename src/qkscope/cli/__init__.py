@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from qkscope import __version__
-from qkscope.cli import contrasts, pages, papers, toys, weights  # noqa: F401  (their verbs register themselves)
+from qkscope.cli import contrasts, discovery, pages, papers, toys, weights  # noqa: F401  (their verbs register themselves)
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.bases import principal_cosines
+from qkscope.maths.bases import Projector, principal_cosines
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, shuffled_rows, whiten
 from qkscope.maths.svd import checked_svd
 
@@ -102,8 +102,16 @@ class Components:
         return (x.to(self.key) - self.key_mean) @ self.key
 
     def key_basis(self, feature: Feature) -> Float[Tensor, "d m"]:
-        """Orthonormal basis of a feature in key space: what one would swap."""
+        """Orthonormal basis of a feature in key space: where the keys that carry it lie."""
         return torch.linalg.qr(self.key_pattern[:, list(feature.index)])[0]
+
+    def swap(self, feature: Feature) -> Projector:
+        """The oblique projector on keys that exchanges exactly what queries read of a feature.
+
+        With filters f and patterns m of the query, ``qᵀ P k = (fᵀ q)(mᵀ k)``: the feature's own part of the logit.
+        """
+        index = list(feature.index)
+        return Projector(self.query[:, index], self.query_pattern[:, index])
 
 
 def paired_components(

@@ -1,0 +1,162 @@
+"""Every head of a model in one pass: how many directions it matches on, with false-discovery control over all heads.
+
+A first pass carries the sums of all heads and a few null replicates each (`head_tests` pools them); a second one, over
+passages that the first has not seen, says how much of the logit those directions carry, what swapping the first two
+does, and where they are strongest. Directions, not features: taking a head's directions apart is `discover`'s work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.discover import RESTING, key_heads
+from qkscope.analyses.evidence import example_rows, swap_of
+from qkscope.analyses.gather import Looked, gather
+from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
+from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.baselines import key_pca
+from qkscope.maths.bases import Projector, random_bases
+from qkscope.maths.discovery import HeadTest, SelfContrast, head_tests, moving_basis
+from qkscope.maths.svd import checked_svd
+from qkscope.result import Result, provenance
+
+_SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
+
+
+@dataclass(frozen=True)
+class Atlas(Result):
+    """All heads, those with most directions first."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per head."""
+        return [dict(row) for row in self.tables["atlas"]]
+
+
+def atlas(
+    scope: Scope,
+    texts: Sequence[str],
+    n: int = 384,
+    *,
+    heads: str | Head | Sequence[str | Head] | None = None,
+    test: int = 64,
+    directions: int = 16,
+    queries: int = QUERIES,
+    length: int = LENGTH,
+    space: Space = "query_frame",
+    skip: int = 1,
+    replicates: int = 19,
+    draws: int = 8,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Atlas:
+    """Look for directions above the null at every head.
+
+    Parameters
+    ----------
+    texts : passages; ``n`` of them are taken for the sums and ``test`` others for the evidence.
+    heads : heads by name; all by default.
+    directions : the most directions to count at a head.
+    replicates : null replicates of each head; they are pooled over heads, so a few are enough.
+    draws : random subspaces beside each swap.
+    """
+    start = time.perf_counter()
+    chosen = scope.parse(heads)
+    if space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: take query_frame or post_rope.")
+    if n < 1 or test < 1:
+        raise BadInput(f"an atlas needs passages to sum over and to test on, but got n {n} and test {test}.")
+    unique = checked_texts(texts)
+    if len(unique) < n + test:  # keep the shares of both
+        n, test = max(len(unique) * n // (n + test), 1), max(len(unique) * test // (n + test), 1)
+    order = torch.randperm(len(unique), generator=torch.Generator().manual_seed(seed)).tolist()[: n + test]
+    examples = text_examples(scope, [unique[i] for i in order], queries=queries, length=length, seed=seed)
+    cut = len(examples) * n // (n + test)
+    rows = sum(len(example.queries) for example in examples[:cut])
+    if rows < 10 * directions:
+        raise BadInput(f"{directions} directions need {10 * directions} queries, but this text gives {rows}: give more"
+                       " text, or ask for fewer directions.")  # fmt: skip
+    about = {"model": scope.name, "weights": scope.weights_hash, "space": space}
+    contrast = SelfContrast(
+        chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
+        device=scope.device,
+    )  # fmt: skip
+    options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "seed": seed, "progress": progress}
+    gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, **options)
+    tested = gather(scope, examples[cut:], chosen, **options)
+    assert tested is not None
+    tests = head_tests(contrast, max_rank=directions)
+    tables = _tables(scope, tested, contrast, tests, draws, seed)
+    above = sum(row["directions"] > 0 for row in tables["atlas"])
+    best = tables["atlas"][0]
+    return Atlas(
+        experiment="atlas",
+        answer=f"{above} of {len(chosen)} heads match on something above their null (false-discovery rate 5%); most "
+        f"directions: {best['head']} with {best['directions']}, {best['logit_share']:.0%} of its logit.",
+        tables=tables,
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(**about, n=cut, test=len(examples) - cut, queries=queries, length=length, skip=skip,
+                              replicates=replicates),
+    )  # fmt: skip
+
+
+def _tables(
+    scope: Scope, tested: Looked, contrast: SelfContrast, tests: Sequence[HeadTest], draws: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    deltas = contrast.delta().cpu()
+    u = checked_svd(deltas)[0]
+    cov_k = contrast.covariances()[1].cpu()
+    rows: list[dict[str, Any]] = []
+    examples: list[dict[str, Any]] = []
+    for h, (head, test) in enumerate(zip(contrast.heads, tests, strict=True)):
+        mass = float(tested.mass[:, h].mean())
+        rank = 0 if mass < RESTING else test.rank
+        bases = {
+            "feature": _one(moving_basis(deltas[h], _SWAPPED)),
+            "key_pca": _one(key_pca(cov_k[h], _SWAPPED)),
+            "random": Projector.orthogonal(random_bases(contrast.d_head, _SWAPPED, draws, seed)[:, None]),
+        }
+        effects, _ = swap_of(tested, h, bases)
+        parts, share = _carried(tested, h, u[h, :, : max(rank, 1)])
+        verdict = "rests on the first token" if mass < RESTING else "above the null" if rank else "not above the null"
+        rows.append({
+            "head": str(head), "layer": head.layer, "index": head.index, "directions": rank, "z": test.z, "p": test.p,
+            "q": test.q, "mass": mass, "top_weight": float(tested.top_weight[tested.valid[:, h], h].mean()),
+            "logit_share": share if rank else 0.0,
+            **{("shift" if name == "feature" else f"shift_{name}"): float(effect.shift.mean())
+               for name, effect in effects.items()},
+            "verdict": verdict,
+        })  # fmt: skip
+        if rank:
+            examples += example_rows(scope, tested, h, 1, parts, count=3)
+    rows.sort(key=lambda row: (-row["directions"], -row["logit_share"]))
+    return {"atlas": rows, "examples": examples}
+
+
+def _carried(looked: Looked, h: int, basis: Float[Tensor, "d r"]) -> tuple[Float[Tensor, " n"], float]:
+    """Logit of the most attended key over a drawn one that some directions of the query carry, and its share."""
+    rows, keep = looked.own_swaps(h)
+    q, k = rows.q[:, 0].double(), rows.k[:, 0].double()
+    apart, scale = k[:, 0] - k[:, 1], float(looked.scale[h])
+    whole = scale * (q * apart).sum(dim=-1)
+    part = scale * (((q - q.mean(dim=0)) @ basis) * (apart @ basis)).sum(dim=-1)
+    share = float((part * whole).mean() / whole.square().mean().clamp_min(1e-300))
+    out = torch.zeros(len(looked.q), dtype=torch.float64)
+    out[keep] = part
+    return out, share
+
+
+def _one(basis: Float[Tensor, "d r"]) -> Projector:
+    return Projector.orthogonal(basis[None])

@@ -1,0 +1,265 @@
+"""A head's features without labels: one pass over any text or task, and the evidence for each feature beside it.
+
+The directions come from the self-contrast (`qkscope.maths.discovery`), tested against shuffled queries; they are taken
+apart into independent components shared by queries and attended keys (`qkscope.maths.components`); and what is found is
+tested on text that nothing was fitted on. For a task with labels the labelled contrasts stand beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkscope.analyses.curve import SIZES, labelled_curve, text_curve
+from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.evidence import contributions, example_rows, feature_row, logit_shares
+from qkscope.analyses.gather import Looked, gather
+from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
+from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.components import Components, paired_components
+from qkscope.maths.controls import RankTest, false_discovery, rank_above
+from qkscope.maths.discovery import SelfContrast
+from qkscope.maths.singular import SingularBasis
+from qkscope.result import Result, provenance
+from qkscope.tasks.task import ANSWER, Task
+
+RESTING = 0.02  # share of attention off the first token under which a head says nothing about what it looks for
+_ALPHA = 0.01
+_PER_DIRECTION = 10  # queries needed for each direction asked for
+
+
+@dataclass(frozen=True)
+class Discovery(Result):
+    """Features of some heads: ``found["L18H6"]`` are the components of one (None where there are none)."""
+
+    found: Mapping[Head, Components] = field(default_factory=dict)
+    contrast: SelfContrast | None = None
+
+    def __getitem__(self, head: str | Head) -> Components | None:
+        return self.found.get(Head.parse(head))
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per feature."""
+        return [dict(row) for row in self.tables["features"]]
+
+
+def discover(
+    scope: Scope,
+    source: Sequence[str] | Task,
+    heads: str | Head | Sequence[str | Head],
+    n: int = 256,
+    *,
+    directions: int = 16,
+    queries: int = QUERIES,
+    length: int = LENGTH,
+    space: Space = "query_frame",
+    skip: int = 1,
+    replicates: int = 199,
+    draws: int = 20,
+    sizes: Sequence[int] = SIZES,
+    contrasts: Sequence[str] | None = None,
+    batch_size: int = 16,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Discovery:
+    """Find what some heads match on.
+
+    Parameters
+    ----------
+    source : passages of text, or a task (its queries are asked; its labels serve the comparison alone).
+    n : passages to take: two thirds to fit, one third to test. Of a task, units to fit and as many to test.
+    directions : the most directions to look for at a head.
+    queries, length : queries drawn in each passage, and its tokens at most.
+    space : ``query_frame`` (the default: features of content and offset, not of the place in the text), ``post_rope``
+        or ``pre_rope`` (in which nothing can be swapped, so that there is no causal evidence and no curve).
+    skip : tokens from the first on that are left out: a resting place of many heads.
+    sizes : dimensions of the curve (``tables["curve"]``) over the rivals; none for no curve.
+    contrasts : labelled contrasts of the task to compare with; all by default.
+    """
+    start = time.perf_counter()
+    chosen = [scope.check(head) for head in parse_heads(heads)]
+    if not 1 <= directions <= scope.d_head:
+        raise BadInput(f"directions are from 1 to the {scope.d_head} dimensions of a head, but got {directions}.")
+    if space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: take query_frame or post_rope.")
+    sizes = [k for k in sizes if k <= scope.d_head]
+    task = source if isinstance(source, Task) else None
+    fit_on, test_on = _examples(scope, source, n, queries, length, seed)
+    rows = sum(max(len(example.queries), 1) for example in fit_on)
+    if rows < _PER_DIRECTION * directions:
+        raise BadInput(f"{directions} directions need {_PER_DIRECTION * directions} queries to fit on, but there are "
+                       f"{rows} here: give more text, raise n, or ask for fewer directions.")  # fmt: skip
+    about = {
+        "model": scope.name,
+        "weights": scope.weights_hash,
+        "space": space,
+        "source": task.name if task else "text",
+    }
+    options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "chat": bool(task and task.chat),
+                    "seed": seed, "progress": progress}  # fmt: skip
+    contrast = SelfContrast(
+        chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
+        device=scope.device,
+    )  # fmt: skip
+    fitted = gather(scope, fit_on, chosen, contrast=contrast, **options)
+    tested = gather(scope, test_on, chosen, draws=4, **options)
+    assert fitted is not None
+    assert tested is not None
+    fit = None
+    if task is not None:
+        fit = decompose(
+            scope, task, chosen, n, contrasts=contrasts, space=space, batch_size=2 * batch_size, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+    singular = _singular(scope, chosen)
+
+    tests = {head: _test(contrast, fitted, h, directions) for h, head in enumerate(chosen)}
+    adjusted = false_discovery([test.p_values[0] for test in tests.values()])
+    found: dict[Head, Components] = {}
+    tables: dict[str, list[dict[str, Any]]] = {"heads": [], "features": [], "examples": [], "spectrum": []}
+    for h, test in enumerate(tests.values()):
+        _one_head(scope, fitted, tested, h, test, adjusted[h], contrast, fit, singular, draws, seed, found, tables)
+    if sizes:
+        tables["curve"] = (
+            text_curve(fitted, tested, contrast, singular, sizes, draws, seed)
+            if task is None or fit is None
+            else labelled_curve(scope, task, fit, contrast, singular, n, sizes, draws, batch_size, seed, progress)
+        )
+    return Discovery(
+        experiment="discover",
+        answer=_answer(tables),
+        tables=tables,
+        arrays=_arrays(found),
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(**about, n=n, heads=[str(h) for h in chosen], queries=queries, length=length, skip=skip,
+                              replicates=replicates, directions=directions),
+        found=found,
+        contrast=contrast,
+    )  # fmt: skip
+
+
+def _examples(
+    scope: Scope, source: Sequence[str] | Task, n: int, queries: int, length: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """What to fit on and what to test on: other words of a task, other passages of a text."""
+    if isinstance(source, Task):
+        try:
+            units = source.draw("fit", ANSWER, n)
+        except BadInput:  # a file that labels its right keys for other uses only
+            units = source.fit(next(iter(source.contrasts)), n)
+        return [unit[0] for unit in units], [unit[0] for unit in source.test(n)]
+    texts = checked_texts(source)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:n]
+    examples = text_examples(scope, [texts[i] for i in order], queries=queries, length=length, seed=seed)
+    cut = max(2 * len(examples) // 3, 1)
+    if len(examples) < 3:
+        raise BadInput("these passages are too short to ask in: give passages of a few words each, 3 or more.")
+    return examples[:cut], examples[cut:]
+
+
+def key_heads(scope: Scope, heads: Sequence[Head]) -> list[int]:
+    """Which of the drawn keys each head reads: key heads in order of first use."""
+    places: dict[tuple[int, int], int] = {}
+    return [places.setdefault((head.layer, head.kv(scope.group_size)), len(places)) for head in heads]
+
+
+def _singular(scope: Scope, heads: Sequence[Head]) -> SingularBasis | None:
+    try:
+        return singular_basis(scope, list(heads))
+    except BadInput:  # a family whose projections cannot be read off
+        return None
+
+
+def _test(contrast: SelfContrast, fitted: Looked, h: int, directions: int) -> RankTest:
+    """Directions above shuffled queries; none where the head only rests on the first token."""
+    head = contrast.heads[h]
+    if float(fitted.mass[:, h].mean()) < RESTING or not bool(fitted.valid[:, h].any()):
+        return RankTest(0, (1.0,), (0.0,), (0.0,))
+    examples = len(fitted.example.unique())
+    # few passages span few directions: with those projected out, replicates have no room left, and anything passes
+    limit = max(min(directions, examples // 4), 1)
+    return rank_above(contrast.delta()[h], contrast.null_deltas(head), _ALPHA, limit)
+
+
+def _one_head(
+    scope: Scope, fitted: Looked, tested: Looked, h: int, test: RankTest, q_value: float, contrast: SelfContrast,
+    fit: Fit | None, singular: SingularBasis | None, draws: int, seed: int, found: dict[Head, Components],
+    tables: dict[str, list[dict[str, Any]]],
+) -> None:  # fmt: skip
+    head = contrast.heads[h]
+    rank = test.rank if q_value <= _ALPHA else 0
+    mass = float(fitted.mass[:, h].mean())
+    spectrum = torch.linalg.svdvals(contrast.delta()[h])
+    tables["spectrum"] += [
+        {
+            "head": str(head), "component": j + 1, "value": float(spectrum[j]),
+            "null_high": test.null_high[j] if j < len(test.null_high) else None, "above": j < rank,
+        }
+        for j in range(min(max(rank + 3, 12), len(spectrum)))
+    ]  # fmt: skip
+    row: dict[str, Any] = {
+        "head": str(head), "queries": int(fitted.valid[:, h].sum()), "mass": mass,
+        "top_weight": float(fitted.top_weight[fitted.valid[:, h], h].mean()), "directions": rank,
+        "p": test.p_values[0], "q": q_value, "features": 0, "identifiable": 0, "rejected": 0, "logit_share": 0.0,
+        "diagonal": None, "diagonal_null": None,
+        "verdict": "rests on the first token" if mass < RESTING else "nothing above the null",
+    }  # fmt: skip
+    if rank:
+        keep = fitted.valid[:, h]
+        components = paired_components(
+            fitted.q[keep, h], fitted.attended[keep, h], fitted.mean[keep, h], rank, fitted.example[keep], seed=seed
+        )
+        found[head] = components
+        parts, whole = contributions(tested, h, components)
+        shares = logit_shares(parts, whole)
+        labelled = {} if fit is None else {name: fit[name, head].basis("key") for name in fit.contrasts}
+        for number, feature in enumerate(components.features, 1):
+            evidence = feature_row(tested, h, components, feature, contrast, shares, labelled=labelled,
+                                   singular=singular, draws=draws, seed=seed)  # fmt: skip
+            tables["features"].append({**evidence, "feature": number})
+            strength = parts[:, list(feature.index)].sum(dim=1)
+            tables["examples"] += example_rows(scope, tested, h, number, strength)
+        kept = [j for feature in components.features for j in feature.index]
+        row |= {
+            "features": len(components.features),
+            "identifiable": sum(feature.identifiable for feature in components.features),
+            "rejected": len(components.rejected), "logit_share": float(shares[kept].sum()) if kept else 0.0,
+            "diagonal": components.diagonal, "diagonal_null": components.diagonal_bound,
+            "verdict": _verdict(components),
+        }  # fmt: skip
+    tables["heads"].append(row)
+
+
+def _verdict(components: Components) -> str:
+    if not components.features:
+        return "directions that no key answers"
+    if components.matched:
+        return "matches like with like"
+    if not any(feature.identifiable for feature in components.features):
+        return "a span, not identifiable"
+    return "directions, not matched one to one"
+
+
+def _answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    rows = tables["heads"]
+    said = [f"{row['head']}: {row['features']} features of {row['directions']} directions ({row['verdict']})"
+            for row in rows[:4]]  # fmt: skip
+    more = f"; and {len(rows) - 4} more heads" if len(rows) > 4 else ""
+    return "; ".join(said) + more + "."
+
+
+def _arrays(found: Mapping[Head, Components]) -> dict[str, Tensor]:
+    names = ("query", "key", "query_mean", "key_mean", "query_pattern", "key_pattern")
+    return {f"{head}/{name}": getattr(c, name) for head, c in found.items() for name in names}

@@ -1,0 +1,52 @@
+"""Bench row of discovery: what pooling every head costs, sums and null replicates included."""
+
+from __future__ import annotations
+
+import torch
+
+from qkscope.analyses.discover import key_heads
+from qkscope.analyses.texts import corpus, text_examples
+from qkscope.bench import Row, compare, overhead, row
+from qkscope.capture.pool import pool
+from qkscope.capture.scope import Scope
+from qkscope.maths.discovery import SelfContrast
+
+_BATCH, _BATCHES, _REPLICATES = 16, 2, 19
+
+
+@row
+def discover_overhead() -> Row:
+    """All heads over passages of our corpus, eight queries each, in the query's frame, against the bare body."""
+    scope = Scope.load("smollm2-135m")
+    examples = text_examples(scope, corpus()[: _BATCH * _BATCHES])
+    batches = [scope.encode(examples[i : i + _BATCH]) for i in range(0, len(examples), _BATCH)]
+    heads = scope.heads()
+    contrast = SelfContrast(
+        heads, scope.d_head, kv_of_head=key_heads(scope, heads), replicates=_REPLICATES, device=scope.device
+    )
+
+    def wait() -> None:
+        if scope.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            scope.model.base_model(**batch.inputs, use_cache=False)
+        wait()
+
+    def ours() -> None:
+        for batch in batches:
+            pooled = pool(scope, batch, space="query_frame")
+            contrast.update(
+                pooled.q, pooled.attended, pooled.mean, prompts=pooled.example, valid=pooled.valid,
+                drawn=pooled.drawn, drawn_mask=pooled.drawn_mask,
+            )  # fmt: skip
+        wait()
+
+    plain_s, ours_s = compare(plain, ours, repeats=5)
+    where = "one GPU" if scope.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    tokens = sum(len(example) for example in examples)
+    queries = sum(len(example.queries) for example in examples)
+    note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {_REPLICATES} replicates each; {where}"
+    return overhead(plain_s, ours_s, note)

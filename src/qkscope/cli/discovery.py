@@ -1,0 +1,148 @@
+"""Features without labels: of some heads, and of every head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qkscope.cli.shell import (
+    BatchSize,
+    Chat,
+    Device,
+    Dtype,
+    Form,
+    Json,
+    Model,
+    Out,
+    Seed,
+    Size,
+    app,
+    check_batch_size,
+    load_scope,
+    make_task,
+    print_json,
+    print_table,
+)
+from qkscope.errors import BadInput
+
+_TASKS = ("binding", "filter", "ioi", "induction", "greater_than", "pronoun")
+Space = Annotated[str, typer.Option("--space", help="query_frame or post_rope.")]
+Directions = Annotated[int, typer.Option("--directions", help="The most directions to look for at a head.")]
+Skip = Annotated[int, typer.Option("--skip", help="Tokens from the first on that are left out.")]
+
+
+@app.command()
+def discover(
+    sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, text files, or corpus (ours).")],
+    heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
+    out: Out,
+    model: Model = "smollm2-135m",
+    n: Annotated[int, typer.Option("--n", help="Passages of text, or prompts to fit and to test.")] = 256,
+    directions: Directions = 16,
+    space: Space = "query_frame",
+    skip: Skip = 1,
+    form: Form = "list", size: Size = None, seed: Seed = 0, chat: Chat = False,
+    contrasts: Annotated[str | None, typer.Option("--contrasts", help="Labelled contrasts to compare with.")] = None,
+    batch_size: BatchSize = 16, device: Device = None, dtype: Dtype = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Find the features that some heads match on, without labels, with the evidence for each on held-out text."""
+    from qkscope.heads import parse_heads
+    from qkscope.result import check_folder
+
+    chosen = parse_heads(heads)
+    check_folder(out)
+    check_batch_size(batch_size)
+    _check_options(n, directions, space, skip)
+    source: Any
+    if len(sources) == 1 and (sources[0] in _TASKS or sources[0].endswith(".jsonl")):
+        source = make_task(sources[0], form, size, seed, chat)
+        source.test(1)
+    else:
+        source = _texts(sources)
+    named = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
+    if named is not None:
+        if isinstance(source, tuple):
+            raise BadInput("--contrasts are for a task: plain text has no labels.")
+        from qkscope.analyses.decompose import checked_contrasts
+
+        checked_contrasts(source, named)
+    from qkscope.analyses.discover import discover as run
+
+    result = run(
+        load_scope(model, device, dtype), source, chosen, n, directions=directions, space=space,  # type: ignore[arg-type]
+        skip=skip, contrasts=named, batch_size=batch_size, seed=seed,
+    )  # fmt: skip
+    from qkscope.page.figures.discovery import draw_discovery
+
+    result.write(out, files=draw_discovery(result))
+    if as_json:
+        print_json(result.to_json())
+        return
+    typer.echo(result.answer)
+    for name in ("heads", "features", "curve"):
+        print_table(name, result.tables.get(name, []))
+    typer.echo(f"The page: {out / 'report.html'}")
+
+
+@app.command()
+def atlas(
+    sources: Annotated[list[str] | None, typer.Argument(help="Text files; our own corpus by default.")] = None,
+    out: Out = Path("runs/atlas"),
+    model: Model = "smollm2-135m",
+    n: Annotated[int, typer.Option("--n", help="Passages to sum over.")] = 384,
+    test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
+    directions: Directions = 16,
+    space: Space = "query_frame",
+    skip: Skip = 1,
+    seed: Seed = 0, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Look at every head in one pass: directions above the null, the logit they carry, examples."""
+    from qkscope.result import check_folder
+
+    check_folder(out)
+    check_batch_size(batch_size)
+    _check_options(n, directions, space, skip)
+    if test < 1:
+        raise BadInput(f"--test is at least 1, but got {test}.")
+    texts = _texts(sources or ["corpus"])
+    from qkscope.analyses.atlas import atlas as run
+
+    result = run(
+        load_scope(model, device, dtype), texts, n, test=test, directions=directions, space=space,  # type: ignore[arg-type]
+        skip=skip, batch_size=batch_size, seed=seed,
+    )  # fmt: skip
+    from qkscope.page.figures.discovery import draw_atlas
+
+    result.write(out, files=draw_atlas(result))
+    if as_json:
+        print_json(result.to_json())
+        return
+    typer.echo(result.answer)
+    print_table("atlas (the first 20)", result.tables["atlas"][:20])
+    typer.echo(f"The page: {out / 'report.html'}")
+
+
+def _texts(sources: list[str]) -> Any:
+    """Passages of text files, or of our corpus; a word that is neither file nor task is refused."""
+    from qkscope.analyses.texts import corpus, read_texts
+
+    if sources == ["corpus"]:
+        return corpus()
+    for source in sources:
+        if source in _TASKS:
+            raise BadInput(f"{source} is a task: name it alone, or name text files.")
+        if not Path(source).is_file():
+            raise BadInput(
+                f"there is no task and no file {source!r}: name one of {', '.join(_TASKS)}, corpus, or a file."
+            )
+    return read_texts(sources)
+
+
+def _check_options(n: int, directions: int, space: str, skip: int) -> None:
+    if space not in ("query_frame", "post_rope"):
+        raise BadInput(f"--space is query_frame or post_rope, where attention can be had, but got {space!r}.")
+    for name, value, least in (("--n", n, 1), ("--directions", directions, 1), ("--skip", skip, 0)):
+        if value < least:
+            raise BadInput(f"{name} is at least {least}, but got {value}.")
