@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 SHARDS = "shards"
 """Subfolder in which processes that share a job keep their sums until they are merged."""
 _JOB = "job.json"
-_FIELDS = ("weights", "tokenizer", "model", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
-           "batch_size", "seed")  # fmt: skip
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "weights": str, "tokenizer": (str, type(None)), "model": str, "task": str, "asked": dict, "task_seed": int,
+    "heads": list, "n": int, "contrasts": list, "space": str, "batch_size": int, "seed": int,
+}  # fmt: skip
 
 
 def plan_decompose(
@@ -164,10 +166,11 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     try:
         job = json.loads(path.read_text(encoding="utf-8"))
         schema = int(job["schema"])
-        missing = [name for name in _FIELDS if name not in job] if schema <= SCHEMA else []
-        if missing:
-            raise KeyError(missing[0])
-    except (OSError, ValueError, KeyError, TypeError):
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(job.get(name), kind)]
+        listed = [*job["heads"], *job["contrasts"]] if not wrong else []
+        if schema <= SCHEMA and (wrong or not all(isinstance(name, str) for name in listed)):
+            raise KeyError(wrong)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise BadInput(f"{path} is damaged: run decompose again into another folder.") from None
     if schema > SCHEMA:
         raise BadInput(
@@ -198,7 +201,12 @@ def task_of(job: dict[str, Any], folder: str | Path) -> Task:
     """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
     asked, seed = dict(job["asked"]), job["task_seed"]
     if job["task"] in tasks.BUILT_IN:
-        return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+        try:
+            return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+        except (TypeError, AttributeError):
+            raise BadInput(f"{Path(folder) / _JOB} is damaged: run decompose again into another folder.") from None
+    if not all(isinstance(asked.get(name), str) for name in ("file", "hash", "center")):
+        raise BadInput(f"{Path(folder) / _JOB} names no task that can be made: run decompose again.")
     kept = Path(folder) / Path(asked["file"]).name
     if not kept.is_file():
         raise BadInput(f"{kept} is missing, the copy of the task that {folder} was made from: run decompose again.")

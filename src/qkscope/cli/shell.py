@@ -37,7 +37,7 @@ Size = Annotated[
 Space = Annotated[str, typer.Option("--space", help="post_rope (the papers'), pre_rope or query_frame.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="Prompts per batch.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1; the first GPU if there is one.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, or auto: spread over all GPUs.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, ...; as the weights are stored.")]
 
 
@@ -75,6 +75,8 @@ def load_scope(model: str, device: str | None, dtype: str | None) -> Any:
     """The model, ready to be looked into."""
     from qkscope.capture.scope import Scope
 
+    if device == "auto":  # larger than one device
+        return Scope.load(model, device_map="auto", dtype=dtype)
     return Scope.load(model, device=device, dtype=dtype)
 
 

@@ -1,0 +1,107 @@
+"""Readers meet anything: bytes, half files, JSON of the wrong shape. They answer, or refuse in a sentence.
+
+Heads are fuzzed in test_result.py, files of your own in test_jsonl.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qkscope import BadInput
+from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.shards import parse_shard
+from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.result import Result
+
+many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9**9) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def sentence(error: BadInput) -> None:
+    assert str(error).strip()
+    assert "Traceback" not in str(error)
+
+
+@many
+@given(st.text(alphabet="0123456789/ -", max_size=12))
+def test_shards(text):
+    try:
+        index, count = parse_shard(text)
+    except BadInput as error:
+        sentence(error)
+    else:
+        assert 0 <= index < count
+
+
+@many
+@given(json_values | st.dictionaries(st.sampled_from(["schema", "task", "asked", "heads", "n"]), json_values))
+def test_a_job_file(tmp_path, value):
+    (tmp_path / "job.json").write_text(json.dumps(value))
+    with pytest.raises(BadInput):
+        read_job(tmp_path)
+
+
+_JOB = {"schema": 1, "weights": "", "tokenizer": "", "model": "m", "task": "binding", "asked": {"entities": 4},
+        "task_seed": 0, "heads": ["L0H0"], "n": 4, "contrasts": ["order"], "space": "post_rope", "batch_size": 4,
+        "seed": 0}  # fmt: skip
+
+
+@many
+@given(st.sampled_from(sorted(_JOB)), json_values)
+def test_a_job_file_with_one_odd_field(tmp_path, field, value):
+    """Whatever a field was changed to, the job is read or refused; its task is made again or refused."""
+    (tmp_path / "job.json").write_text(json.dumps({**_JOB, field: value}))
+    try:
+        task_of(read_job(tmp_path), tmp_path)
+    except BadInput as error:
+        sentence(error)
+
+
+@many
+@given(st.binary(max_size=300))
+def test_bytes_for_tensors(tmp_path, content):
+    path = tmp_path / "sums.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadInput):
+        read_tensors(path, "sums")
+
+
+@many
+@given(st.integers(0, 10_000), st.integers(0, 255))
+def test_tensors_with_a_byte_cut_off_or_changed(tmp_path, at, byte):
+    """A changed byte is found in the header; in the numbers it can only be another number."""
+    path = tmp_path / "sums.safetensors"
+    write_tensors(path, "sums", {"a": torch.arange(6.0)}, {"about": {}})
+    content = bytearray(path.read_bytes())
+    at %= len(content)
+    for damaged in (bytes(content[:at]), bytes(content[:at]) + bytes([byte]) + bytes(content[at + 1 :])):
+        path.write_bytes(damaged)
+        try:
+            tensors, manifest = read_tensors(path, "sums")
+        except BadInput as error:
+            sentence(error)
+        else:
+            assert isinstance(manifest, dict)
+            assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+
+
+_table = st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=2), max_size=2)
+
+
+@settings(many, max_examples=40)
+@given(st.dictionaries(st.text(max_size=5), _table, max_size=2))
+def test_results_are_always_json(tables):
+    """NaN, infinities, tensors, paths: what goes into a result comes out as JSON has it."""
+    whole = Result("fuzz", {**tables, "odd": [{"a": float("nan"), "b": Path("x"), "c": torch.ones(1)}]})
+    json.loads(json.dumps(whole.to_json(), allow_nan=False))
