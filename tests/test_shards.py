@@ -142,8 +142,8 @@ def test_torchrun_gives_the_numbers_of_one_process(model, whole, tmp_path):
 def test_the_command_line_shards_and_merges(model, whole, tmp_path):
     """On a model that is spread over what there is, as one larger than a device would be."""
     for i in (1, 2):
-        done = subprocess.run(command(*job(model, tmp_path / str(i), "--shard", f"{i}/2", "--device", "auto")), env=ALONE,
-                              capture_output=True, text=True)  # fmt: skip
+        share = job(model, tmp_path / str(i), "--shard", f"{i}/2", "--device", "auto")
+        done = subprocess.run(command(*share), env=ALONE, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "qkscope merge" in done.stdout
     done = subprocess.run(command("merge", tmp_path / "1", tmp_path / "2", "--out", tmp_path / "out", "--json"),
