@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,19 +83,21 @@ def test_shipped_checkpoints_are_small_different_and_load_by_name(last):
 @pytest.mark.parametrize("name", CLAIMED)
 def test_the_last_checkpoint_does_what_it_claims(last, name):
     """On prompts no training saw: all of ``ioi``'s have a new pair of names, and contexts of nine never come twice."""
-    found = Exam.of(claimed_task(name), last.tokenizer, 256, CPU).score(last.model)
+    found = Exam.of(claimed_task(name), last.tokenizer, 192, CPU).score(last.model)
     assert found["accuracy"] >= 0.95
-    assert found["chance"] <= 0.5
-    other = Exam.of(claimed_task(name, seed=7), last.tokenizer, 128, CPU).score(last.model)
+    assert found["chance"] <= 0.5 + 1e-6
+    other = Exam.of(claimed_task(name, seed=7), last.tokenizer, 64, CPU).score(last.model)
     assert other["accuracy"] >= 0.95
 
 
-def test_the_first_checkpoint_is_at_chance():
+def test_the_first_checkpoint_knows_nothing():
+    """No better than chance; worse where it can be: with tied embeddings it says the last word again."""
     scope = qk.Scope.load("nano:mixed@0", device="cpu")
     for name in CLAIMED:
-        found = Exam.of(claimed_task(name), scope.tokenizer, 256, CPU).score(scope.model)
-        low, high = wilson(round(found["choice"] * 256), 256, z=3.3)  # eight tasks: one in a thousand each
-        assert low <= found["chance"] <= high, name
+        found = Exam.of(claimed_task(name), scope.tokenizer, 128, CPU).score(scope.model)
+        low, high = wilson(round(found["choice"] * 128), 128, z=3.3)  # eight tasks: one in a thousand each
+        assert low <= found["chance"], name
+        assert found["chance"] <= high or name == "induction", name
         assert found["accuracy"] < 0.1, name
 
 
@@ -122,12 +125,27 @@ def test_a_scope_sees_what_the_exam_scored(last):
     assert float((said == wanted).float().mean()) == exam["accuracy"]
 
 
-@pytest.mark.parametrize("form", ["list", "sentence", "question"])
+@pytest.mark.parametrize("form", ["sentence", "question"])
 def test_a_head_finds_the_box(last, form):
-    best = qk.find_heads(last, qk.tasks.binding(form=form), n=64, progress=False).tables["heads"][0]
+    best = qk.find_heads(last, qk.tasks.binding(form=form), n=48, progress=False).tables["heads"][0]
     assert best["accuracy"] > 0.9 > 6 * best["chance"]
     untrained = qk.Scope.load("nano:mixed@0", device="cpu")
-    assert qk.find_heads(untrained, qk.tasks.binding(form=form), n=64, progress=False).tables["heads"][0]["high"] < 0.4
+    assert qk.find_heads(untrained, qk.tasks.binding(form=form), n=48, progress=False).tables["heads"][0]["high"] < 0.45
+
+
+def test_in_lists_the_box_is_looked_up_from_the_word(last):
+    """One token before the last: the word already asks, and the colon copies what the word has found."""
+    examples = []
+    for example, *_ in qk.tasks.binding(form="list").choose(48):
+        word = example.text.splitlines()[-1].removesuffix(":")
+        start = example.text.rindex(word)
+        examples += [example, replace(example, queries=((start, start + len(word)),))]
+    found = next(iter(last.capture(examples, batch_size=len(examples))))
+    looked = found.attention().argmax(dim=-1)  # b h, among the boxes
+    right = found.labels[ANSWER].gather(1, looked) > 0
+    at_colon, at_word = right[0::2].float().mean(dim=0), right[1::2].float().mean(dim=0)
+    assert at_word.max() > 0.9
+    assert at_colon.max() < 0.4
 
 
 # ---------------------------------------------------------------------- tokenizer and texts
