@@ -102,6 +102,9 @@ def test_pointing_at_a_bar_gives_before_after_and_interval(report, results):
     assert "lexical" in note(page)
     assert f"{rows[0]['orig_before']:.2f} → {rows[0]['orig_after']:.2f}" in note(page)
     assert f"[{rows[0]['shift_low']:.2f}, {rows[0]['shift_high']:.2f}]" in note(page)
+    page.locator(".swaps svg").focus()
+    page.keyboard.press("ArrowDown")
+    assert "L18H6 · before" in note(page)
 
 
 def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):

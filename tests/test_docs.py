@@ -1,4 +1,4 @@
-"""The docs are what the code does: their Python runs as written, and their generated pages are those of today's code."""
+"""The docs are what the code does: their Python runs as written, and their generated pages are today's."""
 
 from __future__ import annotations
 

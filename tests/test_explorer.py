@@ -244,6 +244,11 @@ def test_a_pre_rope_fit_cannot_be_swapped(scope):
         Session(scope, fit)
 
 
+def test_a_model_without_a_tokenizer_cannot_be_asked(scope):
+    with pytest.raises(BadInput, match="has no tokenizer"):
+        Session(qk.Scope.from_model(scope.model, name="bare", check=False))
+
+
 def test_the_command_serves_until_it_is_stopped(scope, folder, tmp_path):
     run_decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, tmp_path / "fit", contrasts=["order", "lexical"])
     command = [sys.executable, "-m", "qkscope", "view", "--live", "--fit", str(tmp_path / "fit"), "--no-browser"]

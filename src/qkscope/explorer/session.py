@@ -80,6 +80,8 @@ class Session:
     """A model that is looked into by several requests, one at a time."""
 
     def __init__(self, scope: Scope, fit: Fit | None = None, task: Task | None = None, folder: str = "") -> None:
+        if scope.tokenizer is None:
+            raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
         self.scope, self.folder = scope, folder
         self._task = task or tasks.binding(entities=9, form="list", seed=0)
         self._features: dict[Head, dict[str, Subspace]] = {}
@@ -173,7 +175,7 @@ class Session:
 
     @property
     def _longest(self) -> int:
-        limit = self.scope.model.config.get_text_config().max_position_embeddings
+        limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
         return min(_LONGEST, limit) if isinstance(limit, int) and limit > 0 else _LONGEST
 
     def _capture(self, prompt: str) -> _Seen:

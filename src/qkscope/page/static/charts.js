@@ -54,6 +54,11 @@ const qk = (() => {
     },
     hide() { document.getElementById("tip").hidden = true; },
   };
+  // a mouse points by moving, a finger by touching
+  const pointed = (lines) => {
+    const show = (event) => tip.show(lines, event.clientX, event.clientY);
+    return { onpointermove: show, onpointerdown: show, onpointerleave: tip.hide };
+  };
   const near = (node) => { const box = node.getBoundingClientRect(); return [box.left + box.width / 2, box.bottom - 8]; };
 
   // ------------------------------------------------------------------ small pieces
@@ -121,7 +126,7 @@ const qk = (() => {
       place = draw("rect", { class: "cursor", width: cell, height: cell, rx: 2, visibility: "hidden", "stroke-dasharray": "3 2" });
       outline = draw("rect", { class: "cursor chosen", width: cell, height: cell, rx: 2, visibility: "hidden" });
       svg.append(place, outline);
-      svg.addEventListener("pointermove", (event) => { const key = event.target.dataset && event.target.dataset.at; key ? look(key, event.clientX, event.clientY) : leave(); });
+      for (const kind of ["pointermove", "pointerdown"]) svg.addEventListener(kind, (event) => { const key = event.target.dataset && event.target.dataset.at; key ? look(key, event.clientX, event.clientY) : leave(); });
       svg.addEventListener("pointerleave", leave);
       svg.addEventListener("click", (event) => event.target.dataset && event.target.dataset.at && pick(event.target.dataset.at));
       svg.addEventListener("blur", leave);
@@ -193,7 +198,7 @@ const qk = (() => {
     for (const row of rows.filter((r) => r.value > 0)) {
       const lines = [[`component ${row.component}`], ["singular value", number(row.value)], ["null, median", number(row.null_median)], ["null, 95%", number(row.null_high)]];
       svg.append(draw("circle", { cx: x(row.component), cy: y(row.value), r: 3.5, fill: row.kept ? "var(--original)" : "var(--paper)", stroke: "var(--original)", "stroke-width": 1.3 }),
-        draw("circle", { cx: x(row.component), cy: y(row.value), r: 9, fill: "transparent", onpointermove: (event) => tip.show(lines, event.clientX, event.clientY), onpointerleave: tip.hide }));
+        draw("circle", { cx: x(row.component), cy: y(row.value), r: 9, fill: "transparent", ...pointed(lines) }));
     }
     const step = rows.length > 14 ? 5 : rows.length > 8 ? 2 : 1;
     for (let i = 1; i <= rows.length; i += i === 1 && step === 5 ? 4 : step) svg.append(draw("text", { class: "soft", x: x(i), y: height - 8, "text-anchor": "middle" }, String(i)));
@@ -247,5 +252,5 @@ const qk = (() => {
   }
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");  // plotly reads markup
 
-  return { make, draw, number, fixed, pretty, visible, piece, partColours, viridis, tip, near, redraw, choose, ticks, map, spectra, cloud };
+  return { make, draw, number, fixed, pretty, visible, piece, partColours, viridis, tip, pointed, near, redraw, choose, ticks, map, spectra, cloud };
 })();

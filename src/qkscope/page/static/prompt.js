@@ -60,7 +60,7 @@
       if (onlook) onlook(i);
     };
     const indexOf = (event) => (event.target.dataset && event.target.dataset.i !== undefined ? Number(event.target.dataset.i) : -1);
-    box.addEventListener("pointermove", (event) => { const i = indexOf(event); i >= 0 ? look(i, event.clientX, event.clientY) : tip.hide(); });
+    for (const kind of ["pointermove", "pointerdown"]) box.addEventListener(kind, (event) => { const i = indexOf(event); i >= 0 ? look(i, event.clientX, event.clientY) : tip.hide(); });
     box.addEventListener("pointerleave", tip.hide);
     box.addEventListener("blur", tip.hide);
     box.addEventListener("click", (event) => { const i = indexOf(event); if (i >= 0 && onpick) onpick(i); });

@@ -1,7 +1,7 @@
 "use strict";
 // The causal test as bars: attention on the right key and on the target after each swap, and the shift with its interval.
 (() => {
-  const { draw, make, fixed, tip, redraw, choose, ticks } = qk;
+  const { draw, make, fixed, tip, pointed, near, redraw, choose, ticks } = qk;
   const KINDS = [["random_", "random, as "], ["key_pca_", "key PCA, as "], ["cov_qk_", "Cov q Cov k, as "], ["sham_", "sham, "]];
   const named = (condition, short = false) => {
     for (const [start, words] of KINDS) if (condition.startsWith(start)) return (short ? words.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov") : words) + condition.slice(start.length).replaceAll("_", " ");
@@ -30,7 +30,16 @@
     const x = (value) => label + first * value;
     const s = (value) => label + first + gap + (second * (value - low)) / (high - low);
     const height = top + shown.length * line + 26;
-    const svg = draw("svg", { width, height, role: "img", "aria-label": "Attention after each swap" },
+    let at = -1;
+    const notes = [], rects = [];
+    const svg = draw("svg", { width, height, tabindex: 0, role: "application", "aria-label": "Attention after each swap. Up and down arrow keys move.", onblur: tip.hide, onkeydown(event) {
+      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      at = Math.max(0, Math.min(rects.length - 1, at + step));
+      rects[at].scrollIntoView({ block: "nearest" });
+      tip.show(notes[at], ...near(rects[at]));
+    } },
       draw("text", { class: "soft", x: label, y: 11 }, narrow ? "attention" : "attention after the swap"), draw("text", { class: "soft", x: s(low), y: 11 }, "shift"));
     for (const value of narrow ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]) svg.append(draw("line", { class: "axis", x1: x(value), x2: x(value), y1: top, y2: height - 22 }), draw("text", { class: "soft", x: x(value), y: height - 8, "text-anchor": "middle" }, String(value)));
     for (const value of ticks(low, high, narrow ? 2 : 4)) svg.append(draw("line", { class: "axis", x1: s(value), x2: s(value), y1: top, y2: height - 22 }), draw("text", { class: "soft", x: s(value), y: height - 8, "text-anchor": "middle" }, String(value).replace("-", "−")));
@@ -46,7 +55,9 @@
       }
       const lines = [[`${row.head} · ${named(row.condition)}`], ["dimensions", row.rank ?? "–"], ["on the right key", `${fixed(row.orig_before)} → ${fixed(row.orig_after)}`], ["on the target", `${fixed(row.target_before)} → ${fixed(row.target_after)}`],
         ...(row.shift === null ? [] : [["shift", `${fixed(row.shift)} [${fixed(row.shift_low)}, ${fixed(row.shift_high)}]`]]), ...(row.gain === null || row.gain === undefined ? [] : [["more than random", `${fixed(row.gain)} [${fixed(row.gain_low)}, ${fixed(row.gain_high)}]`]]), ["prompts", `${row.n ?? "–"}${row.draws > 1 ? ` × ${row.draws} draws` : ""}`]];
-      svg.append(draw("rect", { class: "row", x: 0, y, width, height: line, fill: "transparent", onpointermove: (event) => tip.show(lines, event.clientX, event.clientY), onpointerleave: tip.hide }));
+      notes.push(lines);
+      rects.push(draw("rect", { class: "row", x: 0, y, width, height: line, fill: "transparent", ...pointed(lines) }));
+      svg.append(rects.at(-1));
     });
     return svg;
   }
@@ -76,7 +87,7 @@
       const own = rows.filter((row) => row.method === method).sort((a, b) => a.k - b.k);
       svg.append(draw("polygon", { points: [...own.map((row) => `${x(row.k)},${y(row.high)}`), ...own.toReversed().map((row) => `${x(row.k)},${y(row.low)}`)].join(" "), fill: colours[method], opacity: 0.12 }),
         draw("polyline", { points: own.map((row) => `${x(row.k)},${y(row.shift)}`).join(" "), fill: "none", stroke: colours[method], "stroke-width": 1.8, "stroke-dasharray": dashes[method] || null }));
-      for (const row of own) svg.append(draw("circle", { cx: x(row.k), cy: y(row.shift), r: 3, fill: colours[method] }), draw("circle", { cx: x(row.k), cy: y(row.shift), r: 9, fill: "transparent", onpointermove: (event) => tip.show([[`${qk.pretty(method)}, ${row.k} dimensions`], ["shift", `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`], ["right key", fixed(row.orig_after)], ["target", fixed(row.target_after)]], event.clientX, event.clientY), onpointerleave: tip.hide }));
+      for (const row of own) svg.append(draw("circle", { cx: x(row.k), cy: y(row.shift), r: 3, fill: colours[method] }), draw("circle", { cx: x(row.k), cy: y(row.shift), r: 9, fill: "transparent", ...pointed([[`${qk.pretty(method)}, ${row.k} dimensions`], ["shift", `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`], ["right key", fixed(row.orig_after)], ["target", fixed(row.target_after)]]) }));
     }
     return svg;
   }
