@@ -33,12 +33,13 @@ _Bases = Callable[[int], Float[Tensor, "h d r"]]
 def blind_methods(contrast: SelfContrast, heads: Sequence[Head]) -> dict[str, _Bases]:
     """Bases of k dimensions that need no labels, for each head."""
     index = [contrast.heads.index(head) for head in heads]
-    delta = contrast.delta()[index].cpu()
+    delta, uncentred = (contrast.delta(center)[index].cpu() for center in (True, False))
     cov_q, cov_k = (c[index].cpu() for c in contrast.covariances())
     v = checked_svd(delta)[2]
     return {
         "self_contrast": lambda k: moving_basis(delta, k),
         "self_contrast_svd": lambda k: v[..., :k],
+        "self_contrast_uncentred": lambda k: moving_basis(uncentred, k),
         "cov_qk_all": lambda k: cov_qk(cov_q, cov_k, k),
         "key_pca_all": lambda k: key_pca(cov_k, k),
     }

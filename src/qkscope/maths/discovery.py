@@ -114,7 +114,8 @@ class SelfContrast:
 
     def _add_replicates(self, queries: Tensor, delta: Tensor, prompts: Tensor) -> None:
         """Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds."""
-        partner = torch.stack([shuffled_rows(prompts, self.seed, r) for r in range(self.replicates)], dim=1)
+        draw = torch.arange(self.replicates, device=prompts.device)[:, None]
+        partner = shuffled_rows(prompts, self.seed, draw).mT
         for start in range(0, len(self.heads), _HEADS_AT_ONCE):
             own = slice(start, start + _HEADS_AT_ONCE)
             given = delta[:, own].transpose(0, 1)[:, partner.flatten()]  # h (b r) a
@@ -129,9 +130,12 @@ class SelfContrast:
         """Rows that count, for each head."""
         return self.sums[:, -1, -1]
 
-    def delta(self) -> Float[Tensor, "h d d"]:
-        """``ΔC_self`` of every head, rows in query space and columns in key space."""
-        return _centred(self.sums)
+    def delta(self, center: bool = True) -> Float[Tensor, "h d d"]:
+        """``ΔC_self`` of every head, rows in query space and columns in key space.
+
+        Not centred, it holds ``q̄ (mean attended − mean key)ᵀ`` too: what the head looks for whatever is asked.
+        """
+        return _centred(self.sums) if center else _means(self.sums)[..., :-1, :-1]
 
     def null_deltas(self, head: Head | str) -> Float[Tensor, "r d d"]:
         """The same for every null replicate of one head."""
@@ -187,11 +191,15 @@ class SelfContrast:
         return found
 
 
-def _centred(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n d d"]:
+def _means(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n a a"]:
     count = sums[..., -1:, -1:]
     if bool((count <= 0).any()):
         raise BadInput("a head has no query that sees more than the first token: give longer texts.")
-    means = sums / count
+    return sums / count
+
+
+def _centred(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n d d"]:
+    means = _means(sums)
     return means[..., :-1, :-1] - means[..., :-1, -1:] * means[..., -1:, :-1]
 
 

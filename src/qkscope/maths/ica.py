@@ -130,21 +130,20 @@ def dependent_pairs(
     return observed, max(float(torch.stack(largest).quantile(0.95)), least)
 
 
-def shuffled_rows(prompts: Int[Tensor, " n"], *address: int) -> Int[Tensor, " n"]:
-    """Whole prompts in another order, the n-th row of one in place of the n-th row of another."""
+def shuffled_rows(prompts: Int[Tensor, " n"], *address: int | Tensor) -> Int[Tensor, "*r n"]:
+    """Whole prompts in another order, the n-th row of one in place of the n-th row of another.
+
+    The address names the draw; with a part of shape (r, 1) there are r of them.
+    """
     _, prompt = prompts.unique(return_inverse=True)
+    counts = torch.bincount(prompt)
     order = prompt.argsort(stable=True)
-    starts = torch.bincount(prompt).cumsum(0) - torch.bincount(prompt)
     nth = torch.empty_like(order)
-    nth[order] = torch.arange(len(order), device=order.device) - starts[prompt[order]]
-    lot = draw_bits(*address, prompt)
-    return torch.empty_like(order).index_copy(0, _sorted_by(nth, prompt), _sorted_by(nth, lot))
-
-
-def _sorted_by(first: Int[Tensor, " n"], then: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Order of rows by one number, ties by another."""
-    by_last = then.argsort(stable=True)
-    return by_last[first[by_last].argsort(stable=True)]
+    nth[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[prompt[order]]
+    by_lot = draw_bits(*address, prompt).argsort(dim=-1, stable=True)
+    by_lot = by_lot.gather(-1, nth[by_lot].argsort(dim=-1, stable=True))
+    places = order[nth[order].argsort(stable=True)]  # the n-th rows together, each set in the order of prompts
+    return torch.empty_like(by_lot).index_copy(-1, places, by_lot)
 
 
 def connected(edges: Tensor) -> list[list[int]]:

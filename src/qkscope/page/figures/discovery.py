@@ -43,7 +43,7 @@ def _curve(result: Result) -> Figure:
     figure = new_figure(max(3.2 * len(heads), 4.8), 3.4)
     axes = np.atleast_1d(figure.subplots(1, len(heads), sharey=True))
     names = [name for name in dict.fromkeys(row["method"] for row in rows) if not name.endswith(("_all", "_moving"))]
-    names = [name for name in names if name != "self_contrast_svd"]
+    names = [name for name in names if name not in ("self_contrast_svd", "self_contrast_uncentred", "box")]
     for axis, head in zip(axes, heads, strict=True):
         for name in names:
             own = [row for row in rows if row["head"] == head and row["method"] == name]
