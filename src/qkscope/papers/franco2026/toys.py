@@ -104,7 +104,7 @@ def cells_of(figure: str, settings: Settings) -> dict[str, list[Cell]]:
     if figure == "fig4":
         return {f"ε={e:g}": [anisotropic_cell(e, settings.seed + k, work) for k in range(work.directions)]
                 for e in (EPSILONS[::3] if settings.preset == "smoke" else EPSILONS)}  # fmt: skip
-    return {name: [_cell(task, settings.seed + k, work) for k in range(_seeds(figure, task, work))]
+    return {name: [_cell(figure, task, settings.seed + k, work) for k in range(_seeds(figure, task, work))]
             for name, task in settings_of(figure, settings.preset).items()}  # fmt: skip
 
 
@@ -114,13 +114,13 @@ def _seeds(figure: str, task: Superposition, work: Work) -> int:
     return work.seeds
 
 
-def _cell(task: Superposition, seed: int, work: Work) -> Cell:
+def _cell(figure: str, task: Superposition, seed: int, work: Work) -> Cell:
     steps = work.steps
     if task.rope:
         steps = work.rope
     elif task.n == MANY["n"]:
         steps = work.many
-    elif len(task.pairs) >= task.d_head:
+    elif figure == "fig23":
         steps = work.crowded
     return Cell(task, seed, steps, work.lr, every=work.every)
 
@@ -128,7 +128,9 @@ def _cell(task: Superposition, seed: int, work: Work) -> Cell:
 def anisotropic_cell(epsilon: float, seed: int, work: Work) -> Cell:
     """A head on the dictionary of C.3, distorted along one random direction."""
     features = distort(isotropic_dictionary(), epsilon, seed)
-    return Cell(Superposition.frozen(features.float(), pairs=FOUR_PAIRS, scaled=True), seed, work.frozen, work.lr,
+    # a small start: the unused directions of a head keep what they started from, and a maximum over all sees them
+    task = Superposition.frozen(features.float(), pairs=FOUR_PAIRS, scaled=True, head_std=0.02)
+    return Cell(task, seed, work.frozen, work.lr,
                 "constant", work.every)  # fmt: skip
 
 
