@@ -139,10 +139,8 @@ def test_points_lie_in_the_features_subspace_and_know_their_labels(verbs):
 
 
 def test_a_run_that_is_read_back_gives_the_same_page(tmp_path):
-    rows = [
-        {"head": "L0H0", "accuracy": 0.5, "chance": 0.25},
-        {"head": "L1H0", "accuracy": float("nan"), "chance": 0.25},
-    ]
+    rows = [{"head": f"L{i}H0", "accuracy": score, "row_accuracy": 0.1, "chance": 0.2} for i, score in
+            enumerate((0.5, float("nan")))]  # fmt: skip
     arrays = {"order/keys": torch.randn(5, 3), "order/key_labels": torch.arange(5), "order/queries": torch.randn(2, 3),
               "order/query_labels": torch.arange(2), "x": torch.arange(3)}  # fmt: skip
     made = Result("test/one", {"heads": rows}, [Claim("c", "p", 2.0, 1.0, "ours > control")], arrays,
@@ -153,6 +151,14 @@ def test_a_run_that_is_read_back_gives_the_same_page(tmp_path):
     torch.testing.assert_close(dict(read.arrays), arrays)
     assert [block.kind for block in blocks_of(read)] == ["map", "cloud"]
     assert report_html([read]) == report_html([made])
+
+
+def test_a_few_heads_of_many_are_no_map(verbs):
+    ranking = verbs[1][0]
+    few = Result("few", {"heads": [row for row in ranking.top() if row["head"] in ("L1H3", "L0H0")]})
+    assert [block.kind for block in blocks_of(ranking)] == ["map"]
+    assert blocks_of(few) == []
+    assert 'class="block map"' not in report_html([few])
 
 
 def test_a_notebook_gets_the_widget_in_a_frame_of_its_own(verbs):

@@ -188,7 +188,9 @@ def provenance(**asked: Any) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    command = " ".join(["qkscope", *sys.argv[1:]]) if Path(sys.argv[0]).name in ("qkscope", "__main__.py") else None
+    program = Path(sys.argv[0]).parts[-2:]
+    ours = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
+    command = " ".join(["qkscope", *sys.argv[1:]]) if ours else None
     return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from qkscope.analyses.clouds import Cloud, Colouring
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.swap import Swaps
+from qkscope.heads import Head
 from qkscope.result import Result
 
 Row = Mapping[str, Any]
 
-_MAP = {"head", "accuracy", "chance"}
+_MAP = {"head", "accuracy", "row_accuracy", "chance"}
 _SWAP = {"head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", "shift_low",
          "shift_high"}  # fmt: skip
 _CURVE = {"head", "method", "k", "shift", "low", "high"}
@@ -50,12 +51,16 @@ def blocks_of(result: Result, clouds: Sequence[Cloud] = ()) -> list[Block]:
 
 def drawn_tables(result: Result) -> set[str]:
     """Names of the tables that a chart shows whole."""
-    return {name for name, rows in result.tables.items() if rows and _kind(set(rows[0]))}
+    return {name for name, rows in result.tables.items() if _kind(rows)}
 
 
-def _kind(columns: set[str]) -> str:
+def _kind(rows: Sequence[Row]) -> str:
+    """Which chart shows these rows; a few heads of many are a table, and no map."""
+    columns = set(rows[0]) if rows else set()
     if columns >= _MAP:
-        return "map"
+        heads = [Head.parse(row["head"]) for row in rows]
+        grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
+        return "map" if 2 * len(rows) >= grid else ""
     if columns >= _SWAP:
         return "swaps"
     if columns >= _CURVE:
@@ -65,7 +70,7 @@ def _kind(columns: set[str]) -> str:
 
 def _tables(result: Result) -> Iterator[Block]:
     for name, rows in result.tables.items():
-        kind = _kind(set(rows[0])) if rows else ""
+        kind = _kind(rows)
         if kind == "map":
             scores = [s for s in ("row_accuracy", "accuracy", "ratio", "mass") if s in rows[0]]
             yield Block("map", "Every head", "How often each head attends to the right key. Point at a head, or use "

@@ -217,7 +217,8 @@ const qk = (() => {
         ...(Object.keys(panel.colourings).length > 1 ? choose("colour", Object.keys(panel.colourings), by, (next) => { by = next; render(); }) : []));
       const { names, ordered } = panel.colourings[by];
       const css = getComputedStyle(document.documentElement), ink = css.getPropertyValue("--ink").trim(), line = css.getPropertyValue("--line").trim();
-      const palette = ordered ? names.map((_, i) => viridis(0.95 * i / Math.max(names.length - 1, 1))) : names.map((_, i) => ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8c6d5a", "#7a7f87"][i % 9]);
+      const dark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+      const palette = ordered ? names.map((_, i) => viridis((dark ? 0.25 : 0) + (dark ? 0.75 : 0.92) * i / Math.max(names.length - 1, 1))) : names.map((_, i) => ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8c6d5a", "#7a7f87"][i % 9]);
       const traces = [];
       for (const [index, label] of [...names.entries(), [-1, null]]) for (const side of ["key", "query"]) {
         const own = rows.filter((row) => row.cloud === name && row.side === side && row[by] === label);
