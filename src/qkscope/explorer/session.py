@@ -41,7 +41,7 @@ _CHARACTERS = 64 * _LONGEST
 _KEPT = 2  # prompts whose keys stay in memory
 _SHOWN = 8  # next tokens
 _DRAWS = 20
-_FITTED_ON = 96  # prompts, for a head that is fitted while one looks at it
+_FITTED_ON = 40  # prompts, for a head that is fitted while one waits
 _FACTS = ("position", "token", "attention", "logit")
 _Row = dict[str, Any]
 _FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
@@ -109,7 +109,7 @@ class Session:
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()], "fitted": fitted,
             "head": fitted[0] if fitted else first, "prompt": PROMPT, "longest": self._longest, "folder": self.folder,
-            "task": self._task.name, "fitted_on": _FITTED_ON,
+            "task": self._task.name, "fitted_on": _FITTED_ON, "quick": self.scope.name in _FIRST,
         }  # fmt: skip
 
     def look(self, prompt: str) -> dict[str, Any]:

@@ -149,6 +149,6 @@
     $("model").textContent = `${model.model} · ${model.heads.length} heads${model.folder ? ` · ${model.folder}` : ""}`;
     $("prompt").value = model.prompt;
     await look();
-    if (!model.fitted.length) await fit();
+    if (!model.fitted.length && model.quick) await fit();
   })());
 })();
