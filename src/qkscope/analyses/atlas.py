@@ -49,7 +49,6 @@ def atlas(
     *,
     heads: str | Head | Sequence[str | Head] | None = None,
     test: int = 64,
-    directions: int = 16,
     queries: int = QUERIES,
     length: int = LENGTH,
     space: Space = "query_frame",
@@ -66,7 +65,6 @@ def atlas(
     ----------
     texts : passages; ``n`` of them are taken for the sums and ``test`` others for the evidence.
     heads : heads by name; all by default.
-    directions : the most directions to count at a head.
     replicates : null replicates of each head; they are pooled over heads, so a few are enough.
     draws : random subspaces beside each swap.
     """
@@ -83,9 +81,10 @@ def atlas(
     examples = text_examples(scope, [unique[i] for i in order], queries=queries, length=length, seed=seed)
     cut = len(examples) * n // (n + test)
     rows = sum(len(example.queries) for example in examples[:cut])
-    if rows < 10 * directions:
-        raise BadInput(f"{directions} directions need {10 * directions} queries, but this text gives {rows}: give more"
-                       " text, or ask for fewer directions.")  # fmt: skip
+    least = 2 * scope.d_head
+    if rows < least:
+        raise BadInput(f"heads of {scope.d_head} dimensions need {least} queries, but this text gives {rows}: give "
+                       f"about {-(-least // max(queries, 1))} passages.")  # fmt: skip
     about = {"model": scope.name, "weights": scope.weights_hash, "space": space}
     contrast = SelfContrast(
         chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
@@ -95,7 +94,7 @@ def atlas(
     gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, **options)
     tested = gather(scope, examples[cut:], chosen, **options)
     assert tested is not None
-    tests = head_tests(contrast, max_rank=directions)
+    tests = head_tests(contrast)
     tables = _tables(scope, tested, contrast, tests, draws, seed)
     above = sum(row["directions"] > 0 for row in tables["atlas"])
     best = tables["atlas"][0]

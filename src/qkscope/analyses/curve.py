@@ -4,6 +4,7 @@ trained ceiling on the same held-out rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from qkscope.analyses.decompose import Fit
 from qkscope.analyses.evidence import curve_rows, singular_projector
 from qkscope.analyses.gather import Looked
 from qkscope.analyses.swap import SIZES as SIZES
-from qkscope.analyses.swap import capture_rows
+from qkscope.analyses.swap import Rows, capture_rows
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -26,6 +27,8 @@ from qkscope.maths.discovery import SelfContrast, moving_basis
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.svd import checked_svd
 from qkscope.tasks.task import ANSWER, Task
+
+log = logging.getLogger(__name__)
 
 _Bases = Callable[[int], Float[Tensor, "h d r"]]
 
@@ -65,16 +68,21 @@ def labelled_curve(
     """The curve on held-out units of a task: the right key is swapped with a wrong one.
 
     ``key_pca`` and ``cov_qk`` are made from the keys that the task names, as in `swap`; ``…_all`` from all tokens, as
-    the self-contrast is. ``…_moving`` takes the eigenvectors that the self-contrast takes, of a labelled contrast.
+    the self-contrast is. The ceiling is trained on the fitting words and stopped by those for choosing heads, so that
+    none of the three sets share words. ``…_moving`` takes the eigenvectors that the self-contrast takes, of a labelled
+    contrast.
     """
     heads = list(fit.heads)
     options: Any = {"batch_size": 2 * batch_size, "progress": progress}
     rows = capture_rows(scope, task.test(n), fit, heads, seed=seed, **options)
+    train: Rows | None = None
+    aside: Rows | None = None
     try:
         train_units = task.draw("fit", ANSWER, n)
         train = capture_rows(scope, train_units, fit, heads, seed=seed + 17, **options)
-    except BadInput:  # nothing says which keys are right where one fits: no ceiling then
-        train = None
+        aside = capture_rows(scope, task.choose(n), fit, heads, seed=seed + 19, **options)
+    except BadInput as error:  # nothing says which keys are right where one fits
+        log.info("no ceiling: %s", error)
     methods = blind_methods(contrast, heads)
     index = [fit.heads.index(head) for head in heads]
     deltas = {name: _delta(fit, name)[index] for name in fit.contrasts}
@@ -90,8 +98,11 @@ def labelled_curve(
         projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}
         if singular is not None:
             projectors["omega_svd"] = singular_projector(singular, heads, k)
-        if train is not None:
-            best = learned_basis(train.attention, train.orig, train.target, methods["self_contrast"](k), seed=seed)
+        if train is not None and aside is not None:
+            best = learned_basis(
+                train.attention, train.orig, train.target, methods["self_contrast"](k),
+                kept=(aside.attention, aside.orig, aside.target), lr=0.01, seed=seed,
+            )  # fmt: skip
             projectors["ceiling"] = Projector.orthogonal(best)
         projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
         table += curve_rows(rows.attention, rows.orig, rows.target, rows.unit, heads, projectors, k, seed)

@@ -93,7 +93,6 @@ def atlas(
     model: Model = "smollm2-135m",
     n: Annotated[int, typer.Option("--n", help="Passages to sum over.")] = 384,
     test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
-    directions: Directions = 16,
     space: Space = "query_frame",
     skip: Skip = 1,
     seed: Seed = 0, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, as_json: Json = False,
@@ -103,14 +102,14 @@ def atlas(
 
     check_folder(out)
     check_batch_size(batch_size)
-    _check_options(n, directions, space, skip)
+    _check_options(n, 1, space, skip)
     if test < 1:
         raise BadInput(f"--test is at least 1, but got {test}.")
     texts = _texts(sources or ["corpus"])
     from qkscope.analyses.atlas import atlas as run
 
     result = run(
-        load_scope(model, device, dtype), texts, n, test=test, directions=directions, space=space,  # type: ignore[arg-type]
+        load_scope(model, device, dtype), texts, n, test=test, space=space,  # type: ignore[arg-type]
         skip=skip, batch_size=batch_size, seed=seed,
     )  # fmt: skip
     from qkscope.page.figures.discovery import draw_atlas

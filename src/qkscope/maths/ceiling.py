@@ -2,7 +2,8 @@
 
 ``max_V E[a_target / (a_orig + a_target)]`` after the exchange, over ``V = qr(A)`` of k columns, by Adam on A through
 the closed form of the swap. The step that does best on rows kept aside is taken, so that it is a ceiling for new rows
-and not for those it was trained on. As in distributed alignment search, it needs to be told which keys to exchange.
+and not for those it was trained on: with other words, where the rows to come have other words. As in
+distributed alignment search, it needs to be told which keys to exchange.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ def learned_basis(
     target: Int[Tensor, " n"],
     start: Float[Tensor, "h d r"],
     *,
+    kept: tuple[AttentionRows, Int[Tensor, " m"], Int[Tensor, " m"]] | None = None,
     steps: int = 150,
     lr: float = 0.03,
     aside: float = 0.25,
     seed: int = 0,
 ) -> Float[Tensor, "h d r"]:
-    """The basis of each head, from ``start`` on; a share ``aside`` of the rows decides when to stop."""
+    """The basis of each head, from ``start`` on; rows ``kept`` (or a share ``aside`` of all) decide when to stop."""
     n = len(orig)
     if n < 8:
         raise BadInput(f"a basis cannot be learned from {n} rows: give 8 or more.")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(orig.device)
     cut = max(int(n * (1 - aside)), 1)
-    fit, kept = (_part(rows, orig, target, index) for index in (order[:cut], order[cut:]))
+    if kept is None:
+        fit, kept = (_part(rows, orig, target, index) for index in (order[:cut], order[cut:]))
+    else:
+        fit = rows, orig, target
     free = start.to(rows.q).clone().requires_grad_()
     optimiser = torch.optim.Adam([free], lr=lr)
     best = start.to(rows.q).clone()

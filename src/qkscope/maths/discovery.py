@@ -31,7 +31,6 @@ from qkscope.maths.baselines import Covariance
 from qkscope.maths.controls import false_discovery
 from qkscope.maths.ica import shuffled_rows
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.maths.svd import checked_svd
 
 _HEADS_AT_ONCE = 16  # replicates of more heads at once would not stay in the cache
 
@@ -105,7 +104,7 @@ class SelfContrast:
         queries = augmented(q)
         self.sums += torch.einsum("bha,bhc->hac", queries, delta.double())
         if self.replicates:
-            self._add_replicates(queries.float(), delta, prompts)
+            self._add_replicates(queries.float(), delta.float(), prompts)
         self.cov_q.update(q)
         if drawn is not None:
             keep = torch.ones(drawn.shape[:3], dtype=torch.bool, device=q.device) if drawn_mask is None else drawn_mask
@@ -226,38 +225,34 @@ class HeadTest:
     p: float
     q: float  # after false-discovery control over all heads
     spectrum: tuple[float, ...]
-    null_high: tuple[float, ...]
+    null_high: float
 
 
-def head_tests(contrast: SelfContrast, *, alpha: float = 0.05, max_rank: int = 16) -> list[HeadTest]:
+def head_tests(contrast: SelfContrast, *, alpha: float = 0.05) -> list[HeadTest]:
     """Directions above the null for many heads with few replicates each.
 
-    A head's largest singular value is put into units of its own null, ``z = (σ − mean)/sd``, and so is each replicate
-    among the others of its head. In these units heads are alike, so their replicates are pooled, and a few of each give
-    p-values fine enough for false-discovery control over all. Further directions are tested in order with those found
-    projected out, against the same pooled null.
+    A head's singular values are put into units of the largest one of its own null, ``z = (σ − mean)/sd``, and so is
+    each replicate among the others of its head. In these units heads are alike, so their replicates are pooled, and a
+    few of each give p-values fine enough for false-discovery control over all. Every direction is held against the
+    largest one of the null, nothing projected out: that counts too few rather than too many (`rank_above` is sharper,
+    and dear).
     """
     if contrast.replicates < 8:
         raise BadInput(f"pooling needs 8 replicates or more of each head, but there are {contrast.replicates}.")
-    u, s, v = checked_svd(contrast.delta())
-    stages: list[list[Tensor]] = []  # per head: its replicates' largest singular value with j directions taken out
-    limit = min(max_rank, s.shape[-1])
-    for i, head in enumerate(contrast.heads):
-        turned = u[i].mT @ contrast.null_deltas(head) @ v[i]
-        stages.append([_largest(turned[:, j:, j:]) for j in range(limit)])
-    pooled = torch.cat([_left_out(stage[0]) for stage in stages]).sort().values
-    first = [_z(s[i, 0], stages[i][0]) for i in range(len(stages))]
-    adjusted = false_discovery([_tail(z, pooled) for z in first])
-    tests = []
-    for i in range(len(stages)):
-        rank = 0
-        while adjusted[i] <= alpha and rank < limit and _tail(_z(s[i, rank], stages[i][rank]), pooled) <= alpha:
-            rank += 1
-        tests.append(HeadTest(
-            rank, first[i], _tail(first[i], pooled), adjusted[i], tuple(s[i].tolist()),
-            tuple(float(stage.quantile(0.95)) for stage in stages[i]),
-        ))  # fmt: skip
-    return tests
+    s = torch.linalg.svdvals(contrast.delta())
+    nulls = torch.stack([_largest(contrast.null_deltas(head)) for head in contrast.heads])
+    pooled = torch.cat([_left_out(own) for own in nulls]).sort().values
+    z = (s - nulls.mean(dim=1, keepdim=True)) / nulls.std(dim=1, correction=0, keepdim=True).clamp_min(1e-300)
+    p = _tail(z, pooled)
+    adjusted = false_discovery(p[:, 0].tolist())
+    highs = nulls.quantile(0.95, dim=1)
+    return [
+        HeadTest(
+            int((p[i] <= alpha).cumprod(dim=0).sum()) if adjusted[i] <= alpha else 0, float(z[i, 0]), float(p[i, 0]),
+            adjusted[i], tuple(s[i].tolist()), float(highs[i]),
+        )
+        for i in range(len(s))
+    ]  # fmt: skip
 
 
 def _largest(x: Float[Tensor, "r a b"]) -> Float[Tensor, " r"]:
@@ -272,10 +267,7 @@ def _left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
     return (values - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
 
 
-def _z(value: Tensor, null: Float[Tensor, " r"]) -> float:
-    return float((value - null.mean()) / null.std(correction=0).clamp_min(1e-300))
-
-
-def _tail(z: float, pooled: Float[Tensor, " m"]) -> float:
-    reached = len(pooled) - int(torch.searchsorted(pooled, torch.tensor(z, dtype=pooled.dtype, device=pooled.device)))
+def _tail(z: Float[Tensor, "h m"], pooled: Float[Tensor, " n"]) -> Float[Tensor, "h m"]:
+    """Share of the pooled null that reaches each value, the value itself counted in."""
+    reached = len(pooled) - torch.searchsorted(pooled, z.contiguous())
     return (1 + reached) / (len(pooled) + 1)
