@@ -26,7 +26,7 @@ from qkscope.toys.superposition import Superposition, Toy, band_frequencies, rot
 from qkscope.toys.trainer import Recipe, Stack, TrainingTask
 
 TOKENS = 1024  # keys of a batch, in contexts of one query each
-_MODELS_AT_ONCE = 4  # on a CPU: 0.1 MB each
+_MODELS_AT_ONCE = 8  # on a CPU: 0.1 MB for each table of tokens
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,10 @@ class StackedSuperposition(TrainingTask):
         return self._held_out
 
     def _ones(self, x: Tensor) -> Tensor:
-        return self._buffer("ones", len(x), 1, x.shape[1]).fill_(1.0)
+        key = ("ones", (len(x), 1, x.shape[1]))
+        if key not in self._buffers:
+            self._buffers[key] = torch.ones(key[1], device=self.device)
+        return self._buffers[key]
 
     def _like(self, name: str, rows: slice, table: Tensor) -> Tensor:
         return self._buffer(name, len(self.cells[rows]), *table.shape)

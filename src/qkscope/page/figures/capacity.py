@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure, styled, with_page
 from qkscope.result import Result
 
@@ -33,6 +35,8 @@ def draw(result: Result) -> dict[str, str | bytes]:
             above.axhline(width - 0.5, color=TARGET, lw=1)
             above.set_title(config, fontsize=8.5)
             above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
+            for side in (above.xaxis, above.yaxis, below.xaxis):
+                side.set_major_locator(MaxNLocator(4, integer=True))
             _norms(below, result, config, width, place % columns == 0)
         assert image is not None
         figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label(

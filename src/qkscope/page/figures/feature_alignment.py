@@ -64,7 +64,9 @@ def _spectrum(axis: Axes, result: Result, config: str) -> None:
     axis.plot(range(len(trained)), trained, "o", color=ORIGINAL, ms=4, label="singular value, trained")
     axis.plot(range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained")
     low = min(r["matched"] for r in rows)
-    axis.set(title=f"{config}: least matched |cos| {low:.3f} (random best {rows[0]['best_random']:.2f})", xlabel="k",
-             ylim=(-0.05 * max(targets), None))  # fmt: skip
+    axis.set(xlabel="k", ylim=(-0.05 * max(targets), None))
+    axis.set_title(
+        f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})", fontsize=9
+    )
     axis.title.set_color(TARGET if low < 0.9 else INK)
     axis.legend(frameon=False, fontsize=8)

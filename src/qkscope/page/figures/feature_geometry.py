@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from qkscope.page.figures.style import new_figure, styled, with_page
 from qkscope.result import Result
@@ -40,6 +41,8 @@ def _panel(axis: Axes, matrix: Any, title: str, kind: str) -> Any:
     axis.set_title(title, fontsize=8.5)
     what = "dimension" if kind == "gram" else "feature"
     axis.set(xlabel=what, ylabel=what if axis.get_subplotspec().colspan.start == 0 else "")  # type: ignore[union-attr]
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(5, integer=True))
     for spine in axis.spines.values():
         spine.set_visible(True)
     return image

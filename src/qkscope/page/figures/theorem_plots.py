@@ -77,6 +77,6 @@ def _third(figure: Any, result: Result) -> None:
             axis.plot([r["mu"] for r in own], [max(r["bound"], floor) for r in own], "--", color=colour, lw=1,
                       label="   its bound [CE′ − CE*]/μ")  # fmt: skip
     axis.axhline(2, color=INK, lw=0.8, ls=":")
-    axis.text(0.0035, 2.3, "above 2 the bound says nothing", fontsize=8)
+    axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
     axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")
     axis.legend(frameon=False, fontsize=8)
