@@ -214,7 +214,7 @@ def test_no_path_is_looked_up_on_the_disk(server, path):
 
 
 def test_every_answer_forbids_what_the_page_does_not_need(server):
-    for what in ("", "page.css", "charts.js", "prompt.js", "explorer.js", "explorer.css", "api/model"):
+    for what in ("", "page.css", "base.js", "map.js", "prompt.js", "explorer.js", "explorer.css", "api/model"):
         status, headers, _ = ask(server, what)
         assert status == 200
         assert "default-src 'none'" in headers["Content-Security-Policy"]

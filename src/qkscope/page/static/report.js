@@ -1,17 +1,26 @@
 "use strict";
 // The page: every block's data becomes its chart and its two copy buttons; the theme button overrides the system's choice.
 (() => {
-  const { make, map, number, fixed, choose, pretty } = qk;
+  const { make, map, number, fixed, choose, pretty, isDark } = qk;
   const cell = (value) => {
     const text = value === null || value === undefined ? "" : String(value);
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   const csv = (rows) => {
     const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-    return [columns, ...rows.map((row) => columns.map((name) => row[name]))].map((line) => line.map(cell).join(",")).join("\r\n") + "\r\n";
+    return (
+      [columns, ...rows.map((row) => columns.map((name) => row[name]))]
+        .map((line) => line.map(cell).join(","))
+        .join("\r\n") + "\r\n"
+    );
   };
   const copied = async (text) => {
-    try { await navigator.clipboard.writeText(text); return true; } catch { /* not allowed here: the old way */ }
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch {
+      /* not allowed here: the old way */
+    }
     const area = make("textarea", { style: { position: "fixed", opacity: 0 } });
     area.value = text;
     document.body.append(area);
@@ -21,29 +30,92 @@
     return done;
   };
   qk.copyButtons = (place, rows) => {
-    for (const [name, text] of [["CSV", () => csv(rows())], ["JSON", () => JSON.stringify(rows(), null, 1)]]) {
-      const button = make("button", { type: "button", "aria-label": `Copy the data as ${name}`, async onclick() {
-        button.textContent = (await copied(text())) ? "copied" : "not allowed";
-        setTimeout(() => { button.textContent = name; }, 1200);
-      } }, name);
+    for (const [name, text] of [
+      ["CSV", () => csv(rows())],
+      ["JSON", () => JSON.stringify(rows(), null, 1)],
+    ]) {
+      const button = make(
+        "button",
+        {
+          type: "button",
+          "aria-label": `Copy the data as ${name}`,
+          async onclick() {
+            button.textContent = (await copied(text())) ? "copied" : "not allowed";
+            setTimeout(() => {
+              button.textContent = name;
+            }, 1200);
+          },
+        },
+        name,
+      );
       place.append(button);
     }
   };
 
   function headMap(element, rows, scores) {
-    const bar = make("div", { class: "choices" }), left = make("div", {}), right = make("div", {});
+    const bar = make("div", { class: "choices" }),
+      left = make("div", {}),
+      right = make("div", {});
     let score = scores[0];
-    const lines = (row) => [[row.head], ["most of all tokens", number(row.row_accuracy)], ["accuracy", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`], ["chance", fixed(row.chance)], ["share of the keys' attention", number(row.ratio)], ["attention on the keys", number(row.mass)], ["prompts", number(row.n)]].filter(([, value]) => value !== "–" && value !== "– [–, –]");
+    const lines = (row) =>
+      [
+        [row.head],
+        ["most of all tokens", number(row.row_accuracy)],
+        ["accuracy", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`],
+        ["chance", fixed(row.chance)],
+        ["share of the keys' attention", number(row.ratio)],
+        ["attention on the keys", number(row.mass)],
+        ["prompts", number(row.n)],
+      ].filter(([, value]) => value !== "–" && value !== "– [–, –]");
     const best = () => {
       const top = [...rows].sort((a, b) => b[score] - a[score]).slice(0, 8);
-      right.replaceChildren(make("table", { class: "best" }, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "best heads"), make("th", { scope: "col", class: "n" }, NAMES[score] || score))),
-        make("tbody", {}, ...top.map((row) => make("tr", {}, make("td", {}, row.head), make("td", { class: "n" }, fixed(row[score])))))));
+      right.replaceChildren(
+        make(
+          "table",
+          { class: "best" },
+          make(
+            "thead",
+            {},
+            make(
+              "tr",
+              {},
+              make("th", { scope: "col" }, "best heads"),
+              make("th", { scope: "col", class: "n" }, NAMES[score] || score),
+            ),
+          ),
+          make(
+            "tbody",
+            {},
+            ...top.map((row) =>
+              make("tr", {}, make("td", {}, row.head), make("td", { class: "n" }, fixed(row[score]))),
+            ),
+          ),
+        ),
+      );
     };
-    const NAMES = { row_accuracy: "right of all", accuracy: "right of the keys", ratio: "share of the keys", mass: "on the keys" };
+    const NAMES = {
+      row_accuracy: "right of all",
+      accuracy: "right of the keys",
+      ratio: "share of the keys",
+      mass: "on the keys",
+    };
     element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
     const view = map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
     best();
-    if (scores.length > 1) bar.append(...choose("score", scores, score, (next) => { score = next; view.repaint((row) => row[score], NAMES[score]); best(); }, (name) => NAMES[name] || pretty(name)));
+    if (scores.length > 1)
+      bar.append(
+        ...choose(
+          "score",
+          scores,
+          score,
+          (next) => {
+            score = next;
+            view.repaint((row) => row[score], NAMES[score]);
+            best();
+          },
+          (name) => NAMES[name] || pretty(name),
+        ),
+      );
   }
 
   const charts = {
@@ -64,13 +136,19 @@
   const claims = document.querySelector("section.claims");
   if (claims) {
     const names = [...claims.querySelectorAll("th")].map((th) => th.textContent);
-    qk.copyButtons(claims.querySelector(".copy"), () => [...claims.querySelectorAll("tbody tr")].map((tr) => Object.fromEntries([...tr.cells].map((td, i) => [names[i], td.textContent]))));
+    qk.copyButtons(claims.querySelector(".copy"), () =>
+      [...claims.querySelectorAll("tbody tr")].map((tr) =>
+        Object.fromEntries([...tr.cells].map((td, i) => [names[i], td.textContent])),
+      ),
+    );
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("qk-theme")));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+    document.dispatchEvent(new Event("qk-theme")),
+  );
   const button = document.getElementById("theme");
-  if (button) button.addEventListener("click", () => {
-    const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    document.dispatchEvent(new Event("qk-theme"));
-  });
+  if (button)
+    button.addEventListener("click", () => {
+      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+      document.dispatchEvent(new Event("qk-theme"));
+    });
 })();

@@ -2,59 +2,187 @@
 // The causal test as bars: attention on the right key and on the target after each swap, and the shift with its interval.
 (() => {
   const { draw, make, fixed, tip, pointed, near, redraw, choose, ticks } = qk;
-  const KINDS = [["random_", "random, as "], ["key_pca_", "key PCA, as "], ["cov_qk_", "Cov q Cov k, as "], ["sham_", "sham, "]];
+  const KINDS = [
+    ["random_", "random, as "],
+    ["key_pca_", "key PCA, as "],
+    ["cov_qk_", "Cov q Cov k, as "],
+    ["sham_", "sham, "],
+  ];
   const named = (condition, short = false) => {
-    for (const [start, words] of KINDS) if (condition.startsWith(start)) return (short ? words.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov") : words) + condition.slice(start.length).replaceAll("_", " ");
-    return condition.endsWith("_oblique") ? `${condition.slice(0, -8).replaceAll("_", " ")}, oblique` : condition.replaceAll("_", " ");
+    for (const [start, words] of KINDS)
+      if (condition.startsWith(start))
+        return (
+          (short ? words.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov") : words) +
+          condition.slice(start.length).replaceAll("_", " ")
+        );
+    return condition.endsWith("_oblique")
+      ? `${condition.slice(0, -8).replaceAll("_", " ")}, oblique`
+      : condition.replaceAll("_", " ");
   };
   const isControl = (condition) => KINDS.some(([start]) => condition.startsWith(start));
 
   qk.swaps = (element, rows) => {
     const heads = [...new Set(rows.map((row) => row.head))];
-    const bar = make("div", { class: "choices" }), place = make("div", {});
+    const bar = make("div", { class: "choices" }),
+      place = make("div", {});
     let head = heads[0];
-    const legend = make("div", { class: "legend" },
-      ...[["--original", "on the right key"], ["--target", "on the target"]].map(([colour, words]) => make("span", {}, make("span", { class: "swatch", style: { background: `var(${colour})` } }), words)),
-      make("span", {}, "pale: controls"), make("span", {}, "●─ shift, 95%"));
+    const legend = make(
+      "div",
+      { class: "legend" },
+      ...[
+        ["--original", "on the right key"],
+        ["--target", "on the target"],
+      ].map(([colour, words]) =>
+        make("span", {}, make("span", { class: "swatch", style: { background: `var(${colour})` } }), words),
+      ),
+      make("span", {}, "pale: controls"),
+      make("span", {}, "●─ shift, 95%"),
+    );
     element.replaceChildren(bar, legend, place);
-    const again = redraw(place, (width) => place.replaceChildren(bars(rows.filter((row) => row.head === head), width)));
-    if (heads.length > 1) bar.append(...choose("head", heads, head, (next) => { head = next; again(); }));
+    const again = redraw(place, (width) =>
+      place.replaceChildren(
+        bars(
+          rows.filter((row) => row.head === head),
+          width,
+        ),
+      ),
+    );
+    if (heads.length > 1)
+      bar.append(
+        ...choose("head", heads, head, (next) => {
+          head = next;
+          again();
+        }),
+      );
   };
 
   function bars(rows, width) {
-    const before = { ...rows[0], condition: "before", rank: null, orig_after: rows[0].orig_before, target_after: rows[0].target_before, shift: null };
-    const shown = [before, ...rows.filter((row) => !isControl(row.condition)), ...rows.filter((row) => isControl(row.condition))];
-    const narrow = width < 560, label = narrow ? 128 : 172, line = 30, gap = narrow ? 18 : 44, top = 22;
-    const room = width - label - gap, first = Math.floor(room * (narrow ? 0.55 : 0.6)), second = room - first - 6;
-    const low = Math.min(0, ...rows.map((row) => row.shift_low ?? row.shift)), high = Math.max(0.05, ...rows.map((row) => row.shift_high ?? row.shift));
+    const before = {
+      ...rows[0],
+      condition: "before",
+      rank: null,
+      orig_after: rows[0].orig_before,
+      target_after: rows[0].target_before,
+      shift: null,
+    };
+    const shown = [
+      before,
+      ...rows.filter((row) => !isControl(row.condition)),
+      ...rows.filter((row) => isControl(row.condition)),
+    ];
+    const narrow = width < 560,
+      label = narrow ? 128 : 172,
+      line = 30,
+      gap = narrow ? 18 : 44,
+      top = 22;
+    const room = width - label - gap,
+      first = Math.floor(room * (narrow ? 0.55 : 0.6)),
+      second = room - first - 6;
+    const low = Math.min(0, ...rows.map((row) => row.shift_low ?? row.shift)),
+      high = Math.max(0.05, ...rows.map((row) => row.shift_high ?? row.shift));
     const x = (value) => label + first * value;
     const s = (value) => label + first + gap + (second * (value - low)) / (high - low);
     const height = top + shown.length * line + 26;
     let at = -1;
-    const notes = [], rects = [];
-    const svg = draw("svg", { width, height, tabindex: 0, role: "application", "aria-label": "Attention after each swap. Up and down arrow keys move.", onblur: tip.hide, onkeydown(event) {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      at = Math.max(0, Math.min(rects.length - 1, at + step));
-      rects[at].scrollIntoView({ block: "nearest" });
-      tip.show(notes[at], ...near(rects[at]));
-    } },
-      draw("text", { class: "soft", x: label, y: 11 }, narrow ? "attention" : "attention after the swap"), draw("text", { class: "soft", x: s(low), y: 11 }, "shift"));
-    for (const value of narrow ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]) svg.append(draw("line", { class: "axis", x1: x(value), x2: x(value), y1: top, y2: height - 22 }), draw("text", { class: "soft", x: x(value), y: height - 8, "text-anchor": "middle" }, String(value)));
-    for (const value of ticks(low, high, narrow ? 2 : 4)) svg.append(draw("line", { class: "axis", x1: s(value), x2: s(value), y1: top, y2: height - 22 }), draw("text", { class: "soft", x: s(value), y: height - 8, "text-anchor": "middle" }, String(value).replace("-", "−")));
+    const notes = [],
+      rects = [];
+    const svg = draw(
+      "svg",
+      {
+        width,
+        height,
+        tabindex: 0,
+        role: "application",
+        "aria-label": "Attention after each swap. Up and down arrow keys move.",
+        onblur: tip.hide,
+        onkeydown(event) {
+          const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+          if (!step) return;
+          event.preventDefault();
+          at = Math.max(0, Math.min(rects.length - 1, at + step));
+          rects[at].scrollIntoView({ block: "nearest" });
+          tip.show(notes[at], ...near(rects[at]));
+        },
+      },
+      draw("text", { class: "soft", x: label, y: 11 }, narrow ? "attention" : "attention after the swap"),
+      draw("text", { class: "soft", x: s(low), y: 11 }, "shift"),
+    );
+    for (const value of narrow ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1])
+      svg.append(
+        draw("line", { class: "axis", x1: x(value), x2: x(value), y1: top, y2: height - 22 }),
+        draw("text", { class: "soft", x: x(value), y: height - 8, "text-anchor": "middle" }, String(value)),
+      );
+    for (const value of ticks(low, high, narrow ? 2 : 4))
+      svg.append(
+        draw("line", { class: "axis", x1: s(value), x2: s(value), y1: top, y2: height - 22 }),
+        draw(
+          "text",
+          { class: "soft", x: s(value), y: height - 8, "text-anchor": "middle" },
+          String(value).replace("-", "−"),
+        ),
+      );
     svg.append(draw("line", { class: "zero", x1: s(0), x2: s(0), y1: top, y2: height - 22 }));
     shown.forEach((row, i) => {
-      const y = top + i * line, pale = isControl(row.condition) ? 0.5 : 1;
-      if (i > 0 && isControl(row.condition) && !isControl(shown[i - 1].condition)) svg.append(draw("line", { class: "zero", x1: 0, x2: width, y1: y + 0.5, y2: y + 0.5, "stroke-dasharray": "2 3" }));
-      svg.append(draw("text", { x: label - 8, y: y + line / 2 + 4, "text-anchor": "end", class: pale < 1 ? "soft" : "" }, named(row.condition, narrow), row.rank && !narrow ? draw("tspan", { fill: "var(--soft)" }, ` · ${row.rank}`) : null));
-      svg.append(draw("rect", { x: x(0), y: y + 5, width: Math.max(x(row.orig_after) - x(0), 0.5), height: 9, fill: "var(--original)", opacity: pale }), draw("rect", { x: x(0), y: y + 16, width: Math.max(x(row.target_after) - x(0), 0.5), height: 9, fill: "var(--target)", opacity: pale }));
+      const y = top + i * line,
+        pale = isControl(row.condition) ? 0.5 : 1;
+      if (i > 0 && isControl(row.condition) && !isControl(shown[i - 1].condition))
+        svg.append(
+          draw("line", { class: "zero", x1: 0, x2: width, y1: y + 0.5, y2: y + 0.5, "stroke-dasharray": "2 3" }),
+        );
+      svg.append(
+        draw(
+          "text",
+          { x: label - 8, y: y + line / 2 + 4, "text-anchor": "end", class: pale < 1 ? "soft" : "" },
+          named(row.condition, narrow),
+          row.rank && !narrow ? draw("tspan", { fill: "var(--soft)" }, ` · ${row.rank}`) : null,
+        ),
+      );
+      svg.append(
+        draw("rect", {
+          x: x(0),
+          y: y + 5,
+          width: Math.max(x(row.orig_after) - x(0), 0.5),
+          height: 9,
+          fill: "var(--original)",
+          opacity: pale,
+        }),
+        draw("rect", {
+          x: x(0),
+          y: y + 16,
+          width: Math.max(x(row.target_after) - x(0), 0.5),
+          height: 9,
+          fill: "var(--target)",
+          opacity: pale,
+        }),
+      );
       if (row.shift !== null && row.shift !== undefined) {
-        if (row.shift_low !== null) svg.append(draw("line", { x1: s(row.shift_low), x2: s(row.shift_high), y1: y + line / 2, y2: y + line / 2, stroke: "var(--ink)", "stroke-width": 1.4, opacity: pale }));
+        if (row.shift_low !== null)
+          svg.append(
+            draw("line", {
+              x1: s(row.shift_low),
+              x2: s(row.shift_high),
+              y1: y + line / 2,
+              y2: y + line / 2,
+              stroke: "var(--ink)",
+              "stroke-width": 1.4,
+              opacity: pale,
+            }),
+          );
         svg.append(draw("circle", { cx: s(row.shift), cy: y + line / 2, r: 3.6, fill: "var(--ink)", opacity: pale }));
       }
-      const lines = [[`${row.head} · ${named(row.condition)}`], ["dimensions", row.rank ?? "–"], ["on the right key", `${fixed(row.orig_before)} → ${fixed(row.orig_after)}`], ["on the target", `${fixed(row.target_before)} → ${fixed(row.target_after)}`],
-        ...(row.shift === null ? [] : [["shift", `${fixed(row.shift)} [${fixed(row.shift_low)}, ${fixed(row.shift_high)}]`]]), ...(row.gain === null || row.gain === undefined ? [] : [["more than random", `${fixed(row.gain)} [${fixed(row.gain_low)}, ${fixed(row.gain_high)}]`]]), ["prompts", `${row.n ?? "–"}${row.draws > 1 ? ` × ${row.draws} draws` : ""}`]];
+      const lines = [
+        [`${row.head} · ${named(row.condition)}`],
+        ["dimensions", row.rank ?? "–"],
+        ["on the right key", `${fixed(row.orig_before)} → ${fixed(row.orig_after)}`],
+        ["on the target", `${fixed(row.target_before)} → ${fixed(row.target_after)}`],
+        ...(row.shift === null
+          ? []
+          : [["shift", `${fixed(row.shift)} [${fixed(row.shift_low)}, ${fixed(row.shift_high)}]`]]),
+        ...(row.gain === null || row.gain === undefined
+          ? []
+          : [["more than random", `${fixed(row.gain)} [${fixed(row.gain_low)}, ${fixed(row.gain_high)}]`]]),
+        ["prompts", `${row.n ?? "–"}${row.draws > 1 ? ` × ${row.draws} draws` : ""}`],
+      ];
       notes.push(lines);
       rects.push(draw("rect", { class: "row", x: 0, y, width, height: line, fill: "transparent", ...pointed(lines) }));
       svg.append(rects.at(-1));
@@ -64,30 +192,102 @@
 
   // how the shift grows with the number of dimensions, one line per method
   qk.curve = (element, rows) => {
-    const heads = [...new Set(rows.map((row) => row.head))], methods = [...new Set(rows.map((row) => row.method))];
+    const heads = [...new Set(rows.map((row) => row.head))],
+      methods = [...new Set(rows.map((row) => row.method))];
     const features = methods.filter((name) => !["random", "key_pca", "cov_qk"].includes(name));
     const colours = { ...qk.partColours(features), key_pca: "#D55E00", cov_qk: "#0072B2", random: "var(--soft)" };
     const dashes = { key_pca: "5 3", cov_qk: "2 2", random: "1 3" };
-    const bar = make("div", { class: "choices" }), place = make("div", {});
+    const bar = make("div", { class: "choices" }),
+      place = make("div", {});
     let head = heads[0];
-    element.replaceChildren(bar, make("div", { class: "legend" }, ...methods.map((name) => make("span", {}, make("span", { class: "swatch", style: { background: colours[name] } }), qk.pretty(name)))), place);
-    const again = redraw(place, (width) => place.replaceChildren(lines(rows.filter((row) => row.head === head), methods, colours, dashes, Math.min(width, 560))));
-    if (heads.length > 1) bar.append(...choose("head", heads, head, (next) => { head = next; again(); }));
+    element.replaceChildren(
+      bar,
+      make(
+        "div",
+        { class: "legend" },
+        ...methods.map((name) =>
+          make("span", {}, make("span", { class: "swatch", style: { background: colours[name] } }), qk.pretty(name)),
+        ),
+      ),
+      place,
+    );
+    const again = redraw(place, (width) =>
+      place.replaceChildren(
+        lines(
+          rows.filter((row) => row.head === head),
+          methods,
+          colours,
+          dashes,
+          Math.min(width, 560),
+        ),
+      ),
+    );
+    if (heads.length > 1)
+      bar.append(
+        ...choose("head", heads, head, (next) => {
+          head = next;
+          again();
+        }),
+      );
   };
   function lines(rows, methods, colours, dashes, width) {
     const [left, right, top, bottom, height] = [40, 12, 10, 34, 240];
     const sizes = [...new Set(rows.map((row) => row.k))].sort((a, b) => a - b);
-    const low = Math.min(0, ...rows.map((row) => row.low)), high = Math.max(0.05, ...rows.map((row) => row.high));
+    const low = Math.min(0, ...rows.map((row) => row.low)),
+      high = Math.max(0.05, ...rows.map((row) => row.high));
     const x = (k) => left + ((width - left - right) * (k - sizes[0])) / (sizes.at(-1) - sizes[0] || 1);
     const y = (value) => top + (height - top - bottom) * (1 - (value - low) / (high - low));
-    const svg = draw("svg", { width, height, role: "img", "aria-label": "Shift against the number of dimensions swapped" }, draw("text", { class: "soft", x: left, y: height - 2 }, "dimensions swapped"));
-    for (const value of ticks(low, high, 4)) svg.append(draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }), draw("text", { class: "soft", x: left - 7, y: y(value) + 4, "text-anchor": "end" }, String(value).replace("-", "−")));
-    for (const k of sizes) svg.append(draw("text", { class: "soft", x: x(k), y: height - 18, "text-anchor": "middle" }, String(k)));
+    const svg = draw(
+      "svg",
+      { width, height, role: "img", "aria-label": "Shift against the number of dimensions swapped" },
+      draw("text", { class: "soft", x: left, y: height - 2 }, "dimensions swapped"),
+    );
+    for (const value of ticks(low, high, 4))
+      svg.append(
+        draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
+        draw(
+          "text",
+          { class: "soft", x: left - 7, y: y(value) + 4, "text-anchor": "end" },
+          String(value).replace("-", "−"),
+        ),
+      );
+    for (const k of sizes)
+      svg.append(draw("text", { class: "soft", x: x(k), y: height - 18, "text-anchor": "middle" }, String(k)));
     for (const method of methods) {
       const own = rows.filter((row) => row.method === method).sort((a, b) => a.k - b.k);
-      svg.append(draw("polygon", { points: [...own.map((row) => `${x(row.k)},${y(row.high)}`), ...own.toReversed().map((row) => `${x(row.k)},${y(row.low)}`)].join(" "), fill: colours[method], opacity: 0.12 }),
-        draw("polyline", { points: own.map((row) => `${x(row.k)},${y(row.shift)}`).join(" "), fill: "none", stroke: colours[method], "stroke-width": 1.8, "stroke-dasharray": dashes[method] || null }));
-      for (const row of own) svg.append(draw("circle", { cx: x(row.k), cy: y(row.shift), r: 3, fill: colours[method] }), draw("circle", { cx: x(row.k), cy: y(row.shift), r: 9, fill: "transparent", ...pointed([[`${qk.pretty(method)}, ${row.k} dimensions`], ["shift", `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`], ["right key", fixed(row.orig_after)], ["target", fixed(row.target_after)]]) }));
+      svg.append(
+        draw("polygon", {
+          points: [
+            ...own.map((row) => `${x(row.k)},${y(row.high)}`),
+            ...own.toReversed().map((row) => `${x(row.k)},${y(row.low)}`),
+          ].join(" "),
+          fill: colours[method],
+          opacity: 0.12,
+        }),
+        draw("polyline", {
+          points: own.map((row) => `${x(row.k)},${y(row.shift)}`).join(" "),
+          fill: "none",
+          stroke: colours[method],
+          "stroke-width": 1.8,
+          "stroke-dasharray": dashes[method] || null,
+        }),
+      );
+      for (const row of own)
+        svg.append(
+          draw("circle", { cx: x(row.k), cy: y(row.shift), r: 3, fill: colours[method] }),
+          draw("circle", {
+            cx: x(row.k),
+            cy: y(row.shift),
+            r: 9,
+            fill: "transparent",
+            ...pointed([
+              [`${qk.pretty(method)}, ${row.k} dimensions`],
+              ["shift", `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`],
+              ["right key", fixed(row.orig_after)],
+              ["target", fixed(row.target_after)],
+            ]),
+          }),
+        );
     }
     return svg;
   }

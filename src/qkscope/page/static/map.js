@@ -1,0 +1,167 @@
+"use strict";
+// Every head as a cell, layers across and heads up, coloured by one number of each; pointed at, walked by keys, picked.
+(() => {
+  const { draw, make, number, viridis, tip, near, redraw } = qk;
+
+  qk.map = (element, { rows, value, lines, marked = [], range = [0, 1], title = "", onpick = null, picked = null }) => {
+    const at = new Map();
+    let layers = 0,
+      heads = 0;
+    for (const row of rows) {
+      const [, layer, head] = /^L(\d+)H(\d+)$/.exec(row.head).map(Number);
+      at.set(`${layer},${head}`, row);
+      layers = Math.max(layers, layer + 1);
+      heads = Math.max(heads, head + 1);
+    }
+    let cells = new Map(),
+      cursor = null,
+      place = null,
+      current = picked,
+      svg = null,
+      outline = null;
+    const colour = (row) =>
+      value(row) === null ? "var(--wash)" : viridis((value(row) - range[0]) / (range[1] - range[0] || 1));
+    const render = (width) => {
+      const left = 38,
+        top = 18,
+        room = Math.floor((width - left - 4) / layers);
+      const cell = Math.max(8, Math.min(heads > 16 ? 15 : 24, room));
+      const [w, h] = [left + layers * cell + 4, top + heads * cell + 58];
+      cells = new Map();
+      const every = (count) => Math.max(1, Math.ceil(22 / cell), Math.ceil(count / 16));
+      svg = draw("svg", {
+        width: w,
+        height: h,
+        tabindex: 0,
+        role: "application",
+        "aria-label": `${title || "Heads"}: ${layers} layers of ${heads} heads. Arrow keys move${onpick ? ", Enter picks" : ""}.`,
+      });
+      for (const [key, row] of at) {
+        const [layer, head] = key.split(",").map(Number);
+        const rect = draw("rect", {
+          class: "cell",
+          x: left + layer * cell,
+          y: top + (heads - 1 - head) * cell,
+          width: cell,
+          height: cell,
+          rx: 2,
+          fill: colour(row),
+          "data-at": key,
+        });
+        cells.set(key, rect);
+        svg.append(rect);
+      }
+      for (let i = 0; i < layers; i += every(layers))
+        svg.append(
+          draw(
+            "text",
+            { class: "soft", x: left + (i + 0.5) * cell, y: top + heads * cell + 14, "text-anchor": "middle" },
+            String(i),
+          ),
+        );
+      for (let i = 0; i < heads; i += every(heads))
+        svg.append(
+          draw(
+            "text",
+            { class: "soft", x: left - 6, y: top + (heads - 0.5 - i) * cell + 4, "text-anchor": "end" },
+            String(i),
+          ),
+        );
+      svg.append(
+        draw("text", { class: "soft", x: left, y: top + heads * cell + 32 }, "layer"),
+        draw("text", { class: "soft", x: left - 6, y: 11, "text-anchor": "end" }, "head"),
+      );
+      const bar = Math.min(120, w - left - 90),
+        right = w - 4,
+        y = top + heads * cell + 24;
+      for (let i = 0; i < bar; i += 2)
+        svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: viridis(i / bar) }));
+      svg.append(
+        draw("text", { class: "soft", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
+        draw("text", { class: "soft", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
+        draw("text", { class: "soft scale", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title),
+      );
+      for (const key of marked.map((head) => head.slice(1).replace("H", ","))) {
+        const own = cells.get(key);
+        if (own)
+          svg.append(
+            draw("circle", {
+              cx: Number(own.getAttribute("x")) + cell / 2,
+              cy: Number(own.getAttribute("y")) + cell / 2,
+              r: Math.max(2, cell / 7),
+              fill: "#fff",
+              stroke: "#000",
+              "stroke-width": 1,
+              "pointer-events": "none",
+            }),
+          );
+      }
+      place = draw("rect", {
+        class: "cursor",
+        width: cell,
+        height: cell,
+        rx: 2,
+        visibility: "hidden",
+        "stroke-dasharray": "3 2",
+      });
+      outline = draw("rect", { class: "cursor chosen", width: cell, height: cell, rx: 2, visibility: "hidden" });
+      svg.append(place, outline);
+      for (const kind of ["pointermove", "pointerdown"])
+        svg.addEventListener(kind, (event) => {
+          const key = event.target.dataset && event.target.dataset.at;
+          key ? look(key, event.clientX, event.clientY) : leave();
+        });
+      svg.addEventListener("pointerleave", leave);
+      svg.addEventListener(
+        "click",
+        (event) => event.target.dataset && event.target.dataset.at && pick(event.target.dataset.at),
+      );
+      svg.addEventListener("blur", leave);
+      svg.addEventListener("keydown", move);
+      element.replaceChildren(make("div", { class: "scroll" }, svg));
+      if (current) frame(outline, current.slice(1).replace("H", ","));
+    };
+    const frame = (box, key) => {
+      const own = cells.get(key);
+      if (!own) return;
+      for (const name of ["x", "y"]) box.setAttribute(name, own.getAttribute(name));
+      box.setAttribute("visibility", "visible");
+    };
+    const look = (key, x, y) => {
+      cursor = key;
+      frame(place, key);
+      tip.show(lines(at.get(key)), x, y);
+    };
+    const leave = () => {
+      if (place) place.setAttribute("visibility", "hidden");
+      tip.hide();
+    };
+    const pick = (key) => {
+      if (!onpick) return;
+      current = at.get(key).head;
+      frame(outline, key);
+      onpick(current);
+    };
+    const move = (event) => {
+      const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
+      if (event.key === "Enter" && cursor) return pick(cursor);
+      if (!step) return;
+      event.preventDefault();
+      const [layer, head] = (cursor || (current ? current.slice(1).replace("H", ",") : "0,0")).split(",").map(Number);
+      const next = cursor ? `${layer + step[0]},${head + step[1]}` : `${layer},${head}`;
+      if (at.has(next)) look(next, ...near(cells.get(next)));
+    };
+    const again = redraw(element, render);
+    return {
+      repaint(changed, words = title) {
+        [value, title] = [changed, words];
+        svg.querySelector(".scale").textContent = title;
+        for (const [key, rect] of cells) rect.setAttribute("fill", colour(at.get(key)));
+      },
+      mark(changed) {
+        marked = changed;
+        again();
+      },
+    };
+  };
+})();

@@ -1,0 +1,111 @@
+"use strict";
+// Singular values over their null band: one small panel for each contrast and head.
+(() => {
+  const { draw, make, number, fixed, tip, pointed, redraw } = qk;
+
+  qk.spectra = (element, rows, panels) => {
+    const grid = make("div", { class: "panels" });
+    element.replaceChildren(
+      make(
+        "div",
+        { class: "legend" },
+        make("span", {}, "● kept"),
+        make("span", {}, "○ not kept"),
+        make(
+          "span",
+          {},
+          make("span", { class: "swatch", style: { background: "var(--band)" } }),
+          "null, median to 95%",
+        ),
+      ),
+      grid,
+    );
+    for (const panel of panels) {
+      const own = rows.filter((row) => row.panel === panel.name),
+        box = make("div", {});
+      grid.append(box);
+      redraw(box, (width) => box.replaceChildren(spectrum(panel, own, width)));
+    }
+  };
+
+  function spectrum(panel, rows, width) {
+    const [left, right, top, bottom, height] = [44, 8, 42, 26, 200];
+    const values = rows.flatMap((row) => [row.value, row.null_median, row.null_high]).filter((value) => value > 0);
+    const [low, high] = [Math.log10(Math.min(...values)), Math.log10(Math.max(...values))];
+    const pad = Math.max(0.08 * (high - low), 0.05);
+    const x = (i) => left + 8 + ((width - left - right - 16) * (i - 1)) / Math.max(rows.length - 1, 1);
+    const y = (value) => top + (height - top - bottom) * (1 - (Math.log10(value) - low + pad) / (high - low + 2 * pad));
+    const svg = draw(
+      "svg",
+      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} above the null` },
+      draw("text", { class: "title", x: 0, y: 13 }, panel.name),
+      draw(
+        "text",
+        { class: "soft", x: 0, y: 30 },
+        `kept ${panel.rank} · above null ${panel.above} · mean ${fixed(panel.dominance)} · ${panel.verdict}`,
+      ),
+    );
+    const lines = (steps) => {
+      const found = [];
+      for (let power = Math.floor(low - pad); power <= high + pad; power += 1)
+        found.push(...steps.map((k) => k * 10 ** power));
+      return found.filter((v) => Math.log10(v) > low - pad && Math.log10(v) < high + pad);
+    };
+    for (const value of lines([1]).length > 1 ? lines([1]) : lines([1, 3])) {
+      svg.append(
+        draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
+        draw("text", { class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)),
+      );
+    }
+    const tested = rows.filter((row) => row.null_high > 0);
+    if (tested.length) {
+      const half = tested.length === 1 ? 5 : 0;
+      const points = [
+        ...tested.map((row) => [x(row.component) - half, y(row.null_high)]),
+        ...(half
+          ? [
+              [x(1) + half, y(tested[0].null_high)],
+              [x(1) + half, y(tested[0].null_median)],
+            ]
+          : []),
+        ...tested.toReversed().map((row) => [x(row.component) - half, y(row.null_median)]),
+      ];
+      svg.append(draw("polygon", { points: points.map((point) => point.join(",")).join(" "), fill: "var(--band)" }));
+    }
+    svg.append(
+      draw("polyline", {
+        points: rows
+          .filter((row) => row.value > 0)
+          .map((row) => `${x(row.component)},${y(row.value)}`)
+          .join(" "),
+        fill: "none",
+        stroke: "var(--original)",
+        "stroke-width": 1,
+        opacity: 0.5,
+      }),
+    );
+    for (const row of rows.filter((r) => r.value > 0)) {
+      const lines = [
+        [`component ${row.component}`],
+        ["singular value", number(row.value)],
+        ["null, median", number(row.null_median)],
+        ["null, 95%", number(row.null_high)],
+      ];
+      svg.append(
+        draw("circle", {
+          cx: x(row.component),
+          cy: y(row.value),
+          r: 3.5,
+          fill: row.kept ? "var(--original)" : "var(--paper)",
+          stroke: "var(--original)",
+          "stroke-width": 1.3,
+        }),
+        draw("circle", { cx: x(row.component), cy: y(row.value), r: 9, fill: "transparent", ...pointed(lines) }),
+      );
+    }
+    const step = rows.length > 14 ? 5 : rows.length > 8 ? 2 : 1;
+    for (let i = 1; i <= rows.length; i += i === 1 && step === 5 ? 4 : step)
+      svg.append(draw("text", { class: "soft", x: x(i), y: height - 8, "text-anchor": "middle" }, String(i)));
+    return svg;
+  }
+})();
