@@ -67,6 +67,9 @@ def test_a_planted_feature_is_carried_by_its_vectors_and_by_no_rotated_ones():
         assert found.numbers[f"vectors_{control}"] > 4
         assert found.numbers[f"key_{control}"] < 0.8
         assert found.numbers[f"p_key_{control}"] == pytest.approx(1 / 101)
+    # on single vectors: turned among themselves, the leading ones spread it
+    assert found.numbers["sparsity"] < found.numbers["sparsity_block"]
+    assert found.numbers["p_block"] < 0.05
     assert "3 of 12" in str(found) or "2 of 12" in str(found)
 
 
@@ -80,6 +83,23 @@ def test_a_feature_that_knows_nothing_of_the_weights_looks_like_its_controls():
         p_values.append(found.numbers["p_key_random"])
     assert sum(p < 0.05 for p in p_values) <= 3
     assert max(p_values) > 0.2
+
+
+def test_a_feature_that_fills_a_block_is_told_from_one_on_single_vectors():
+    """Spread over the four leading vectors by a rotation of them: the span is theirs, the directions are not."""
+    basis, _, _ = random_basis()
+    one = basis[HEAD]
+    generator = torch.Generator().manual_seed(3)
+    p_values = []
+    for _ in range(8):
+        turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
+        read, write = one.read[:, :4] @ turn, one.write[:, :4] @ turn
+        delta = read[:, :2] @ write[:, :2].T  # two of four turned vectors
+        found = alignment(basis, Subspace.from_delta(delta, 2, head=HEAD))
+        assert found.numbers["block"] <= 4
+        p_values.append(found.numbers["p_block"])
+    assert sum(p < 0.05 for p in p_values) <= 2
+    assert found.total == pytest.approx(2.0)
 
 
 def test_overlap_is_the_share_of_the_subspace_in_a_span():

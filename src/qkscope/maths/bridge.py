@@ -9,7 +9,9 @@ the image to compare a side with: U with ``m_j``, V with ``n_j``. What the contr
 so ``n_jᵀ ΔC m_j`` is what vector j carries of the feature. A split over any basis concentrates somewhere, and the best
 r of d directions always fit a little: two controls go through the same choice. ``rotated`` turns the singular vectors
 at random within the head's own input space (``u' = U R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random
-orthonormal axes of the head space. Both keep every logit.
+orthonormal axes of the head space. A third tells a block from its vectors: ``block`` turns only the leading singular
+vectors among themselves, as many as carry the feature in the order of their singular values. If a feature sits on
+single vectors it is less sparse there; if only their span matters, it is not. All three keep every logit.
 """
 
 from __future__ import annotations
@@ -98,6 +100,10 @@ class Alignment:
             f" {n['query_random']:.0%}) and {n['key']:.0%} in key space (rotated {n['key_rotated']:.0%}, random"
             f" {n['key_random']:.0%}).",
         ]
+        lines.append(
+            f"In the order of σ the leading {n['block']:.0f} carry it, with sparsity {n['sparsity']:.2f}; turned among "
+            f"themselves with {n['sparsity_block']:.2f} (p = {n['p_block']:.2f} that turned ones are as sparse)."
+        )
         lines += [self.caveat] if self.caveat else []
         lines.append(" vector    sigma    share  |cos| query  |cos| key")
         for row in self.table()[:rows]:
@@ -135,7 +141,13 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
     rotations = random_rotations(m.shape[1], draws, seed)
     axes = random_rotations(m.shape[0], draws, seed + 1)
     numbers: dict[str, float] = {}
-    for name, read, write in (("", m, n), ("_rotated", m @ rotations, n @ rotations), ("_random", axes, axes)):
+    block, within = _block(shares, own.S.double(), draws, seed + 2)
+    for name, read, write in (
+        ("", m, n),
+        ("_rotated", m @ rotations, n @ rotations),
+        ("_random", axes, axes),
+        ("_block", m @ within, n @ within),
+    ):
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
         numbers |= {
@@ -144,7 +156,9 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
             f"query{name}": _mean(query := overlap(u, _columns(read, best))),
             f"key{name}": _mean(key := overlap(v, _columns(write, best))),
         }
-        if name:  # how often a meaningless basis does as well
+        if name == "_block":  # how often the block's vectors, turned among themselves, are as sparse
+            numbers |= {"block": float(block), "p_block": _tail(-sparsity(parts), -numbers["sparsity"])}
+        elif name:  # how often a meaningless basis does as well
             numbers |= {f"p_query{name}": _tail(query, numbers["query"]), f"p_key{name}": _tail(key, numbers["key"])}
     leading = own.S.argsort(descending=True)[:r]
     numbers |= {"query_leading": _mean(overlap(u, m[:, leading])), "key_leading": _mean(overlap(v, n[:, leading]))}
@@ -172,6 +186,19 @@ def rotated_images(
     """Images and duals of singular vectors that were turned at random within the head's input space."""
     rotations = random_rotations(read.shape[1], draws, seed)
     return read.double() @ rotations, dual(read) @ rotations
+
+
+def _block(
+    shares: Float[Tensor, " m"], s: Float[Tensor, " m"], draws: int, seed: int
+) -> tuple[int, Float[Tensor, "draws m m"]]:
+    """How many leading vectors carry the feature, and rotations of these among themselves."""
+    order = s.argsort(descending=True)
+    reached = shares[order].cumsum(0) >= CARRIED * shares.sum()
+    size = int(reached.long().argmax()) + 1 if bool(reached.any()) else len(s)
+    whole = torch.eye(len(s), dtype=torch.float64).repeat(draws, 1, 1)
+    leading = order[:size]
+    whole[:, leading[:, None], leading] = random_rotations(size, draws, seed)
+    return size, whole
 
 
 def _columns(x: Float[Tensor, "*n d m"], index: Int[Tensor, "*n k"]) -> Float[Tensor, "*n d k"]:
