@@ -1,7 +1,7 @@
 """The numbers of ``docs/discover.md`` on toys: what discovery finds where the features are known.
 
 ``python docs/discover_toys.py --out runs/discover-toys`` trains the ten cells of each d_head 16 grid that fit, and
-takes them, an untrained twin and a superposition toy apart. ``--only retrieval|shuffled|superposition`` runs a part of it.
+takes them, an untrained twin and a superposition toy apart. ``--only retrieval|shuffled|superposition`` runs a part.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def take_apart(head: RetrievalHead, n: int = 8192, nuisance: int = 0, seed: int 
     """What discovery says of one head, beside what is true of it."""
     rows = looked_at(head, n, seed, nuisance)
     rank, contrast = directions(rows, head.d_head)
-    found = paired_components(rows["q"], rows["attended"], rows["mean"], max(rank, 1), torch.arange(n))
+    own = (rows[name] for name in ("q", "attended", "mean"))
+    found = paired_components(*own, max(rank, 1), torch.arange(n), starts=4, draws=39)
     u, _, v = checked_svd(contrast.delta()[0])
     true = head.encoders.task.total_rank
     spans = [
@@ -70,7 +71,7 @@ def take_apart(head: RetrievalHead, n: int = 8192, nuisance: int = 0, seed: int 
     corr = [float(correlations(side, rows["latents"]).amax(dim=0).min()) for side in sides]
     return {
         "variant": head.encoders.task.variant, "ranks": list(head.encoders.task.ranks), "true": true,
-        "directions": rank, "features": len(found.features),
+        "directions": rank, "features": len(found.features), "rejected": len(found.rejected),
         "identifiable": sum(f.identifiable for f in found.features), "corr_query": corr[0], "corr_key": corr[1],
         "span_query": float(spans[0]), "span_key": float(spans[1]), "match": float(found.match.min()),
         "diagonal": found.diagonal, "diagonal_null": found.diagonal_bound,
@@ -90,7 +91,8 @@ def retrieval(out: Path) -> list[dict[str, Any]]:
             if variant == "discrete" and head.encoders.task.total_rank < 14:
                 kinds["nuisance"] = (head, 2)
             for kind, (one, nuisance) in kinds.items():
-                rows.append({"kind": kind, **take_apart(one, nuisance=nuisance)})
+                n = 4096 if variant == "discrete" else 16_384
+                rows.append({"kind": kind, **take_apart(one, n, nuisance=nuisance)})
                 print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     return rows
 

@@ -139,7 +139,7 @@ def _tables(
             "verdict": verdict,
         })  # fmt: skip
         if rank:
-            examples += example_rows(scope, tested, h, 1, parts, count=3)
+            examples += example_rows(scope, tested, h, 1, parts, count=3, around=5)
     rows.sort(key=lambda row: (-row["directions"], -row["logit_share"]))
     return {"atlas": rows, "examples": examples}
 

@@ -254,10 +254,15 @@ def _verdict(components: Components) -> str:
 
 def _answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = tables["heads"]
-    said = [f"{row['head']}: {row['features']} features of {row['directions']} directions ({row['verdict']})"
-            for row in rows[:4]]  # fmt: skip
+    said = [f"{row['head']}: {counted(row['features'], 'feature')} in {counted(row['directions'], 'direction')} "
+            f"({row['verdict']})" for row in rows[:4]]  # fmt: skip
     more = f"; and {len(rows) - 4} more heads" if len(rows) > 4 else ""
     return "; ".join(said) + more + "."
+
+
+def counted(number: int, what: str) -> str:
+    """A number and its noun."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _arrays(found: Mapping[Head, Components]) -> dict[str, Tensor]:

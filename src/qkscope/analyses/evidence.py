@@ -118,6 +118,7 @@ def example_rows(
     number: int,
     strength: Float[Tensor, " n"],
     count: int = 5,
+    around: int = _AROUND,
 ) -> list[dict[str, Any]]:
     """The queries in which a feature carries the most logit, as text with the query and its key marked."""
     rows: list[dict[str, Any]] = []
@@ -133,15 +134,15 @@ def example_rows(
         query, key = int(looked.query[row]), int(looked.top_place[row, h])
         rows.append({
             "head": str(looked.heads[h]), "feature": number, "logit": float(strength[row]),
-            "attention": float(looked.top_weight[row, h]), **_snippet(scope, ids, query, key),
+            "attention": float(looked.top_weight[row, h]), **_snippet(scope, ids, query, key, around),
         })  # fmt: skip
     return rows
 
 
-def _snippet(scope: Scope, ids: list[int], query: int, key: int) -> dict[str, Any]:
+def _snippet(scope: Scope, ids: list[int], query: int, key: int, around: int) -> dict[str, Any]:
     """Text around two tokens, with their places in it as character offsets."""
     pieces = [scope.tokenizer.decode([i]) if scope.tokenizer is not None else f" {i}" for i in ids]
-    near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= _AROUND]
+    near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= around]
     text, spans, last = "", {}, -1
     for i in near:
         if i != last + 1:

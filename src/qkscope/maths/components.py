@@ -26,6 +26,7 @@ from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, ga
 from qkscope.maths.svd import checked_svd
 
 _STABLE = 0.9  # |cos| between the two halves of the data under which a direction is not a finding
+_MATCH = 0.1  # correlation under which a partner is none: with enough data everything correlates a little
 _RIDGE = 1e-6  # of the mean variance: keeps directions of rounding errors out of an inverse
 _ROWS = 6000  # rows that independent components are fitted on; more change nothing but the time
 
@@ -210,9 +211,12 @@ def _pair(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> tuple[Tensor, Ten
 
 
 def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -> float:
-    """95% quantile of the largest correlation of any two components when keys go to other prompts' queries."""
+    """95% quantile of the largest correlation of any two components when keys go to other prompts' queries.
+
+    At least ``_MATCH``: what only queries carry still tilts attention through random weights, and a tilt is no match.
+    """
     largest = [_correlations(s, t[shuffled_rows(prompts, seed, 1, draw)]).abs().max() for draw in range(draws)]
-    return float(torch.stack(largest).quantile(0.95))
+    return max(float(torch.stack(largest).quantile(0.95)), _MATCH)
 
 
 def _stability(
@@ -248,21 +252,17 @@ def _features(
     loose, named = [], []
     for group in groups:
         stable = _span_stability(rows, group)
-        if float(away[group].min()) > away_bound and stable >= _STABLE:
+        told_apart = len(group) == 1 or len(group) < len(match)  # of all directions together, the span is all there is
+        if told_apart and float(away[group].min()) > away_bound and stable >= _STABLE:
             named.append(_feature(group, match, away, stable, True))
         else:
             loose += group
-    if len(loose) == 1 and not named_unstable(away, away_bound, loose):
+    if len(loose) == 1 and float(away[loose[0]]) <= away_bound:
         # a single Gaussian direction is what the others leave over: it can only be itself
         named.append(_feature(loose, match, away, _span_stability(rows, loose), True))
     elif loose:
         named.append(_feature(sorted(loose), match, away, _span_stability(rows, sorted(loose)), False))
     return tuple(sorted(named, key=lambda feature: (not feature.identifiable, -feature.match)))
-
-
-def named_unstable(away: Tensor, bound: float, index: list[int]) -> bool:
-    """Whether a lone component is left over because it wanders, not because it is Gaussian."""
-    return float(away[index].min()) > bound
 
 
 def _feature(group: list[int], match: Tensor, away: Tensor, stable: float, identifiable: bool) -> Feature:

@@ -14,6 +14,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from qkscope.analyses.discover import counted
 from qkscope.page.report import asset
 from qkscope.result import Result
 
@@ -53,7 +54,7 @@ def feature_cards(result: Result) -> str:
 
 def _head_words(head: Row) -> str:
     said = (
-        f"{head['directions']} directions above shuffled queries, {head['features']} features; "
+        f"{counted(head['directions'], 'direction')} above shuffled queries, {counted(head['features'], 'feature')}; "
         f"{head['mass']:.0%} of its attention is off the first token; its features carry {head['logit_share']:.0%} of "
         "the logit of the most attended key over another."
     )
@@ -86,7 +87,8 @@ def _card(row: Row, examples: Sequence[Row]) -> Markup:
 def _example(row: Row) -> Markup:
     """Text with the query and the key it attends to marked; they may be the same token."""
     text = row["text"]
-    marks = sorted({(row["query_start"], row["query_stop"], "query"), (row["key_start"], row["key_stop"], "key")})
+    query, key = (row["query_start"], row["query_stop"]), (row["key_start"], row["key_stop"])
+    marks = [(*query, "both")] if query == key else sorted([(*query, "query"), (*key, "key")])
     out, last = Markup(""), 0
     for start, stop, kind in marks:
         if start < last:
@@ -180,4 +182,4 @@ def _atlas_row(row: Row, example: Row | None) -> Markup:
         shown = str(value) if isinstance(value, int) else f"{value:.2g}" if column == "q" else f"{value:.2f}"
         cells += Markup('<td class="n" data-value="{}">{}</td>').format(value, shown)
     text = _example(example) if example is not None else Markup("")
-    return Markup('<tr data-verdict="{}">{}<td class="text card">{}</td></tr>').format(row["verdict"], cells, text)
+    return Markup('<tr data-verdict="{}">{}<td class="text">{}</td></tr>').format(row["verdict"], cells, text)
