@@ -54,7 +54,7 @@ class RandomBest(NamedTuple):
 
 
 def random_best(d: int, vectors: int, draws: int = 4000, seed: int = 0) -> RandomBest:
-    """Best |cos| of random directions in d dimensions with any ``vectors`` orthonormal ones.
+    """Best ``|cos|`` of random directions in d dimensions with any ``vectors`` orthonormal ones.
 
     By symmetry the vectors may be axes: it is the largest of the first coordinates of a random unit vector.
 
