@@ -735,6 +735,8 @@ def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, fold
     assert set(said["swap"]["tables"]) == {"swap", "curve", "downstream"}
     assert [row["token"] for row in said["explain"]["tables"]["tokens"]] == ["hat", ":", "O", "jam", ":"]
     assert {row["k"] for row in said["swap"]["tables"]["curve"]} == {1, 2, 4, 8, 12}
+    page = (Path(out) / "report.html").read_text()  # the folder's page tells the fit and the swap
+    assert all(f'class="block {kind}"' in page for kind in ("spectra", "swaps", "cloud"))
 
 
 def test_no_head_above_the_threshold_is_an_answer(qkscope, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -155,6 +156,10 @@ def swap(
             result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
             seconds=result.seconds + more.seconds,
         )  # fmt: skip
+    if os.access(folder, os.W_OK):  # the folder's page now tells this too
+        from qkscope.page.report import write_report
+
+        write_report(folder / "report.html", result, fit)
     print_result(result, as_json)
 
 
