@@ -205,16 +205,18 @@ class Pooler:
 
         keys = self._keys(call, k)
         heads_kv = torch.arange(call.q.shape[1], device=k.device) // size
-        uniform = seen.uniform.expand(-1, weights.shape[1], -1, -1)
-        both = torch.cat([weights, uniform], dim=2).view(n, call.k.shape[1], -1, k.shape[2]) @ keys
-        both = both.view(n, -1, 2, m, keys.shape[-1])  # n h (attended, mean) m d
+        attended = (weights.view(n, call.k.shape[1], -1, k.shape[2]) @ keys).view(n, -1, m, keys.shape[-1])
+        if seen.uniform.shape[1] == 1:  # heads that see the same share a mean
+            mean = (seen.uniform @ keys).repeat_interleave(size, dim=1)
+        else:
+            mean = (seen.uniform.view(n, call.k.shape[1], -1, k.shape[2]) @ keys).view_as(attended)
         best = keys[rows[:, None, None], heads_kv[None, :, None], top] * valid[..., None]
         lots = keys[
             rows[:, None, None, None], torch.arange(keys.shape[1], device=k.device)[:, None, None], seen.drawn[:, None]
         ]
         lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, logits.shape[1], -1, -1))
 
-        vectors = torch.stack([self._queries(call, q, rows, query).transpose(1, 2), both[:, :, 0], both[:, :, 1], best])
+        vectors = torch.stack([self._queries(call, q, rows, query).transpose(1, 2), attended, mean, best])
         vectors = vectors.permute(0, 1, 3, 2, 4).flatten(1, 2)[:, flat]  # 4 b h d
         lots = lots.transpose(1, 2).flatten(0, 1)[flat]  # b g s d
         if self.space == "query_frame" and call.rotary is not None and self.facts.layers[call.layer].offset is not None:
