@@ -57,6 +57,14 @@ def bench(rows: list[dict], hardware: str) -> None:
     _put(DOCS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
 
 
+def errors(rows: list[dict]) -> None:
+    """Bad commands and the sentences they get, as tests/test_bad_inputs.py wrote them down."""
+    lines = ["| what was said | what is answered |", "| --- | --- |"]
+    for row in rows:
+        lines.append(f"| `{row['command']}` | {_text(row['answer'])} |")
+    _put(DOCS / "errors.md", "errors", "\n".join(lines))
+
+
 def results(folders: list[Path], hardware: str) -> None:
     """Every claim of every figure, from the largest preset that was run."""
     store = DOCS / "results.json"
@@ -181,11 +189,13 @@ def _put(page: Path, name: str, table: str) -> None:
 def main() -> None:
     """Read rows from standard input, or runs from folders."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["models", "bench", "results", "commands"])
+    parser.add_argument("what", choices=["models", "bench", "results", "commands", "errors"])
     parser.add_argument("folders", nargs="*", type=Path, help="Of results: where run folders lie.")
     parser.add_argument("--hardware", default="two CPU cores")
     given = parser.parse_args()
-    if given.what == "commands":
+    if given.what == "errors":
+        errors([json.loads(line) for line in sys.stdin])
+    elif given.what == "commands":
         commands()
     elif given.what == "results":
         results(given.folders, given.hardware)

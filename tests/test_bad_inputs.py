@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -62,6 +64,11 @@ def test_a_bad_command_gets_a_sentence(place, monkeypatch, capsys, arguments, sa
         assert len(said.err.strip().splitlines()) == 1
         assert said.err.strip().endswith(".")
     assert sorted(place.rglob("*")) == before, "something was left behind"
+    if os.environ.get("QKSCOPE_ERRORS"):  # docs/errors.md is made of these
+        answer = re.sub(r"\s+", " ", re.sub("[│╭╮╰╯─]", " ", said.err.removeprefix("qkscope: "))).strip()
+        answer = re.sub(r"^Usage: .*? for help\. Error ", "", answer).replace(str(place), "")
+        with open(os.environ["QKSCOPE_ERRORS"], "a") as file:
+            file.write(json.dumps({"command": " ".join(["qkscope", *arguments]), "answer": answer}) + "\n")
 
 
 def test_there_are_enough_of_them():
