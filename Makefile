@@ -31,7 +31,7 @@ test: setup
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
 	  { test "$$(id -u)" = 0 || { echo "Installing Chromium needs root: run 'sudo make browser'." >&2; exit 2; }; \
-	    apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 lint: setup
 	@$(BIN)/ruff check src tests docs
