@@ -67,13 +67,15 @@ def errors(rows: list[dict]) -> None:
 
 def results(folders: list[Path], hardware: str) -> None:
     """Every claim of every figure, from the largest preset that was run."""
+    from qkscope.papers.registry import PAPERS
+
     store = DOCS / "results.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
         found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
         name = found["experiment"]
         old = known.get(name)
-        if "/" not in name or (old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"])):
+        if name.split("/")[0] not in PAPERS or (old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"])):
             continue
         picture = path.parent / "figures" / f"{name.split('/')[1]}.png"
         drawn = found["preset"] != "smoke" and picture.exists()
@@ -81,7 +83,7 @@ def results(folders: list[Path], hardware: str) -> None:
             (DOCS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(picture, DOCS / "figures" / f"{name}.png")
         known[name] = {key: found[key] for key in ("preset", "model", "seconds", "answer", "claims")} | {
-            "command": made["command"], "hardware": hardware, "picture": drawn,
+            "command": re.sub(r" --out \S+", "", made["command"] or ""), "hardware": hardware, "picture": drawn,
             "date": datetime.date.today().isoformat(),
         }  # fmt: skip
     store.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
