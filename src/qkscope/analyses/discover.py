@@ -245,11 +245,9 @@ def _one_head(
 def _verdict(components: Components) -> str:
     if not components.features:
         return "directions that no key answers"
-    if components.matched:
-        return "matches like with like"
     if not any(feature.identifiable for feature in components.features):
-        return "a span, not identifiable"
-    return "directions, not matched one to one"
+        return "a span, not identifiable"  # and so is the diagonal of what one could turn as one likes
+    return "matches like with like" if components.matched else "directions, not matched one to one"
 
 
 def _answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
