@@ -58,6 +58,14 @@ def test_an_aligned_toy_reads_as_aligned():
     assert all(row["control"] for row in untrained)
 
 
+def test_pairs_to_be_avoided_take_their_singular_vector_by_size():
+    rows = alignment_rows("by hand", 0, 0, aligned_toy(pairs=((0, 4, 15.0), (1, 5, -24.0), (2, 6, 18.0))))
+    assert [row["pair"] for row in rows[::2]] == ["1-5", "2-6", "0-4"]
+    for row in rows:
+        assert row["matched"] == pytest.approx(1.0, abs=1e-6)
+        assert row["singular_value"] == pytest.approx(abs(row["target_logit"]), rel=1e-5)
+
+
 def test_token_pairs_hold_what_they_say():
     task = Superposition()
     for present, count in (("one", 1), ("two", 2), ("none", 0)):

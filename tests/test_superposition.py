@@ -211,6 +211,7 @@ def test_a_singular_dictionary_works():
     ({"head_std": 0.0}, "positive, finite size"),
     ({"pairs": ((0, 20, 1.0),)}, "features 0 to 19"),
     ({"pairs": ((0, 1, float("inf")),)}, "finite logit"),
+    ({"pairs": ((0, 4, 24.0), (0, 4, 3.0))}, r"\(0, 4\) is given twice"),
     ({"positional": (Positional(0, 1, 1.0, 1),)}, "set rope"),
     ({"rope": True, "d_head": 9}, "make it even"),
     ({"rope": True, "positional": (Positional(0, 1, 1.0, 5),)}, "bands 0 to 4"),

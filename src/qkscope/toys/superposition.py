@@ -90,6 +90,10 @@ class Superposition:
             if not (0 <= first < self.n and 0 <= second < self.n and math.isfinite(logit)):
                 raise BadInput(f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but got "
                                f"({first}, {second}) with {logit}.")  # fmt: skip
+        named = [(pair[0], pair[1]) for pair in self.pairs]
+        if len(set(named)) < len(named):
+            twice = next(pair for pair in named if named.count(pair) > 1)
+            raise BadInput(f"M has one entry for a pair, but ({twice[0]}, {twice[1]}) is given twice.")
         if self.positional and not self.rope:
             raise BadInput("a head that does not rotate cannot see positions: set rope for positional pairs.")
         if self.rope and self.d_head % 2:
@@ -271,5 +275,8 @@ def linear_pairs(count: int, top: float, offset: int | None = None, step: float 
 
 
 def by_logit(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs in the order of their target logits, the order of the singular vectors they should map to."""
-    return sorted(pairs, key=lambda pair: -pair[2])
+    """Pairs in the order of the size of their target logits, the order of the singular vectors they should map to.
+
+    A singular value has no sign: a pair that should be avoided, with a logit below 0, takes its place by size as well.
+    """
+    return sorted(pairs, key=lambda pair: -abs(pair[2]))
