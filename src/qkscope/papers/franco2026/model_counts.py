@@ -24,7 +24,7 @@ def run(settings: Settings) -> Result:
         answer=(
             f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} heads of the "
             f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
-            f"{null:.1f}. At {few} of {len(inside)} heads the count is between 1 and 4."
+            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} heads the count is between 1 and 4."
         ),
         tables={
             "counts": counts,
@@ -43,7 +43,7 @@ def _distribution(found: Swept, i: int) -> list[Row]:
     """Quartiles and ends of one head's counts, of the data and of the null."""
     edge = found.edges[i]
     out = []
-    for name in ("count", "count_tol", "count_null"):
+    for name in ("count", "count_tol", "count_null", "count_tol_null"):
         values = found.last[name][i]
         values = values[values.isfinite()]
         if len(values):
@@ -71,9 +71,9 @@ def _claims(found: Swept, inside: list[Row]) -> list[Claim]:
             _mean(inside, "count"), _mean(inside, "count_null"), "1 <= ours <= 4",
         ),
         Claim(
-            "The same at a tolerance of 99% is less than random terms need",
+            "The same at a tolerance of 99% is less than random terms need at it",
             "features of interest occupy low-dimensional subspaces",
-            _mean(inside, "count_tol"), _mean(inside, "count_null"), "ours < control",
+            _mean(inside, "count_tol"), _mean(inside, "count_tol_null"), "ours < control",
         ),
     ]  # fmt: skip
     if found.trained:
@@ -82,8 +82,8 @@ def _claims(found: Swept, inside: list[Row]) -> list[Claim]:
             Claim(
                 "Count less that of random terms, at the end (control: at the start)",
                 "the count declines during training",
-                rows[-1]["count_tol"] - rows[-1]["count_null"],
-                rows[0]["count_tol"] - rows[0]["count_null"],
+                rows[-1]["count_tol"] - rows[-1]["count_tol_null"],
+                rows[0]["count_tol"] - rows[0]["count_tol_null"],
                 "ours < control",
             )
         )

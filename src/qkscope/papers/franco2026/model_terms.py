@@ -66,6 +66,7 @@ def _row(found: Swept, i: int) -> Row:
         "largest_vector": largest, "largest_share": float(terms[largest] / terms.sum()),
         "vectors": len(terms), "sigma_correlation": _mean(end["sigma_correlation"]),
         "count": _mean(end["count"]), "count_tol": _mean(end["count_tol"]), "count_null": _mean(end["count_null"]),
+        "count_tol_null": _mean(end["count_tol_null"]),
     }  # fmt: skip
 
 
