@@ -113,8 +113,8 @@ def _claims(summary: list[Row], rows: list[Row]) -> list[Claim]:
               "above 0.75", most["raw"], most["random"], "ours > 0.75"),
         Claim("... and means that the vectors in use point at the features (raw, top four; control: random directions "
               "under the maximum over all ten)", "implied", most["raw_top"], most["random"], "ours > control"),
-        Claim("anti-whitening improves alignment more than in an untrained head, as G pulls any vector to where features "
-              "lean (paired difference of the gains at ε ≥ 5, lower bound; control: the gain untrained)",
+        Claim("anti-whitening improves alignment more than in an untrained head, as G pulls any vector to where "
+              "features lean (paired difference of the gains at ε ≥ 5, lower bound; control: the gain untrained)",
               "significantly", _gain_low(rows),
               mean(r["anti_whitened_untrained"] - r["raw_untrained"] for r in strong), "ours > 0"),
         Claim("Theorem 2 bounds alignment from below where it speaks (least raw |cos| minus bound; control: its "
