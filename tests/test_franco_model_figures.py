@@ -44,7 +44,7 @@ def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
     circuit = [row for row in written(tmp_path, "fig9")["tables"]["sparsity"] if row["circuit"]]
     assert len(written(tmp_path, "fig25")["tables"]["heads"]) == len(circuit)
     counts = {row["what"] for row in results["fig9"].tables["counts"]}
-    assert counts == {"count", "count_tol", "count_null"}
+    assert counts == {"count", "count_tol", "count_null", "count_tol_null"}
     # one sweep serves them all, and is found again
     (folder,) = (tmp_path / "franco2026" / "sweeps").iterdir()
     stamps = {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}

@@ -19,6 +19,7 @@ from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.maths import sparsity as measure
 from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
+from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.tasks.indirect import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 
@@ -145,6 +146,7 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     assert row["positive"] == len(counted) / 5
     if counted:
         assert row["count_tol"] == pytest.approx(sum(counted) / len(counted))
+        assert 1 <= row["count_tol_null"] <= row["count_null"]  # random terms reach 99% no later than all of it
     assert row["low"] <= row["difference"] <= row["high"]
     terms = {term["vector"]: term["term"] for term in each[0].tables["terms"]}
     first = [terms[i] for i in range(len(terms))]
@@ -161,6 +163,11 @@ def test_a_head_and_a_role_the_model_and_task_do_not_have_are_refused(words):
         sparsity(scope, tasks.ioi(), "gpt2", n=2)
     with pytest.raises(BadInput, match="a role 'S3' that ioi does not have"):
         sparsity(scope, tasks.ioi(), "L0H0:END>S3", n=2)
+    with pytest.raises(BadInput, match="in no prompt does IO see END"):
+        sparsity(scope, tasks.ioi(), "L0H0:IO>END", n=2)
+    for counts, says in (({"draws": 0}, "draws is at least 1"), ({"controls": -1}, "controls is at least 0")):
+        with pytest.raises(BadInput, match=says):
+            sparsity(scope, tasks.ioi(), "L0H0:END>IO", n=2, **counts)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,12 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
     assert again.to_json()["tables"] == found.to_json()["tables"]
     now = {file.name: file.stat().st_mtime_ns for file in (out / "checkpoints").iterdir()}
     assert {name for name in stamps if now[name] != stamps[name]} == {"step20.safetensors"}
+    # a file of an older version, without a column of today's, is measured again
+    arrays, manifest = read_tensors(out / "checkpoints" / "step0.safetensors", "sparsity_checkpoint")
+    del arrays["count_tol_null"]
+    write_tensors(out / "checkpoints" / "step0.safetensors", "sparsity_checkpoint", arrays, manifest)
+    anew = sweep(str(run_folder), tasks.ioi(), "step0,step20,step100", out=out, **SMALL)
+    assert anew.to_json()["tables"] == found.to_json()["tables"]
     assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
     with pytest.raises(BadInput, match=r"another job \(n, examples differ\)"):
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
@@ -227,6 +240,8 @@ def test_a_change_is_measured_on_the_same_prompts():
 
 def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folder, tmp_path):
     assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
+    both = checkpoints("EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3")  # the same step is no copy
+    assert [c.label for c in both] == ["step3", "seed2-step20", "seed1-step20"]
     for revisions, says in (
         ("step0,step7", "has no revision 'step7': there is copy3, step0"),
         ("step0,step0", "named twice"),

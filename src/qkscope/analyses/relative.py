@@ -197,6 +197,7 @@ def relative_attention(
         "constant": float(found.constant[0, 0]), "sparsity": float(sparsity(terms)), "rotated": float(rotated),
         "rotated_shared": float(shared), "count": count,
         "count_tol": float(reconstruction_count(terms, TOLERANCE)), "count_null": float(null_count(terms, seed=seed)),
+        "count_tol_null": float(null_count(terms, TOLERANCE, seed=seed)),
         "cancellation": float(cancellation(terms)), "others": int(found.seen[0, 0]) - 1,
     }  # fmt: skip
     carried = f"{count:.0f} of {len(terms)} singular vectors reach it" if count == count else "it is not positive"

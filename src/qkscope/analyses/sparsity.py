@@ -3,7 +3,8 @@
 Per edge (a head that looks from one role to another): sparsity ``(mean |c|)² / mean c²`` of the terms, the same under
 independently rotated singular vectors (``rotated``: spectrum and rank stay) and along a rotated head space
 (``rotated_shared``: every logit stays), the number of terms that reach r (``count``), that reach 99% of it
-(``count_tol``), and the number that random terms of the same sum and norm would need (``count_null``).
+(``count_tol``), and the numbers that random terms of the same sum and norm would need for either (``count_null``,
+``count_tol_null``).
 ``low`` and ``high`` are the 95% interval, by prompt, of ``difference = sparsity − rotated``.
 """
 
@@ -35,7 +36,7 @@ from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
-          "cancellation", "sigma_correlation")  # fmt: skip
+          "count_tol_null", "cancellation", "sigma_correlation")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def sparsity(
     step : what to call this checkpoint.
     """
     start = time.perf_counter()
+    check_counts(controls, draws)
     edges = [*(own := edges_for(scope, task, heads, batch_size, progress)), *outside(scope, own, controls, seed)]
     arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed, progress=progress)
     rows = sparsity_rows(edges, arrays, scope.name, step, seed)
@@ -88,6 +90,13 @@ def sparsity(
         provenance=provenance(**job(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
         edges=tuple(edges),
     )
+
+
+def check_counts(controls: int, draws: int) -> None:
+    """Refuse numbers of controls or rotations that make no sense."""
+    for what, value, least in (("controls", controls, 0), ("draws", draws, 1)):
+        if value < least:
+            raise BadInput(f"--{what} is at least {least}, but got {value}.")
 
 
 def edges_for(
@@ -164,6 +173,10 @@ def measure_edges(
 
     for _ in stream(batches_of(units, batch_size), run, progress):
         pass
+    blind = next((edge for edge, seen in zip(edges, counts.tolist(), strict=True) if edge.circuit and not seen), None)
+    if blind is not None:
+        raise BadInput(f"{blind} cannot be measured: in no prompt does {blind.job.query} see {blind.job.key} and one "
+                       "token more; heads look back, so name the later place first.")  # fmt: skip
     mean = sums / counts[:, None].clamp_min(1)
     sigma = basis.S[index].double()
     return {**out, "terms_first": first, "terms_rotated": turned, "terms_mean": mean, "sigma": sigma}
@@ -205,6 +218,7 @@ def _values(
         "count": measure.reconstruction_count(terms),
         "count_tol": measure.reconstruction_count(terms, TOLERANCE),
         "count_null": measure.null_count(terms, draws=draws, seed=seed),
+        "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
         "cancellation": measure.cancellation(terms),
         "sigma_correlation": _rank_correlation(terms.abs(), basis.S[index].double().expand_as(terms)),
     }  # fmt: skip
@@ -236,7 +250,8 @@ def sparsity_rows(
             "to": edge.job.key, "circuit": edge.circuit, "sparsity": means["sparsity"], "rotated": means["rotated"],
             "rotated_shared": means["rotated_shared"], "difference": float(gap.nanmean()), "low": float(low),
             "high": float(high), "count": means["count"], "count_tol": means["count_tol"],
-            "count_null": means["count_null"], "positive": float((own["relative"] > 0).double().mean()),
+            "count_null": means["count_null"], "count_tol_null": means["count_tol_null"],
+            "positive": float((own["relative"] > 0).double().mean()),
             "relative": means["relative"], "attention": means["attention"], "cancellation": means["cancellation"],
             "sigma_correlation": means["sigma_correlation"], "n": int(kept.sum()),
         })  # fmt: skip
@@ -274,7 +289,7 @@ def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Sparsity is {mean(inside, 'sparsity'):.2f} over {len(inside)} heads of the circuit, "
         f"{mean(inside, 'rotated'):.2f} under rotated singular vectors ({below} of {len(inside)} heads are below "
         f"theirs, by their 95% intervals); {mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit, "
-        f"where random terms need {mean(inside, 'count_null'):.1f}"
+        f"where random terms need {mean(inside, 'count_tol_null'):.1f}"
     )
     if control:
         text += f"; heads outside the circuit: {mean(control, 'sparsity'):.2f} against {mean(control, 'rotated'):.2f}"

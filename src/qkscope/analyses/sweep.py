@@ -25,6 +25,7 @@ from qkscope.analyses.sparsity import (
     Sparsity,
     answer_of,
     answers_right,
+    check_counts,
     edges_for,
     group_difference,
     measure_edges,
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 _JOB = "job.json"
 _KIND = "sparsity_checkpoint"
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
-_MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "attention")
+_MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "count_tol_null", "attention")
 
 
 def plan_sweep(
@@ -62,9 +63,7 @@ def plan_sweep(
 ) -> dict[str, Any]:
     """The job as far as it is known without a model, checked; a folder of another job is refused."""
     found = checkpoints(model, revisions)
-    for what, value, least in (("controls", controls, 0), ("draws", draws, 1)):
-        if value < least:
-            raise BadInput(f"--{what} is at least {least}, but got {value}.")
+    check_counts(controls, draws)
     if heads is not None:
         named_edges(heads, task)
     elif (known := circuit_of(model, task.name)) is not None:
@@ -136,8 +135,9 @@ def sweep(
     )  # the one in memory, then the rest
     for checkpoint in last_first:
         path = folder / "checkpoints" / f"{quote(checkpoint.label, safe='') or 'model'}.safetensors"
-        if path.exists():
-            arrays, manifest = read_tensors(path, _KIND, about)
+        kept = read_tensors(path, _KIND, about) if path.exists() else None
+        if kept is not None and set(VALUES) <= set(kept[0]):  # a file of an older version may lack a column
+            arrays, manifest = kept
             digest = manifest["about"]["weights"]
             if checkpoint.weights not in (None, digest):
                 raise BadInput(f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "

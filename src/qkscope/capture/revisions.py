@@ -62,9 +62,8 @@ def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> lis
     else:
         found = [Checkpoint(name, model, name) for name in names]
     _refuse_copies(model, found)
-    steps = [checkpoint.step for checkpoint in found]
-    in_order = [step for step in steps if isinstance(step, int)]
-    return found if len(in_order) < len(found) else [found[steps.index(step)] for step in sorted(in_order)]
+    numbered = all(isinstance(checkpoint.step, int) for checkpoint in found)
+    return sorted(found, key=lambda checkpoint: int(checkpoint.step)) if numbered else found
 
 
 def _of_nano(model: str, names: list[str]) -> list[Checkpoint]:

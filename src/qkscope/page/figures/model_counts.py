@@ -43,7 +43,7 @@ def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool
         axis.plot([i, i], [row["quarter"], row["three_quarters"]], color=colour, lw=7, solid_capstyle="butt", alpha=0.6)
         axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
         axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
-        axis.plot(i, own["count_null"]["mean"], "x", color=INK, ms=4.5)
+        axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
     axis.set_xticks(range(len(heads)), [f"{head} {way}" for head, way, _ in heads], rotation=60, ha="right",
                     rotation_mode="anchor", fontsize=7)  # fmt: skip
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
@@ -53,7 +53,7 @@ def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool
         axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit")[0],
         axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside")[0],
         axis.plot([], [], "o", color="white", mec=INK, ms=3.6, label="mean at 99% of r")[0],
-        axis.plot([], [], "x", color=INK, ms=4.5, label="random terms, mean")[0],
+        axis.plot([], [], "x", color=INK, ms=4.5, label="random terms at 99%, mean")[0],
     ]
     axis.legend(handles=handles, frameon=False, fontsize=7.5, ncols=2, loc="upper right")
 
@@ -62,7 +62,7 @@ def _training(axis: Axes, rows: Sequence[Row]) -> None:
     inside = [row for row in rows if row["circuit"]]
     x = steps_axis(axis, [row["step"] for row in inside])
     lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
-             ("count_null", "random terms", INK, ":"))  # fmt: skip
+             ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
     for column, label, colour, style in lines:
         axis.plot(x, smoothed([row[column] for row in inside]), style, color=colour, lw=1.5, label=label)
     axis.set_ylim(0, None)

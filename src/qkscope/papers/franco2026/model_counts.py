@@ -24,7 +24,8 @@ def run(settings: Settings) -> Result:
         answer=(
             f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} heads of the "
             f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
-            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} heads the count is between 1 and 4."
+            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} heads the count is "
+            "between 1 and 4."
         ),
         tables={
             "counts": counts,
