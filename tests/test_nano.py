@@ -222,7 +222,7 @@ def test_answers_are_right():
         assert text[-1] in CATEGORIES[wanted]
 
 
-def test_pairs_of_test_names_are_never_trained_on():
+def test_no_story_has_a_pair_of_test_names():
     held = set(pools(NAMES, 0, "names", least=3)["test"])
     pairs = [[token for token in tokens(ids) if token in NAMES][:2] for ids in rows_of("ioi", 4000).ids]
     assert not [pair for pair in pairs if set(pair) <= held]

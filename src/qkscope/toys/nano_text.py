@@ -4,7 +4,8 @@ A text with slots (``{word0}: {box0}\n … {asked0}: {answer0}``) is tokenised o
 random words scattered into the slots. The ids are those the tokenizer gives for the finished text (a test compares
 them with the tasks' prompts). Loss is taken on answers alone, and on the second copy of repeated words.
 
-No text has two names of the pool that ``ioi(seed=0)`` tests with, so each of its test prompts has a new pair of names.
+No story has two names of the pool that ``ioi(seed=0)`` tests with, so each of its test prompts has a pair of names that
+is new to the task; repeated words are drawn from the whole vocabulary, names among them.
 """
 
 from __future__ import annotations
