@@ -59,7 +59,7 @@ def heads(tmp_path_factory) -> dict[str, RetrievalHead]:
     """Trained heads of the retrieval toy, shortly but to its end."""
     folder = tmp_path_factory.mktemp("heads")
     cells = [Cell(Retrieval((4, 6)), 16, 0), Cell(Retrieval((6, 4), "continuous"), 16, 0)]
-    trained = train_heads(cells, folder, lr=2e-3, recipe=Recipe(steps=3000), workers=1)
+    trained = train_heads(cells, folder, lr=2e-3, recipe=Recipe(steps=2000), workers=1)
     return {one.cell.task.variant: one.head for one in trained}
 
 
@@ -88,7 +88,7 @@ def test_what_only_queries_carry_is_no_feature(heads):
 
 
 def test_gaussian_latents_have_a_span_and_no_directions(heads):
-    found = take_apart(heads["continuous"], n=16_384)
+    found = take_apart(heads["continuous"], n=8192)
     assert found["span_query"] >= 0.999
     assert found["span_key"] >= 0.999
     assert found["directions"] == 10
