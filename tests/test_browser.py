@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
+import torch
 
 import qkscope as qk
 from browser import Watched, chromium
@@ -230,3 +232,43 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
     assert watched.errors == []
     watched.shoot("notebook")
     watched.page.close()
+
+
+def test_round_off_does_not_crowd_the_axis_of_a_spectrum(report):
+    """A contrast of rank one has one value, and fifteen of 1e-15."""
+    rows = [{"panel": "one", "component": i + 1, "value": 10.0 if i == 0 else 1e-15, "null_median": None,
+             "null_high": None, "kept": i == 0} for i in range(16)]  # fmt: skip
+    panel = {"name": "one", "rank": 1, "above": 0, "verdict": "not above null", "dominance": 1.0}
+    heights, labels = report.page.evaluate(
+        """([rows, panel]) => {
+          const place = document.createElement("div");
+          document.body.append(place);
+          qk.spectra(place, rows, [panel]);
+          const all = (what, name) => [...place.querySelectorAll(what)].map((each) => Number(each.getAttribute(name)));
+          const found = [all("circle", "cy"), all("text[text-anchor=end]", "y")];
+          place.remove();
+          return found;
+        }""",
+        [rows, panel],
+    )
+    assert all(0 < y < 200 for y in heights)
+    assert 2 <= len(labels) <= 5
+    labels.sort()
+    assert min(b - a for a, b in pairwise(labels)) >= 12  # a line of text
+
+
+def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, tmp_path):
+    points = torch.arange(12.0).reshape(4, 3)
+    arrays = {"order/keys": points, "order/queries": points + 1, "order/key_labels": torch.tensor([0, 0, 1, 1]),
+              "order/query_labels": torch.tensor([0, 0, 1, 1])}  # fmt: skip
+    evil = '<b>bold</b><a href="https://example.org">x</a>'
+    broken = [{"position": 0, "token": None, "attention": 1.0, "logit": 1.0}]
+    result = Result("test/one", {"tokens": broken, "labels": [{"label": evil}, {"label": "plain"}]}, arrays=arrays)
+    watched = Watched(browser, write_report(tmp_path / "page.html", result).as_uri())
+    page = watched.page
+    page.locator(".cloud .stage").scroll_into_view_if_needed()
+    page.wait_for_selector(".cloud .legendtext")
+    assert page.locator(".cloud .legendtext").first.text_content() == evil
+    assert page.locator(".cloud .legendtext a").count() == 0
+    assert "cannot be drawn" in page.locator("section.tokens .chart").inner_text()
+    page.close()

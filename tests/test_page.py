@@ -19,6 +19,7 @@ from qkscope import BadInput
 from qkscope.analyses.swap import Swaps
 from qkscope.explorer.opening import page_of
 from qkscope.page.blocks import blocks_of
+from qkscope.page.cards import add_section
 from qkscope.page.report import report_html, script_json, write_report
 from qkscope.result import Claim, Result
 from tiny_llama import write_tiny_llama
@@ -198,6 +199,16 @@ def test_features_of_two_heads_are_refused(verbs):
         qk.attribute(scope, "hat : O jam :", "L1H3", mixed)
 
 
+SHAPES = {
+    "a list of tables": {"tables": []},
+    "no tables": {"tables": None},
+    "rows of text": {"tables": {"a": "hello"}},
+    "rows of numbers": {"tables": {"a": [1, 2]}},
+    "no seconds": {"seconds": None},
+    "half a character": {"answer": "\ud83d"},
+}
+
+
 def damage(folder: Path, how: str) -> Path:
     some = Result("test/one", {}, arrays={"x": torch.arange(3)}).write(
         folder / "run", files={"report.html": "<html></html>"}
@@ -220,6 +231,9 @@ def damage(folder: Path, how: str) -> Path:
         (some / "report.html").write_text("<html><body>")
     elif how == "newer":
         (some / "results.json").write_text(json.dumps({**stored, "schema": 99}))
+    elif how in SHAPES:
+        (some / "results.json").write_text(json.dumps({**stored, **SHAPES[how]}))
+        (some / "report.html").unlink()
     elif how == "several":
         return folder
     return some
@@ -233,6 +247,7 @@ BAD = [
     ("lacks parts", "is damaged or half-written"),
     ("half-written arrays", "is damaged or half-written"),
     ("half-written page", "report.html is half-written"),
+    *((how, "is damaged or half-written") for how in SHAPES),
     ("newer", "was written by a newer qkscope (schema 99; this one reads 1): update it"),
     ("several", "holds 1 runs: name one of"),
 ]
@@ -242,6 +257,18 @@ BAD = [
 def test_a_folder_that_is_not_whole_is_refused(tmp_path, how, says):
     with pytest.raises(BadInput, match=re.escape(says)):
         page_of(damage(tmp_path, how))
+
+
+def test_rows_need_not_have_the_same_columns():
+    page = report_html([Result("test/one", {"mixed": [{"x": 1}, {"x": 2, "y": 0.5}, {"y": 7}]})])
+    table = page[page.index('aria-label="mixed"') : page.index("</table>")]
+    assert re.findall(r"<th [^>]*>(.*?)</th>", table) == ["x", "y"]
+    assert re.findall(r"<td(?: [^>]*)?>(.*?)</td>", table) == ["1", "", "2", "0.5", "", "7"]
+
+
+def test_a_further_script_stands_at_the_end_whatever_the_others_speak_of():
+    page = report_html([Result("test/one", {})]).replace("</main>", "</main><script>'</body>'</script>")
+    assert add_section(page, "<p>more</p>", "go()").endswith("<script>go()</script></body>\n</html>")
 
 
 def test_a_folder_without_a_page_gets_one(tmp_path):

@@ -85,8 +85,7 @@ def _tables(result: Result) -> Iterator[Block]:
                         "Attention shifted when only the first k directions are swapped, with 95% intervals.",
                         rows)  # fmt: skip
         elif kind == "tokens":
-            known = ("attention", "logit", *sorted(_TOKENS))
-            parts = [c for c in rows[0] if c not in known and isinstance(rows[0][c], float)]
+            parts = [c for c in rows[0] if c not in _TOKENS and isinstance(rows[0][c], float)]
             yield Block("tokens", _titled("One prompt, split", name, "tokens"),
                         "The prompt as it reads. Under each token: the parts of its attention logit, up for and down "
                         "against; grey is what no feature explains. The last token asks.", rows,

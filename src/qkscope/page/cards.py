@@ -30,7 +30,8 @@ def add_section(page: str, section: str, script: str = "") -> str:
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         page = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
-        page = page.replace("</body>", f"<script>{script}</script></body>", 1)
+        before, end, after = page.rpartition("</body>")  # a script above may speak of one
+        page = f"{before}<script>{script}</script>{end}{after}"
     return page
 
 

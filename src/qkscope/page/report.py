@@ -126,11 +126,20 @@ def _render(
 def _section(result: Result, clouds: Sequence[Cloud]) -> dict[str, Any]:
     drawn = drawn_tables(result)
     tables = {
-        name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn}
+        name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn, "columns": _columns(rows)}
         for name, rows in plain_value(result.tables).items()
         if rows
     }
     return {"result": result, "blocks": [_block(block) for block in blocks_of(result, clouds)], "tables": tables}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Every column that some row has, and whether its first value is a number."""
+    first: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            first.setdefault(name, value)
+    return {name: isinstance(value, int | float) for name, value in first.items()}
 
 
 def _block(block: Block) -> dict[str, Any]:

@@ -13,9 +13,9 @@
     shown.textContent = count + ' of ' + rows.length + ' heads';
   };
   box.querySelectorAll('th button').forEach((button, i) => button.addEventListener('click', () => {
-    const up = button.getAttribute('aria-sort') === 'descending';
-    box.querySelectorAll('th button').forEach(other => other.removeAttribute('aria-sort'));
-    button.setAttribute('aria-sort', up ? 'ascending' : 'descending');
+    const column = button.parentElement, up = column.getAttribute('aria-sort') === 'descending';
+    box.querySelectorAll('th').forEach(other => other.removeAttribute('aria-sort'));
+    column.setAttribute('aria-sort', up ? 'ascending' : 'descending');
     rows.sort((a, b) => { const x = value(a, i), y = value(b, i); return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1); });
     body.append(...rows);
   }));

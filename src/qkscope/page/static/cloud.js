@@ -57,7 +57,7 @@
           traces.push({
             type: "scatter3d",
             mode: "markers",
-            name: label === null ? "other" : label,
+            name: label === null ? "other" : escaped(label),
             legendgroup: String(label),
             showlegend: side === "key" || !rows.some((r) => r.cloud === name && r.side === "key" && r[by] === label),
             x: own.map((r) => r.x),

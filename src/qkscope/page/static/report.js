@@ -131,7 +131,13 @@
     if (!stored) continue;
     const { kind, rows, options } = JSON.parse(stored.textContent);
     qk.copyButtons(block.querySelector(".copy"), () => rows);
-    charts[kind](block.querySelector(".chart"), rows, options);
+    const place = block.querySelector(".chart");
+    try {
+      charts[kind](place, rows, options);
+    } catch (error) {
+      console.error(error); // and on to the other charts
+      place.replaceChildren(make("p", { class: "words" }, "These numbers cannot be drawn; they can be copied."));
+    }
   }
   const claims = document.querySelector("section.claims");
   if (claims) {

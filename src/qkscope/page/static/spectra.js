@@ -1,7 +1,8 @@
 "use strict";
 // Singular values over their null band: one small panel for each contrast and head.
 (() => {
-  const { draw, make, number, fixed, tip, pointed, redraw } = qk;
+  const { draw, make, number, fixed, pointed, redraw } = qk;
+  const DECADES = 6; // what is smaller still is round-off: it lies on the floor
 
   qk.spectra = (element, rows, panels) => {
     const grid = make("div", { class: "panels" });
@@ -31,10 +32,11 @@
   function spectrum(panel, rows, width) {
     const [left, right, top, bottom, height] = [44, 8, 42, 26, 200];
     const values = rows.flatMap((row) => [row.value, row.null_median, row.null_high]).filter((value) => value > 0);
-    const [low, high] = [Math.log10(Math.min(...values)), Math.log10(Math.max(...values))];
+    const high = Math.log10(Math.max(...values)),
+      low = Math.max(Math.log10(Math.min(...values)), high - DECADES);
     const pad = Math.max(0.08 * (high - low), 0.05);
     const x = (i) => left + 8 + ((width - left - right - 16) * (i - 1)) / Math.max(rows.length - 1, 1);
-    const y = (value) => top + (height - top - bottom) * (1 - (Math.log10(value) - low + pad) / (high - low + 2 * pad));
+    const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
     const svg = draw(
       "svg",
       { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} above the null` },
@@ -51,7 +53,8 @@
         found.push(...steps.map((k) => k * 10 ** power));
       return found.filter((v) => Math.log10(v) > low - pad && Math.log10(v) < high + pad);
     };
-    for (const value of lines([1]).length > 1 ? lines([1]) : lines([1, 3])) {
+    const grid = lines([1]).length > 1 ? lines([1]) : lines([1, 3]);
+    for (const value of grid.filter((_, i) => (grid.length - 1 - i) % Math.ceil(grid.length / 4) === 0)) {
       svg.append(
         draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
         draw("text", { class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)),
