@@ -8,6 +8,8 @@ import http.client
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -161,6 +163,7 @@ def test_a_head_is_fitted_when_asked(scope, monkeypatch, tmp_path):
         ("look", {"prompt": " \n "}, "the prompt is empty"),
         ("look", {"prompt": "hat " * 3000}, "the prompt has 3000 tokens"),
         ("look", {"prompt": "h" * 500_000}, "characters: at most"),
+        ("look", {"prompt": "hat \ud83d"}, "half of a character"),
         ("look", {"prompt": 3}, "'prompt' is not understood"),
         ("look", {}, "lacks its prompt"),
         ("look", {"prompt": "a", "head": "L0H0"}, "has a head too many"),
@@ -205,6 +208,38 @@ def test_only_this_machine_with_the_token_is_answered(server):
     assert ask(server, "api/look", raw=b"[]")[0] == 400
     assert ask(server, "api/nothing", {})[0] == 404
     assert ask(server, "api/look", raw=b" " * (2 << 20))[0] == 413
+
+
+def test_a_length_of_thousands_of_digits_is_refused(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.putrequest("POST", f"/{server.token}/api/look")
+    connection.putheader("Content-Length", "9" * 5000)
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_reader_who_leaves_while_we_look_is_no_error(server, monkeypatch, caplog):
+    looking, left, done, said = threading.Event(), threading.Event(), threading.Event(), []
+
+    def slow(prompt):
+        looking.set()
+        left.wait(30)
+        return {"tokens": "x" * 20_000_000}
+
+    monkeypatch.setitem(server.questions, "look", slow)
+    monkeypatch.setattr(server, "handle_error", lambda *_: said.append("a traceback"))
+    monkeypatch.setattr(server, "shutdown_request", lambda request: (request.close(), done.set()))
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    body = json.dumps({"prompt": "hat"})
+    connection.request("POST", f"/{server.token}/api/look", body, {"Content-Type": "application/json"})
+    assert looking.wait(30)
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone, not half-closed
+    connection.close()
+    left.set()
+    assert done.wait(30)
+    assert said == []
+    assert "a question failed" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -331,6 +366,40 @@ def test_a_prompt_is_split_and_two_tokens_are_swapped(browser, smol):
         assert page.locator("#fit").inner_text() == "Fit binding features at L19H6"
         assert watched.errors == []
         assert all(url.startswith((server.url, "data:")) for url in watched.requests)
+        page.close()
+
+
+def test_what_the_reader_left_behind_is_not_shown_and_focus_stays(browser, smol):
+    """A token picked while a swap is under way begins a new pair; keys alone are enough, again and again."""
+    fit = qk.decompose(smol, qk.tasks.binding(9, "list"), "L18H6", 16, contrasts=["order", "lexical"], replicates=9)
+    with served(Session(smol, fit)) as server:
+        watched = Watched(browser, server.url)
+        page = watched.page
+        page.wait_for_selector("#tokens .token")
+        watched.until("document.getElementById('state').textContent.includes('tokens')")
+        held = threading.Event()
+        swap = server.questions["swap"]
+        server.questions = {**server.questions, "swap": lambda **asked: (held.wait(30), swap(**asked))[1]}
+        for i in (6, 14, 2):
+            page.locator(f'#tokens .token[data-i="{i}"]').click()
+        with page.expect_response("**/api/swap"):
+            held.set()
+        watched.until("document.getElementById('state').textContent === ''")
+        assert page.locator("#how").inner_text().startswith("O is chosen")
+        assert page.locator("#moved .pairs").count() == 0
+        page.locator("#undo").click()
+        page.locator("#tokens .prompt").focus()
+        for key in ("Home", "ArrowRight", "ArrowRight", "Enter", "End", "Enter"):
+            page.keyboard.press(key)
+        page.wait_for_selector("#moved .pairs")
+        for key in ("Home", "Enter"):
+            page.keyboard.press(key)
+        assert page.locator("#how").inner_text().startswith("hat is chosen")
+        page.locator("#features button").first.focus()
+        page.keyboard.press("Enter")
+        watched.until("document.querySelectorAll('#features [aria-pressed=true]').length === 1")
+        assert page.evaluate("document.activeElement.parentElement.id") == "features"
+        assert watched.errors == []
         page.close()
 
 

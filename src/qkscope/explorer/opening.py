@@ -65,7 +65,12 @@ def page_of(folder: str | Path) -> Path:
         from qkscope.page.report import write_report
 
         pictures = {path.stem: path.read_bytes() for path in sorted(folder.glob("figures/*.png"))}
-        return write_report(page, result, pictures=pictures)
+        try:
+            return write_report(page, result, pictures=pictures)
+        except BadInput:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but not what a run writes
+            raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
     with page.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(file.tell() - 64, 0))

@@ -28,6 +28,7 @@ _SHARED = ("page.css", "base.js", "map.js", "prompt.js")  # the report's own
 _OWN = {"": "index.html", "explorer.css": "explorer.css", "explorer.js": "explorer.js"}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 20  # bytes of a question
+_DIGITS = len(str(_LARGEST))
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -85,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit() or int(length) > _LARGEST:
+        if not length.isascii() or not length.isdigit() or len(length) > _DIGITS or int(length) > _LARGEST:
             self.close_connection = True  # what was not read would pass for the next request
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the prompt is too long to be sent: shorten it.")
         body = self.rfile.read(int(length))
@@ -98,12 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
         if question is None:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
         try:
-            return self._answer(HTTPStatus.OK, question(**_checked(name.removeprefix("api/"), body)))
+            found = question(**_checked(name.removeprefix("api/"), body))
         except BadInput as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
             log.exception("a question failed")
             return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this went wrong; the terminal says more.")
+        return self._answer(HTTPStatus.OK, found)
 
     def _allowed(self) -> str | None:
         """The path behind the token, if the request may be answered."""
@@ -124,12 +126,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, {"error": sentence})
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-        self.send_response(status)
         headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        try:
+            self.end_headers()
+            self.wfile.write(body)
+        except ConnectionError:  # the reader closed the page while we were looking
+            self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

@@ -104,7 +104,7 @@ class Session:
 
     def describe(self) -> dict[str, Any]:
         """The model, its heads, and what was fitted already."""
-        fitted = [str(head) for head in self._features]
+        fitted = [str(head) for head in list(self._features)]  # another request may be fitting one more
         first = _FIRST.get(self.scope.name, str(self.scope.heads()[-1]))
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()], "fitted": fitted,
@@ -186,6 +186,10 @@ class Session:
             raise BadInput("the prompt is empty: type a few words.")
         if len(prompt) > _CHARACTERS:
             raise BadInput(f"the prompt has {len(prompt)} characters: at most {_CHARACTERS} are looked at here.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise BadInput("the prompt holds half of a character: type it again.") from None
         encoded = self.scope.encode([prompt])
         ids = encoded.inputs["input_ids"][0].tolist()
         if len(ids) > self._longest:

@@ -17,7 +17,9 @@
     chosen = null,
     there = {},
     swapped = null,
-    asked = 0;
+    drawn = null,
+    asked = 0,
+    turn = 0; // answers to an older question, or to an older swap, are not shown
 
   async function ask(what, question) {
     document.body.classList.add("busy");
@@ -76,6 +78,7 @@
   async function take(next, features = null) {
     const mine = ++asked,
       question = { prompt, head: next };
+    turn += 1;
     if (features) question.features = features;
     const found = await ask("split", question);
     if (mine !== asked) return;
@@ -84,6 +87,7 @@
       picked = [];
     }
     head = found.head;
+    drawn = seen;
     rows = found.rows;
     parts = found.parts;
     there = found.features;
@@ -97,9 +101,17 @@
     drawMap();
     drawSwap();
     drawNext();
+    if (Object.keys(there).length) fitted(head);
+  }
+  // a dot on the map, whoever had it fitted
+  function fitted(name) {
+    if (model.fitted.includes(name)) return;
+    model.fitted.push(name);
+    grid.mark(model.fitted);
   }
 
   function drawMap() {
+    if (drawn !== seen) return; // the tokens on the page are still the last prompt's
     const size = seen.tokens.length,
       at = new Map(model.heads.map((name, i) => [name, i]));
     const value = (row) => Math.sqrt(seen.bytes[at.get(row.head) * size + watched] / 255);
@@ -123,7 +135,8 @@
 
   function drawFeatures() {
     const names = Object.keys(there),
-      place = $("features");
+      place = $("features"),
+      focused = [...place.children].indexOf(document.activeElement);
     $("split").classList.toggle("attention-only", !names.length);
     if (!names.length) {
       const button = make(
@@ -157,16 +170,18 @@
         ),
       ),
     );
+    if (focused >= 0) place.children[focused].focus({ preventScroll: true });
   }
   async function fit() {
-    const button = $("fit");
+    const button = $("fit"),
+      at = head,
+      mine = asked;
     button.disabled = true;
     button.textContent = `Fitting on ${model.fitted_on} prompts …`;
     try {
-      await ask("fit", { head });
-      model = { ...model, fitted: [...new Set([...model.fitted, head])] };
-      grid.mark(model.fitted);
-      await take(head);
+      await ask("fit", { head: at });
+      fitted(at);
+      if (mine === asked) await take(at); // else the reader went on to something else
     } finally {
       button.disabled = false;
     }
@@ -174,7 +189,8 @@
 
   function drawTokens() {
     const largest = Math.max(1e-9, ...parts.flatMap((name) => rows.map((row) => Math.abs(row[name]))));
-    const current = swapped ? swapped.rows : rows;
+    const current = swapped ? swapped.rows : rows,
+      focused = $("tokens").contains(document.activeElement);
     view = qk.prompt($("tokens"), {
       rows: current,
       parts,
@@ -202,11 +218,14 @@
         : []),
     );
     view.look(watched);
+    if (focused) $("tokens").firstChild.focus({ preventScroll: true });
     marks();
   }
   const marks = () => view.mark(Object.fromEntries(picked.map((i, j) => [i, "AB"[j]])));
 
   async function pick(i) {
+    if (drawn !== seen) return;
+    const mine = ++turn;
     if (swapped || picked.length === 2) {
       picked = [];
       swapped = null;
@@ -221,8 +240,11 @@
     if (chosen.length || Object.keys(there).length) question.features = chosen;
     busy("swapping");
     try {
-      swapped = await ask("swap", question);
+      const found = await ask("swap", question);
+      if (mine !== turn) return $("state").textContent === "swapping" ? busy("") : undefined;
+      swapped = found;
     } catch (error) {
+      if (mine !== turn) throw error;
       picked = [];
       marks();
       busy("");
@@ -322,6 +344,7 @@
     }
   });
   $("undo").addEventListener("click", () => {
+    turn += 1;
     picked = [];
     swapped = null;
     drawTokens();
@@ -339,7 +362,7 @@
         `${model.model} · ${model.heads.length} heads${model.folder ? ` · ${model.folder}` : ""}`;
       $("prompt").value = model.prompt;
       await look();
-      if (!model.fitted.length && model.quick) await fit();
+      if (model.quick && $("fit")) await fit();
     })(),
   );
 })();
