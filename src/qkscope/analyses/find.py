@@ -76,13 +76,15 @@ def find_heads(
             "mass": float(masses[:, i].mean()), "n": len(hits),
         })  # fmt: skip
     rows.sort(key=lambda row: -row["accuracy"])
-    best = rows[0]
+    best, first = rows[0], max(rows, key=lambda row: row["row_accuracy"])
+    whole = (
+        "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
+    )
     return Ranking(
         experiment=f"heads/{task.name}",
         answer=(
             f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
-            f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); it attends to it most of all tokens in "
-            f"{best['row_accuracy']:.0%}."
+            f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
         ),
         tables={"heads": rows},
         model=scope.name,
