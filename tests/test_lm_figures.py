@@ -12,11 +12,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qkscope.analyses.clouds import principal
 from qkscope.analyses.find import Ranking
 from qkscope.capture.families import tiny_model
 from qkscope.heads import Head
 from qkscope.papers.lee2026.language import choose_heads
-from qkscope.papers.lee2026.points import align, nearest_centroid, principal, separation
+from qkscope.papers.lee2026.points import align, nearest_centroid, separation
 from qkscope.rules import rule_holds
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
@@ -26,7 +27,7 @@ _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if a
 def tokenizer(chat: bool) -> PreTrainedTokenizerFast:
     """One token per word and mark, as the tasks write them; the chat template is optional."""
     words = {"<pad>": 0, "<unk>": 1, "<user>": 2, "<end>": 3, "<bot>": 4}
-    text = "The is in Box . Which box the ? Question : Answer of these are , Items list -"
+    text = "The is in Box . Which box the ? Question : Answer of these are , Items list - male female names"
     plain = text.split()
     named = [*OBJECTS, *BOXES, *(word for own in CATEGORIES.values() for word in own), *CATEGORIES, *plain]
     for word in named:

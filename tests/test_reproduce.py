@@ -77,7 +77,7 @@ def test_the_joint_swap_moves_the_attention_and_random_ones_do_not(smoke):
 
 def test_the_cube_can_be_turned(smoke):
     page = (smoke[0] / "lee2026" / "fig3" / "report.html").read_text()
-    assert "Plotly.newPlot" in page
+    assert "Plotly.react" in page
     assert "plotly.js v" in page, "the script is inside"
     rows = {row["head"]: row for row in results(smoke, "fig3")["tables"]["geometry"]}
     assert rows["trained"]["vertices"] == 8
