@@ -100,7 +100,7 @@ def test_every_figure_leaves_a_page_and_a_picture(llama, qwen):
             folder = runs / "lee2026" / figure
             assert (folder / "figures" / f"{figure}.png").read_bytes()[:4] == b"\x89PNG"
             assert (folder / "figures" / f"{figure}.pdf").read_bytes()[:4] == b"%PDF"
-            assert "<h2>claims</h2>" in (folder / "report.html").read_text()
+            assert "Claims</h2>" in (folder / "report.html").read_text()
 
 
 def test_binding_swaps_hold_every_condition_beside_its_baselines(llama, qwen):
