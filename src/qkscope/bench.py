@@ -148,11 +148,13 @@ def thin_svd_4096_128() -> Row:
 @row
 def thin_svd_8b() -> Row:
     """All 1,024 heads of Llama-3.1-8B's shape, a layer at a time, on a GPU if there is one; against one head, dense."""
-    layers, heads, d_model, d_head = 32, 32, 4096, 128
+    layers, heads, key_heads, d_model, d_head = 32, 32, 8, 4096, 128
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
-    shape = (heads, d_head, d_model)
-    w_q, w_k = (torch.randn(shape, generator=generator, device=device) / d_model**0.5 for _ in range(2))
+    w_q, w_k = (
+        torch.randn(n, d_head, d_model, generator=generator, device=device) / d_model**0.5 for n in (heads, key_heads)
+    )
+    kv_of_head = torch.arange(heads, device=device) // (heads // key_heads)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -164,7 +166,7 @@ def thin_svd_8b() -> Row:
 
     def ours() -> None:
         for _ in range(layers):
-            thin_svd(w_q, w_k)
+            thin_svd(w_q, w_k, kv_of_head)
         wait()
 
     thin_svd(w_q[:1], w_k[:1])

@@ -60,14 +60,16 @@ def _compute(scope: Scope, heads: Sequence[Head], about: dict[str, object]) -> S
     parts = []
     for start in range(0, len(heads), step):
         own = slice(start, start + step)
+        used, kv_of_head = weights.kv_of_head[own].unique(return_inverse=True)
         parts.append(
             basis_of_weights(
                 heads[own],
                 weights.W_Q[own],
-                weights.W_K[weights.kv_of_head[own]],
+                weights.W_K[used],
                 weights.scale[own],
                 weights.c_Q[own],
                 [scope.facts.layers[head.layer].offset is not None for head in heads[own]],
+                kv_of_head=kv_of_head,
             )
         )
     together = {

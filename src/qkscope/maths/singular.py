@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
@@ -116,17 +116,19 @@ class SingularBasis:
 def basis_of_weights(
     heads: Sequence[Head],
     w_q: Float[Tensor, "h d_head d"],
-    w_k: Float[Tensor, "h d_head d"],
+    w_k: Float[Tensor, "g d_head d"],
     scale: Float[Tensor, " h"],
     c_q: Float[Tensor, "h d_head"],
     rotary: Sequence[bool],
     about: Mapping[str, Any] | None = None,
+    kv_of_head: Int[Tensor, " h"] | None = None,
 ) -> SingularBasis:
     """Thin SVD of each head, multiplied out on random probes before it is believed."""
-    u, s, v = thin_svd(w_q, w_k)
+    u, s, v = thin_svd(w_q, w_k, kv_of_head)
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64).to(u)
-    true = w_q.to(u).mT @ (w_k.to(u) @ probes)
+    keys = w_k.to(u) @ probes
+    true = w_q.to(u).mT @ (keys if kv_of_head is None else keys[kv_of_head])
     error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
     error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     if bool((error > 1e-6).any()):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
@@ -15,13 +15,16 @@ from qkscope.maths.svd import checked_svd
 
 
 def thin_svd(
-    w_q: Float[Tensor, "*h d_head d_model"], w_k: Float[Tensor, "*h d_head d_model_k"]
+    w_q: Float[Tensor, "*h d_head d_model"],
+    w_k: Float[Tensor, "*g d_head d_model_k"],
+    kv_of_head: Int[Tensor, " h"] | None = None,
 ) -> tuple[Float[Tensor, "*h d_model m"], Float[Tensor, "*h m"], Float[Tensor, "*h d_model_k m"]]:
     """Singular vectors and values of ``W_Qᵀ W_K`` for a batch of heads; m ≤ d_head.
 
     Parameters
     ----------
     w_q, w_k : the query and key weights of each head, biases appended as a last column where there are any.
+    kv_of_head : which key weights each head reads, where several share them: those are factored once.
 
     Examples
     --------
@@ -29,10 +32,12 @@ def thin_svd(
     >>> u.shape, s.shape
     (torch.Size([3, 20, 4]), torch.Size([3, 4]))
     """
-    if w_q.shape[:-1] != w_k.shape[:-1]:
+    if kv_of_head is None and w_q.shape[:-1] != w_k.shape[:-1]:
         raise BadInput(f"query and key weights should agree in all but the last size, but have shapes "
                        f"{tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
     q_1, r_1 = torch.linalg.qr(w_q.to(torch.float64).mT)
     q_2, r_2 = torch.linalg.qr(w_k.to(torch.float64).mT)
+    if kv_of_head is not None:
+        q_2, r_2 = q_2[kv_of_head], r_2[kv_of_head]
     a, s, b = checked_svd(r_1 @ r_2.mT)
     return q_1 @ a, s, q_2 @ b
