@@ -19,7 +19,7 @@ from qkscope.bench import Row, compare, faster, overhead, row
 from qkscope.capture.scope import Scope
 from qkscope.maths.store import read_tensors
 
-_PROMPTS = 768
+_PROMPTS = 1536
 _HEADS = "L18H6,L17H5"
 
 
