@@ -227,6 +227,13 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
 
 
+@pytest.mark.parametrize(("text", "says"), [('{"schema": 99, "edges": []}', "newer qkscope"), ("{", "is damaged")])
+def test_a_sweep_of_a_newer_version_is_told_from_a_damaged_one(run_folder, tmp_path, text, says):
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(BadInput, match=says):
+        plan_sweep(str(run_folder), tasks.ioi(), out=tmp_path)
+
+
 def test_a_change_is_measured_on_the_same_prompts():
     generator = torch.Generator().manual_seed(0)
     level = torch.rand(1, 40, generator=generator, dtype=torch.float64)  # prompts differ far more than checkpoints

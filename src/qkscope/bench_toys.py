@@ -67,30 +67,30 @@ def plain_loop(task: Retrieval, d_head: int, seed: int = 0) -> Callable[[int], N
     return steps
 
 
+def _model_steps(plain: Callable[[int], None], trainer: Trainer, models: int) -> tuple[float, float]:
+    """Median CPU seconds of one model-step: of the plain loop, and of the trainer, whose steps serve many models."""
+
+    def ours(count: int) -> None:
+        for _ in range(count):
+            trainer.train_step()
+
+    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+    for turn in range(_ROUNDS + 1):
+        for name, call, served in (("plain", plain, 1), ("ours", ours, models)):
+            start = time.process_time()
+            call(_STEPS)
+            if turn:  # the first round warms up
+                seconds[name].append((time.process_time() - start) / (_STEPS * served))
+    return statistics.median(seconds["plain"]), statistics.median(seconds["ours"])
+
+
 @row
+@one_thread()
 def toy_trainer() -> Row:
     """25 heads of one grid (discrete, d_head 16) at once; CPU seconds of one model-step on either side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        cells = grid("discrete", 16)
-        trainer = Trainer(StackedRetrieval(cells), 1e-4)
-        plain = plain_loop(cells[12].task, 16)
-
-        def ours(count: int) -> None:
-            for _ in range(count):
-                trainer.train_step()
-
-        seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-        for turn in range(_ROUNDS + 1):
-            for name, call, models in (("plain", plain, 1), ("ours", ours, len(cells))):
-                start = time.process_time()
-                call(_STEPS)
-                if turn:  # the first round warms up
-                    seconds[name].append((time.process_time() - start) / (_STEPS * models))
-    finally:
-        torch.set_num_threads(before)
-    plain_s, ours_s = (statistics.median(seconds[name]) for name in ("plain", "ours"))
+    cells = grid("discrete", 16)
+    trainer = Trainer(StackedRetrieval(cells), 1e-4)
+    plain_s, ours_s = _model_steps(plain_loop(cells[12].task, 16), trainer, len(cells))
     return faster(plain_s, ours_s, "CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module")
 
 
@@ -138,21 +138,9 @@ def superposition_trainer() -> Row:
     cells = [Cell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
     trainer = Trainer(StackedSuperposition(cells), 1e-3, seed=5)
     model, plain = plain_toy_loop(cells[7], seed=5)
-
-    def ours(count: int) -> None:
-        for _ in range(count):
-            trainer.train_step()
-
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-    for turn in range(_ROUNDS + 1):
-        for name, call, models in (("plain", plain, 1), ("ours", ours, len(cells))):
-            start = time.process_time()
-            call(_STEPS)
-            if turn:  # the first round warms up
-                seconds[name].append((time.process_time() - start) / (_STEPS * models))
+    plain_s, ours_s = _model_steps(plain, trainer, len(cells))
     error = max(float((trainer.params[name][7] - getattr(model, name).detach()).abs().max()) for name in ("W", "W_Q"))
     assert error < 1e-3, "both sides must train the same toy"
-    plain_s, ours_s = (statistics.median(seconds[name]) for name in ("plain", "ours"))
     note = (
         f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"
     )

@@ -157,14 +157,27 @@ def check_folder(folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")
+    check_writable(folder, folder.absolute().parent)  # it is replaced as a whole, from beside it
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
+        raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
+    return folder
+
+
+def check_writable(folder: Path, place: Path | None = None) -> None:
+    """Ask before long work, of what is there already: a run that is refused later leaves no empty folder behind."""
+    place = (place or folder).absolute()
     try:
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
-            raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
-        # asked of what is there already: a run that is refused later leaves no empty folders behind
-        tempfile.TemporaryFile(dir=next(parent for parent in folder.absolute().parents if parent.exists())).close()
+        there = next(path for path in (place, *place.parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
-    return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a file."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _replace_folder(fresh: Path, folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.result import SCHEMA
+from qkscope.result import SCHEMA, check_writable, write_text
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -80,11 +79,7 @@ def check_place(folder: Path, job: dict[str, Any]) -> None:
         return
     if folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
         raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
-    try:  # asked of what is there already: a job that is refused later leaves no empty folder behind
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+    check_writable(folder)
 
 
 def _ours(path: Path) -> bool:
@@ -136,7 +131,7 @@ def run_decompose(
 def write_job(folder: Path, job: dict[str, Any]) -> None:
     """Say what a folder is made from, before it is made."""
     if not (folder / _JOB).exists():
-        _write(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
+        write_text(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
 
 
 def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> None:
@@ -148,14 +143,8 @@ def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> No
 
 def write_fit(folder: Path, fit: Fit) -> None:
     """The finished numbers beside the sums they come from."""
-    _write(folder / "results.json", json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
-    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(folder / "results.json", json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
+    write_text(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import SCHEMA, provenance
+from qkscope.result import SCHEMA, check_writable, provenance, write_text
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -81,12 +80,7 @@ def plan_sweep(
             raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
     elif folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise BadInput(f"{folder} holds other things than a sweep: name an empty or a new folder.")
-    else:
-        parent = next(path for path in folder.absolute().parents if path.exists())
-        try:
-            tempfile.TemporaryFile(dir=parent).close()
-        except OSError as error:
-            raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
+    check_writable(folder)
     return {**plan, "checkpoints": found}
 
 
@@ -153,8 +147,8 @@ def sweep(
             write_tensors(path, _KIND, arrays, {"about": {**about, "weights": scope.weights_hash}})
         stored[checkpoint.label] = arrays
     result = _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
-    _write(folder / "results.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
-    _write(folder / "manifest.json", json.dumps({"schema": SCHEMA, **result.provenance}, indent=1, default=str))
+    write_text(folder / "results.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
+    write_text(folder / "manifest.json", json.dumps({"schema": SCHEMA, **result.provenance}, indent=1, default=str))
     return result
 
 
@@ -175,7 +169,7 @@ def _edges(
     listed = [{"head": str(e.head), "role": e.job.role, "from": e.job.query, "to": e.job.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _JOB, json.dumps({"schema": SCHEMA, **plan, "edges": listed}, indent=1, ensure_ascii=False))
+    write_text(folder / _JOB, json.dumps({"schema": SCHEMA, **plan, "edges": listed}, indent=1, ensure_ascii=False))
     return edges
 
 
@@ -243,15 +237,9 @@ def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
 def _read_job(folder: Path) -> dict[str, Any]:
     try:
         job = json.loads((folder / _JOB).read_text(encoding="utf-8"))
-        if int(job["schema"]) > SCHEMA:
-            raise BadInput(f"{folder} was written by a newer qkscope (schema {job['schema']}): update qkscope.")
-        _ = job["edges"]
+        schema, _ = int(job["schema"]), job["edges"]
     except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.") from None
+    if schema > SCHEMA:
+        raise BadInput(f"{folder} was written by a newer qkscope (schema {schema}): update qkscope.")
     return dict(job)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)

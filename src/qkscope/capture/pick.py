@@ -120,7 +120,7 @@ class Captured:
 
 
 @dataclass
-class _Plan:
+class Plan:
     """What to take in one layer: query heads and key heads, and the slots they go to."""
 
     heads: list[int] = field(default_factory=list)
@@ -147,6 +147,27 @@ class _Masks(NamedTuple):
     source: Tensor | None
     at_keys: Float[Tensor, "b m k"]
     elsewhere: Float[Tensor, "b m t"]
+
+
+def plan_layers(
+    facts: Facts, heads: Sequence[Head], own_keys: frozenset[int] = frozenset()
+) -> tuple[dict[int, Plan], list[int], int]:
+    """What each layer gives to which slots, which key head each head reads, and how many key heads there are."""
+    plans: dict[int, Plan] = {}
+    groups: dict[tuple[int, int], int] = {}
+    kv_of_head = []
+    for slot, head in enumerate(heads):
+        shape = facts.layers[head.layer]
+        kv = head.index if head.layer in own_keys else head.kv(shape.n_heads // shape.n_kv_heads)
+        plan = plans.setdefault(head.layer, Plan())
+        if (head.layer, kv) not in groups:
+            groups[head.layer, kv] = len(groups)
+            plan.kv.append(kv)
+            plan.kv_slots.append(groups[head.layer, kv])
+        plan.heads.append(head.index)
+        plan.slots.append(slot)
+        kv_of_head.append(groups[head.layer, kv])
+    return plans, kv_of_head, len(groups)
 
 
 class Picker:
@@ -187,20 +208,7 @@ class Picker:
         for layer in sorted({head.layer for head in heads}):
             if space in facts.layers[layer].refusals:
                 raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.plans: dict[int, _Plan] = {}
-        groups: dict[tuple[int, int], int] = {}
-        kv_of_head = []
-        for slot, head in enumerate(self.heads):
-            shape = facts.layers[head.layer]
-            kv = head.index if head.layer in own_keys else head.kv(shape.n_heads // shape.n_kv_heads)
-            plan = self.plans.setdefault(head.layer, _Plan())
-            if (head.layer, kv) not in groups:
-                groups[head.layer, kv] = len(groups)
-                plan.kv.append(kv)
-                plan.kv_slots.append(groups[head.layer, kv])
-            plan.heads.append(head.index)
-            plan.slots.append(slot)
-            kv_of_head.append(groups[head.layer, kv])
+        self.plans, kv_of_head, groups = plan_layers(facts, self.heads, own_keys)
         self.deepest = max(self.plans)
         self._on: dict[torch.device, _Local] = {}
         row = places.row.tolist()
@@ -208,7 +216,7 @@ class Picker:
         rows, keys = places.keys.shape
         device = places.keys.device
         self.q = torch.zeros(rows, len(heads), self.d_head, device=device)
-        self.k = torch.zeros(rows, len(groups), keys, self.d_head, device=device)
+        self.k = torch.zeros(rows, groups, keys, self.d_head, device=device)
         self.bias = torch.zeros(rows, len(heads), keys, device=device)
         self.rest = torch.zeros(rows, len(heads), device=device) if rest else None
         self.scale = torch.zeros(len(heads))
@@ -253,7 +261,7 @@ class Picker:
         if self.stop and call.layer == self.deepest:
             raise Stop
 
-    def _take(self, call: Call, plan: _Plan) -> None:
+    def _take(self, call: Call, plan: Plan) -> None:
         at = self._local(call.q.device)
         masks = self._masks(call, at)
         # every head of one position is a small tensor, so heads are chosen after positions
@@ -296,7 +304,7 @@ class Picker:
         rest = torch.cat(sums) if len(sums) > 1 else sums[0]
         return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
 
-    def _logits_set(self, call: Call, plan: _Plan, at: _Local, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    def _logits_set(self, call: Call, plan: Plan, at: _Local, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
         if not any(head in plan.heads for head, *_ in call.logits_set):
             return bias
@@ -312,7 +320,7 @@ class Picker:
             bias[at_row, slot, at_key] += value[entry].to(bias) - logits[at_row, at_key]
         return bias
 
-    def _into_space(self, call: Call, plan: _Plan, at: _Local, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _into_space(self, call: Call, plan: Plan, at: _Local, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.facts.layers[call.layer]
         rotary = call.rotary
         if self.space == "post_rope" or rotary is None or layer.offset is None:

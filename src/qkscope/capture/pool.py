@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.capture.encode import Encoded
-from qkscope.capture.pick import Places
+from qkscope.capture.pick import Places, Plan, plan_layers
 from qkscope.capture.probe import Facts
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
@@ -108,13 +108,6 @@ class _Seen(NamedTuple):
     drawn_mask: Bool[Tensor, "n m s"]
 
 
-class _Plan(NamedTuple):
-    heads: list[int]
-    slots: list[int]
-    groups: list[int]  # key heads, in the order of their slots
-    group_slots: list[int]
-
-
 class Pooler:
     """A visitor of the tap that pools one batch, layer by layer.
 
@@ -159,7 +152,7 @@ class Pooler:
         self.row, self.query, self.example = places.row, places.query, example
         self.first, self.length = first, length
         self.layout = _lay_out(places.row, places.query, len(first))
-        self._plans, kv_of_head, groups = _plan(facts, self.heads)
+        self._plans, kv_of_head, groups = plan_layers(facts, self.heads)
         self.deepest = max(self._plans)
         self._seen: dict[tuple[int, bool, int, torch.device], _Seen] = {}
         rows, h, d, device = len(places.row), len(heads), widths.pop(), places.row.device
@@ -183,7 +176,7 @@ class Pooler:
         if call.layer == self.deepest:
             raise Stop
 
-    def _pool(self, call: Call, plan: _Plan) -> None:
+    def _pool(self, call: Call, plan: Plan) -> None:
         seen = self._look(call)
         query, flat = self.layout.query.to(call.q.device), self.layout.flat.to(call.q.device)
         n, m = query.shape
@@ -234,8 +227,8 @@ class Pooler:
         if call.softcap is not None:
             self.softcap[plan.slots] = float(call.softcap)
 
-    def _put(self, out: Tensor, dim: int, plan: _Plan, value: Tensor, groups: bool = False) -> None:
-        chosen, slots = (plan.groups, plan.group_slots) if groups else (plan.heads, plan.slots)
+    def _put(self, out: Tensor, dim: int, plan: Plan, value: Tensor, groups: bool = False) -> None:
+        chosen, slots = (plan.kv, plan.kv_slots) if groups else (plan.heads, plan.slots)
         if chosen != list(range(value.shape[dim])):
             value = value.index_select(dim, torch.tensor(chosen, device=value.device))
         first, last = slots[0], slots[-1] + 1
@@ -327,25 +320,6 @@ def _lay_out(row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
     used = torch.zeros(n * m, dtype=torch.bool, device=row.device)
     used[flat] = True
     return _Layout(table.view(n, m), used.view(n, m), flat)
-
-
-def _plan(facts: Facts, heads: Sequence[Head]) -> tuple[dict[int, _Plan], list[int], int]:
-    """What each layer gives to which slots, which key head a head reads, and how many key heads there are."""
-    plans: dict[int, _Plan] = {}
-    groups: dict[tuple[int, int], int] = {}
-    kv_of_head = []
-    for slot, head in enumerate(heads):
-        shape = facts.layers[head.layer]
-        kv = head.kv(shape.n_heads // shape.n_kv_heads)
-        plan = plans.setdefault(head.layer, _Plan([], [], [], []))
-        if (head.layer, kv) not in groups:
-            groups[head.layer, kv] = len(groups)
-            plan.groups.append(kv)
-            plan.group_slots.append(groups[head.layer, kv])
-        plan.heads.append(head.index)
-        plan.slots.append(slot)
-        kv_of_head.append(groups[head.layer, kv])
-    return plans, kv_of_head, len(groups)
 
 
 @torch.no_grad()
