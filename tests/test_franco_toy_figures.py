@@ -11,6 +11,7 @@ from qkscope.maths.alignment import whiten
 from qkscope.maths.relative import relative_logit
 from qkscope.papers.franco2026 import toys
 from qkscope.papers.franco2026.anisotropy import anisotropy_row
+from qkscope.papers.franco2026.decomposition import _strengths
 from qkscope.papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
 from qkscope.papers.franco2026.emergence import sparsity_row
 from qkscope.papers.franco2026.geometry import geometry_row
@@ -32,7 +33,7 @@ SPARSITY = {
     "difference_high", "count", "count_low", "count_high", "count_tol",
 }  # fmt: skip
 FIGURES = ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23", "thm3"]
-TINY = toys.Work(60, 60, 20, 60, 20, 5e-3, 20, 2, 2, 24, 3, 3)
+TINY = toys.Work(60, 60, 20, 60, 20, 5e-3, 20, 5, 2, 2, 24, 3, 3)
 
 
 def aligned_toy(**options):
@@ -202,6 +203,43 @@ def test_tables_of_alignment_have_controls_and_chance(tiny):
     rows = results["fig7a"].tables["sparsity"]
     assert set(rows[0]) >= SPARSITY
     assert {row["present"] for row in rows} == {"one", "two", "none"}
+
+
+def test_the_run_of_figure_3_keeps_more_checkpoints_than_the_sweeps(tiny):
+    _, results = tiny
+    steps = {figure: {row["step"] for row in results[figure].tables["alignment"]} for figure in ("fig3", "fig13")}
+    assert steps == {"fig3": {0, 15, 60}, "fig13": {0, 20, 60}}, "first, a quarter of the checkpoints, last"
+    assert {row["learned"] for row in results["fig3"].tables["onsets"]} - {0.0, 20.0, 40.0, 60.0}, (
+        "a step between the sweeps' checkpoints"
+    )
+
+
+def test_controls_of_figure_23_are_the_same_features_untrained(tiny):
+    rows, (on_last, fitting, _) = tiny[1]["fig23"].tables["alignment"], tiny[1]["fig23"].claims
+    untrained = [row for row in rows if row["control"]]
+    matched = [row["matched"] for row in untrained if not row["surplus"]]
+    assert fitting.control == pytest.approx(sum(matched) / len(matched))
+    last = [row["on_last"] for row in untrained if row["surplus"]]
+    assert on_last.control == pytest.approx(sum(last) / len(last))
+
+
+def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
+    task = Superposition(pairs=((0, 4, 15.0), (1, 5, 24.0), (2, 6, 18.0)))
+    path = [Toy.untrained(task, 0), aligned_toy(pairs=task.pairs)]
+    weights = {name: torch.stack([getattr(toy, name) for toy in path]) for name in ("W", "b", "W_Q", "W_K")}
+    found = _strengths([TrainedToy(Cell(task), [0, 10], weights, "out of steps", 0.0)], Settings("smoke", tmp_path))
+    late = [row for row in found.tables["strength"] if not row["control"]]
+    assert [row["pair"] for row in late] == ["1-5", "2-6", "0-4"]
+    for row in late:
+        assert row["correlation"] == pytest.approx(1.0, abs=1e-6)
+        assert row["slope"] == pytest.approx(row["target_logit"], rel=1e-4)
+    assert "the least correlation is 1.000, " in found.answer
+
+
+def test_claims_of_theorem_3_ask_about_queries_and_keys_apart(tiny):
+    claims = tiny[1]["thm3"].claims
+    assert [claim.holds for claim in claims] == [True, True, True, False, True]
+    assert claims[3].ours < 1e-6 < claims[3].control
 
 
 def test_figures_share_their_toys(tiny):

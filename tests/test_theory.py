@@ -133,6 +133,9 @@ def test_theorem_3_a_tilted_teacher_trades_overlap_for_penalty():
     for result, overlap in zip(found, overlaps, strict=True):
         assert overlap <= result.bound + 1e-9
         assert result.loss < result.orthogonal_loss
+    assert max(f.query_overlap for f in found) < 1e-6, "two keys ask a query for one number: it gives way at any μ"
+    free = orthogonalise(0.0, tilt=0.5, starts=8)
+    assert free.key_overlap == pytest.approx(math.sin(0.5) ** 2, abs=1e-4), "without a penalty: the teacher's lean"
     straight = orthogonalise(0.1, tilt=0.0, starts=8)
     assert straight.query_overlap + straight.key_overlap < 1e-6, "with an orthogonal teacher any μ > 0 does"
 

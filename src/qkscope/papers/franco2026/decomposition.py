@@ -2,7 +2,7 @@
 
 With the first pair alone in the tokens one term should carry the relative logit late in training (figure 5); with no
 feature of interest none should (figure 24). Figure 6: a term's size against the strength ``x_q x_k`` of its pair, as a
-correlation; control: the same with the terms of other pairs.
+correlation; control: the same term and the strengths of other pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qkscope.papers.franco2026.toys import PRESETS, toys_of
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.retrieval import derived_seed
+from qkscope.toys.superposition import by_logit
 from qkscope.toys.superposition_models import TrainedToy
 from qkscope.toys.superposition_rows import Row
 from qkscope.toys.threads import one_thread
@@ -107,7 +108,7 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for trained in toys:
-        task = trained.cell.task
+        task, ranked = trained.cell.task, by_logit(trained.cell.task.pairs)  # term k belongs to the k-th largest target
         # as in training: any number of pairs present
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, 34, trained.cell.seed))
         shape = (work.contexts, 1 + task.context, task.n)
@@ -116,13 +117,13 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
             toy = trained.at(check)
             at = coordinates(toy, draw_token_pairs(task, "none", work.contexts, 0)._replace(x_q=x[:, 0], x_k=x[:, 1:]))
             others = x[:, 2:].mean(1)
-            strength = torch.stack([x[:, 0, q] * (x[:, 1, k] - others[:, k]) for q, k, _ in task.pairs], dim=1)
-            found = torch.corrcoef(torch.cat([at.terms[:, : len(task.pairs)], strength], dim=1).mT)
-            cross = found[: len(task.pairs), len(task.pairs) :]
+            strength = torch.stack([x[:, 0, q] * (x[:, 1, k] - others[:, k]) for q, k, _ in ranked], dim=1)
+            found = torch.corrcoef(torch.cat([at.terms[:, : len(ranked)], strength], dim=1).mT)
+            cross = found[: len(ranked), len(ranked) :]
             if trained is toys[0]:
-                arrays[f"terms/{'early' if control else 'late'}"] = at.terms[:, : len(task.pairs)].float()
+                arrays[f"terms/{'early' if control else 'late'}"] = at.terms[:, : len(ranked)].float()
                 arrays["strength"] = strength.float()
-            for i, (q, k, logit) in enumerate(task.pairs):
+            for i, (q, k, logit) in enumerate(ranked):
                 off = torch.cat([cross[i, :i], cross[i, i + 1 :]])
                 rows.append({"seed": trained.cell.seed, "step": trained.steps[check], "pair": f"{q}-{k}",
                              "target_logit": logit, "correlation": float(cross[i, i]),
@@ -133,10 +134,10 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
     return Result(
         experiment=f"franco2026/{settings.figure}",
         answer=(
-            f"A term follows the strength of its pair: correlation {min(r['correlation'] for r in late):.3f} or more "
-            f"(before training {mean(abs(r['correlation']) for r in early):.2f} on average, with other pairs' "
-            "strengths "
-            f"at most {max(r['other_correlation'] for r in late):.2f})."
+            "A term follows the strength of its own pair and of no other: the least correlation is "
+            f"{min(r['correlation'] for r in late):.3f}, with another pair's strength the largest |correlation| is "
+            f"{max(r['other_correlation'] for r in late):.2f}; before training a term's |correlation| with its own "
+            f"pair is {mean(abs(r['correlation']) for r in early):.2f} on average."
         ),
         tables={"strength": rows},
         claims=[
@@ -145,7 +146,7 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
                   "the strengths of other pairs, largest)", "correlates", min(r["correlation"] for r in late),
                   max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control"),
             Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "implied",
-                  mean(r["correlation"] for r in late), mean(abs(r["correlation"]) for r in early),
+                  mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
                   "ours > 2 * control"),
         ],
         arrays=arrays,
