@@ -85,6 +85,27 @@ def test_a_feature_that_knows_nothing_of_the_weights_looks_like_its_controls():
     assert max(p_values) > 0.2
 
 
+def test_principal_axes_of_the_keys_are_a_control():
+    """Keys that vary along the feature alone: their axes carry it; axes of other keys do not."""
+    basis, _, _ = random_basis()
+    generator = torch.Generator().manual_seed(7)
+    feature = planted(basis, [2, 5, 9])
+    q, r = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64)), feature.basis("key")
+    symmetric = Subspace.from_delta(r @ torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()) @ r.T, 3, head=HEAD)
+    along = r @ torch.diag(torch.tensor([9.0, 4.0, 2.0]).double()) @ r.T + 1e-3 * torch.eye(12)
+    found = alignment(basis, replace(symmetric, cov_k=along))
+    assert found.numbers["vectors_key_pca"] <= 3
+    assert found.numbers["key_key_pca"] == pytest.approx(1.0, abs=1e-9)
+    assert found.numbers["query_key_pca"] == pytest.approx(1.0, abs=1e-9)
+    across = alignment(basis, replace(symmetric, cov_k=q.Q @ torch.diag(torch.arange(1.0, 13.0).double()) @ q.Q.T))
+    assert across.numbers["vectors_key_pca"] > 4
+    assert across.numbers["key_key_pca"] < 0.8
+    assert "key PCA" in str(found)
+    by_hand = alignment(basis, symmetric)
+    assert "key PCA" not in str(by_hand)
+    assert by_hand.numbers == {name: value for name, value in found.numbers.items() if "key_pca" not in name}
+
+
 def test_a_feature_that_fills_a_block_is_told_from_one_on_single_vectors():
     """Spread over the four leading vectors by a rotation of them: the span is theirs, the directions are not."""
     basis, _, _ = random_basis()
@@ -149,6 +170,10 @@ def test_the_bridge_of_the_embedded_model(fitted):
     row = found.tables["alignment"][0]
     assert row["vectors"] < row["vectors_rotated"] / 1.5  # few singular vectors, many rotated ones
     assert row["key"] > row["key_random"]
+    # keys know the prompts: their axes are the control that random ones are not
+    assert row["vectors_key_pca"] < row["vectors_random"] / 1.5
+    assert row["key_key_pca"] > row["key_random"]
+    torch.testing.assert_close(fit["lexical", "L18H6"].cov_k, fit.sums["lexical"].cov_k.matrix()[0])
     methods = {(r["method"], r["k"]): r["shift"] for r in found.tables["curve"] if r["head"] == "L18H6"}
     assert methods["singular", 8] > methods["random", 8]
     assert methods["singular", 8] > methods["singular", 1]

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from qkscope import BadInput, reproduce
 from qkscope.capture.families import tiny_model
+from qkscope.maths.relabelling import relabelled
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
 from qkscope.papers.franco2026.model_sweep import PYTHIA, Work, revisions_of
@@ -40,6 +41,13 @@ def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
     assert all(row["low"] <= row["difference"] <= row["high"] for row in training)
     claims = {claim.claim: claim for claim in results["fig7b"].claims}
     assert any(claim.startswith("Sparsity less that of rotated vectors falls over training") for claim in claims)
+    units = results["fig7b"].tables["heads"]
+    for when in ("over training", "at the end"):
+        inside, outside = ([u["value"] for u in units if (u["when"], u["circuit"]) == (when, c)] for c in (True, False))
+        assert len({u["head"] for u in units}) == len(inside) + len(outside), "a head is one unit, whatever its edges"
+        (claim,) = (claim for name, claim in claims.items() if f"heads as units {when}" in name)
+        assert claim.ours == pytest.approx(relabelled(inside, outside))
+        assert claim.holds == (claim.ours < 0.05)
     assert len(written(tmp_path, "fig8")["tables"]["heads"]) == 4
     circuit = [row for row in written(tmp_path, "fig9")["tables"]["sparsity"] if row["circuit"]]
     assert len(written(tmp_path, "fig25")["tables"]["heads"]) == len(circuit)

@@ -1,5 +1,7 @@
 """Facts about subspaces: verified factors, ranks, angles, joint and oblique projectors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -161,12 +163,20 @@ def test_thin_svd_equals_the_dense_one(seed, d_head, d_model):
     torch.testing.assert_close(v.mT @ v, eye)
 
 
+def _saved(feature, folder):
+    feature.save(folder / "s")
+    return folder / "s"
+
+
 def test_saved_and_loaded_is_the_same(tmp_path):
     feature = Subspace.from_delta(randn(0, 5, 5), rank=2, head="L1H2", contrast="order", about={"weights": "abc"})
+    assert Subspace.load(_saved(feature, tmp_path)).cov_k is None
+    feature = replace(feature, cov_k=randn(1, 5, 5))
     feature.save(tmp_path / "s")
     again = Subspace.load(tmp_path / "s", expect={"weights": "abc"})
     assert (again.rank, again.head, again.contrast, again.about) == (2, Head(1, 2), "order", {"weights": "abc"})
     torch.testing.assert_close(again.V, feature.V, rtol=0, atol=0)
+    torch.testing.assert_close(again.cut(1).cov_k, feature.cov_k, rtol=0, atol=0)
     with pytest.raises(BadInput, match="another weights"):
         Subspace.load(tmp_path / "s", expect={"weights": "xyz"})
 

@@ -85,19 +85,19 @@ def _curve(
     rows: Rows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
 ) -> list[dict[str, Any]]:
     heads = list(fit.heads)
-    cov_k = fit.sums[name].cov_k.matrix().cpu()
     table = []
     for k in sizes:
         methods: dict[str, list[Projector]] = {method: [] for method in METHODS}
         for i, head in enumerate(heads):
             one, feature = basis[head], fit[name, head]
             delta = _delta(feature)
+            assert feature.cov_k is not None  # a fit has it
             shares = carried(delta, one.read, one.write)
             methods["contrast"].append(Projector.orthogonal(feature.V[:, :k].double().cpu()))
             methods["singular"].append(components(one.read, shares.argsort(descending=True)[:k]))
             methods["omega_svd"].append(omega_svd(one.read, one.S, k))
             methods["rotated"].append(_rotated(one.read, delta, k, draws, seed + i))
-            methods["key_pca"].append(Projector.orthogonal(key_pca(cov_k[fit.heads.index(head)], k)))
+            methods["key_pca"].append(Projector.orthogonal(key_pca(feature.cov_k.cpu(), k)))
             methods["random"].append(Projector.orthogonal(random_bases(one.read.shape[0], k, draws, seed + i)))
         effects = {
             method: swap_attention(rows.attention, rows.orig, rows.target, _together(each))
@@ -150,13 +150,14 @@ def _with_swaps(one: Alignment, curve: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def answer_of(table: Sequence[dict[str, Any]]) -> str:
-    """The answer at the first head and contrast, whatever it is."""
+    """The answer at the head and contrast whose own swap moves most, whatever it is."""
     row = max(table, key=lambda row: row["shift_contrast"])
     return (
         f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} singular vectors carry 90% of "
-        f"it where rotated ones need {row['vectors_rotated']:.0f}; the best {row['rank']} span {row['key']:.0%} of its "
-        f"keys (random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts attention by "
-        f"{row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
+        f"it where rotated ones need {row['vectors_rotated']:.0f} and principal axes of the keys "
+        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its keys (key PCA "
+        f"{row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts "
+        f"attention by {row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
         f"{row['shift_contrast']:.2f}, rotated vectors {row['shift_rotated']:.2f}, key PCA "
         f"{row['shift_key_pca']:.2f} and random {row['shift_random']:.2f}."
     )

@@ -140,7 +140,10 @@ def fit_of(
         found = Subspace.from_deltas(
             moments.delta(name, centring), moments.heads, moments.d_head, contrast=name, controls=controls, about=about
         )
-        found = {head: whole.cut(_rank(cut, whole, centring)) for head, whole in found.items()}
+        found = {
+            head: replace(whole, rank=_rank(cut, whole, centring), cov_k=cov_k)
+            for (head, whole), cov_k in zip(found.items(), one.cov_k.matrix(), strict=True)
+        }
         for head, subspace in found.items():
             subspaces[name, head] = subspace
             c = controls[head]

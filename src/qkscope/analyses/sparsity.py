@@ -276,6 +276,23 @@ def group_difference(
     return float(gap[kept].mean()), float(low), float(high)
 
 
+def head_changes(
+    arrays: Mapping[str, Tensor], edges: Sequence[Edge], baseline: Mapping[str, Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a ``baseline``.
+
+    With heads as the units a statement is about heads like these, not about these.
+    """
+    gap = (arrays["sparsity"] - arrays["rotated"]).nanmean(1)
+    if baseline is not None:
+        gap = gap - (baseline["sparsity"] - baseline["rotated"]).nanmean(1)
+    own: dict[tuple[Head, bool], list[int]] = {}
+    for i, edge in enumerate(edges):
+        own.setdefault((edge.head, edge.circuit), []).append(i)
+    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
+            for (head, circuit), index in own.items()]  # fmt: skip
+
+
 def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """The finding in a sentence: the circuit against the rotated basis and against the heads outside."""
     inside, control = ([row for row in rows if row["circuit"] is wanted] for wanted in (True, False))

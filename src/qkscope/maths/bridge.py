@@ -11,7 +11,8 @@ r of d directions always fit a little: two controls go through the same choice. 
 at random within the head's own input space (``u' = U R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random
 orthonormal axes of the head space. A third tells a block from its vectors: ``block`` turns only the leading singular
 vectors among themselves, as many as carry the feature in the order of their singular values. If a feature sits on
-single vectors it is less sparse there; if only their span matters, it is not. All three keep every logit.
+single vectors it is less sparse there; if only their span matters, it is not. All three keep every logit. The strongest
+control is ``key_pca``: the principal axes of the keys, which know the prompts and neither labels nor weights.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import principal_angles
 from qkscope.maths.singular import SingularBasis, dual
 from qkscope.maths.sparsity import random_rotations, reconstruction_count, sparsity
@@ -95,10 +97,10 @@ class Alignment:
         lines = [
             f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
             f"{len(self.sigma)} singular vectors carry {CARRIED:.0%} of it (rotated vectors {n['vectors_rotated']:.1f},"
-            f" random axes {n['vectors_random']:.1f}).",
+            f" random axes {n['vectors_random']:.1f}{self._keys('vectors', '.0f')}).",
             f"The best {self.rank} span {n['query']:.0%} of it in query space (rotated {n['query_rotated']:.0%}, random"
-            f" {n['query_random']:.0%}) and {n['key']:.0%} in key space (rotated {n['key_rotated']:.0%}, random"
-            f" {n['key_random']:.0%}).",
+            f" {n['query_random']:.0%}{self._keys('query', '.0%')}) and {n['key']:.0%} in key space (rotated "
+            f"{n['key_rotated']:.0%}, random {n['key_random']:.0%}{self._keys('key', '.0%')}).",
         ]
         lines.append(
             f"In the order of σ the leading {n['block']:.0f} carry it, with sparsity {n['sparsity']:.2f}; turned among "
@@ -111,6 +113,11 @@ class Alignment:
                          f" {row['key']:10.2f}")  # fmt: skip
         return "\n".join(lines)
 
+    def _keys(self, name: str, form: str) -> str:
+        """The control by key PCA in words, where the feature knows its keys."""
+        value = self.numbers.get(f"{name}_key_pca")
+        return "" if value is None else f", key PCA {value:{form}}"
+
     def __str__(self) -> str:
         return self.summary()
 
@@ -122,7 +129,8 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
     ----------
     basis : from `singular_basis`, with the feature's head in it.
     subspace : from `decompose`. Fit it in ``query_frame`` (or a model without RoPE) for an exact statement; in
-        ``post_rope`` both sides are turned by their positions, which hides alignment, and the answer says so.
+        ``post_rope`` both sides are turned by their positions, which hides alignment, and the answer says so. One
+        made by hand, without the covariance of its keys, has no control by key PCA.
     draws, seed : of the controls.
     """
     if subspace.head is None:
@@ -142,12 +150,16 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
     axes = random_rotations(m.shape[0], draws, seed + 1)
     numbers: dict[str, float] = {}
     block, within = _block(shares, own.S.double(), draws, seed + 2)
-    for name, read, write in (
+    bases = [
         ("", m, n),
         ("_rotated", m @ rotations, n @ rotations),
         ("_random", axes, axes),
         ("_block", m @ within, n @ within),
-    ):
+    ]
+    if subspace.cov_k is not None:
+        components = key_pca(subspace.cov_k.double().cpu(), m.shape[0])
+        bases.append(("_key_pca", components, components))
+    for name, read, write in bases:
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
         numbers |= {
@@ -158,7 +170,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
         }
         if name == "_block":  # how often the block's vectors, turned among themselves, are as sparse
             numbers |= {"block": float(block), "p_block": _tail(-sparsity(parts), -numbers["sparsity"])}
-        elif name:  # how often a meaningless basis does as well
+        elif name in ("_rotated", "_random"):  # how often a meaningless basis does as well
             numbers |= {f"p_query{name}": _tail(query, numbers["query"]), f"p_key{name}": _tail(key, numbers["key"])}
     leading = own.S.argsort(descending=True)[:r]
     numbers |= {"query_leading": _mean(overlap(u, m[:, leading])), "key_leading": _mean(overlap(v, n[:, leading]))}

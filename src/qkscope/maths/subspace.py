@@ -7,7 +7,7 @@ is in `qkscope.maths.controls`; what sets of subspaces do together is in `qkscop
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ class Subspace:
     """One contrast's feature at one head.
 
     ``U`` and ``V`` hold all singular vectors as columns, ``S`` all singular values; ``rank`` says how many are the
-    feature. ``controls`` says what the rank is worth.
+    feature. ``controls`` says what the rank is worth; ``cov_k`` is the covariance of the keys it was fitted on, whose
+    principal axes are a control that knows the prompts and no labels.
 
     Examples
     --------
@@ -47,6 +48,7 @@ class Subspace:
     contrast: str = ""
     controls: Controls | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    cov_k: Float[Tensor, "d d"] | None = None
 
     def __post_init__(self) -> None:
         where = f" for {self.head}" if self.head else ""
@@ -147,7 +149,7 @@ class Subspace:
 
     def cut(self, rank: int) -> Subspace:
         """The same singular vectors, cut at another rank."""
-        return Subspace(self.U, self.S, self.V, rank, self.head, self.contrast, self.controls, self.about)
+        return replace(self, rank=rank)
 
     # ------------------------------------------------------------------ words and files
 
@@ -178,7 +180,8 @@ class Subspace:
             "controls": None if self.controls is None else self.controls.to_json(),
             "about": dict(self.about),
         }
-        write_tensors(path, "subspace", {"U": self.U, "S": self.S, "V": self.V}, manifest)
+        tensors = {"U": self.U, "S": self.S, "V": self.V} | ({} if self.cov_k is None else {"cov_k": self.cov_k})
+        write_tensors(path, "subspace", tensors, manifest)
 
     @classmethod
     def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Subspace:
@@ -189,4 +192,5 @@ class Subspace:
             tensors["U"], tensors["S"], tensors["V"], manifest["rank"],
             None if manifest["head"] is None else Head.parse(manifest["head"]),
             manifest["contrast"], None if controls is None else Controls.from_json(controls), manifest["about"],
+            tensors.get("cov_k"),
         )  # fmt: skip

@@ -48,16 +48,17 @@ def _carried(axis: Axes, carried: Any, row: Row) -> None:
     axis.bar(np.arange(len(carried)), carried / total, 0.9, color=ORIGINAL)
     axis.axhline(0, color=INK, lw=0.5)
     carriers = f"{row['head']}, rank {row['rank']}: {row['vectors']:.0f} vectors carry 90%"
-    controls = f"(rotated {row['vectors_rotated']:.0f}, random axes {row['vectors_random']:.0f})"
-    axis.set_title(f"{carriers}\n{controls}", fontsize=8.5)
+    controls = ", ".join(f"{label} {row[f'vectors_{kind}']:.0f}" for kind, label in
+                         (("rotated", "rotated"), ("random", "random"), ("key_pca", "key PCA")))  # fmt: skip
+    axis.set_title(f"{carriers}\n({controls})", fontsize=8.5)
     axis.set_xlabel("singular vector, largest σ first", fontsize=8)
 
 
 def _overlaps(axis: Axes, row: Row) -> None:
     kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", "#7f97b5"), ("_rotated", "rotated", INK),
-             ("_random", "random axes", REST))  # fmt: skip
+             ("_key_pca", "key PCA", "#5a9367"), ("_random", "random axes", REST))  # fmt: skip
     for j, (suffix, label, colour) in enumerate(kinds):
-        bars = axis.bar([side + 0.2 * (j - 1.5) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]], 0.18,
+        bars = axis.bar([side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]], 0.16,
                         color=colour, label=label)  # fmt: skip
         axis.bar_label(bars, fmt="%.2f", fontsize=6.5)
     axis.set_xticks([0, 1], ["query space", "key space"], fontsize=8)

@@ -2,26 +2,38 @@
 
 Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the model answers right.
 The claim is the change of ``sparsity − rotated``, with its interval over prompts (the same ones at every checkpoint).
+That interval speaks for these heads; whether heads of the circuit differ from others is asked with heads as units, by
+dealing out "in the circuit" among them again.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from qkscope.analyses.sparsity import group_difference
-from qkscope.papers.franco2026.model_sweep import Swept, swept
+from qkscope.analyses.sparsity import group_difference, head_changes
+from qkscope.maths.relabelling import relabelled
+from qkscope.papers.franco2026.model_sweep import Row, Swept, swept
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result
+
+Values = dict[str, Tensor]
+_END = "at the end"
 
 
 def run(settings: Settings) -> Result:
     """Sparsity at every checkpoint, with its nulls."""
     found = swept(settings)
+    periods = _periods(found)
+    units = [{"when": when, **row} for when, (before, after) in periods.items()
+             for row in head_changes(after, found.edges, before)]  # fmt: skip
     return Result(
         experiment=f"franco2026/{settings.figure}",
         answer=found.result.answer,
-        tables={name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
-        claims=_claims(found),
+        tables={
+            **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
+            "heads": units,
+        },
+        claims=_claims(found, periods, units),
         preset=settings.preset,
         model=settings.model,
         seed=settings.seed,
@@ -29,16 +41,26 @@ def run(settings: Settings) -> Result:
     )
 
 
-def _claims(found: Swept) -> list[Claim]:
-    inside, outside = ([i for i, edge in enumerate(found.edges) if edge.circuit is wanted] for wanted in (True, False))
-    claims: list[Claim] = []
+def _periods(found: Swept) -> dict[str, tuple[Values | None, Values]]:
+    """What is compared with what: the steps in which the task is learned, all of training, and the end by itself."""
+    periods: dict[str, tuple[Values | None, Values]] = {}
     learned = found.learned()
     if learned is not None:
         before, after = (found.values[checkpoint.label] for checkpoint in learned)
-        while_learned = f"while the task is learned (steps {learned[0].step} to {learned[1].step})"
-        claims += _falls(while_learned, before, after, inside, outside)
+        periods[f"while the task is learned (steps {learned[0].step} to {learned[1].step})"] = (before, after)
     if found.trained:
-        claims += _falls("over training", found.first, found.last, inside, outside)
+        periods["over training"] = (found.first, found.last)
+    return {**periods, _END: (None, found.last)}
+
+
+def _claims(found: Swept, periods: dict[str, tuple[Values | None, Values]], units: list[Row]) -> list[Claim]:
+    inside, outside = ([i for i, edge in enumerate(found.edges) if edge.circuit is wanted] for wanted in (True, False))
+    claims: list[Claim] = []
+    for when, (before, after) in periods.items():
+        if before is not None:
+            claims += _falls(when, before, after, inside, outside)
+            claims.append(_by_heads(when, units))
+    if found.trained:
         rotated, plain = (
             float(found.last[name][inside].nanmean() - found.first[name][inside].nanmean())
             for name in ("rotated", "sparsity")
@@ -59,12 +81,20 @@ def _claims(found: Swept) -> list[Claim]:
               "− rotated", said, at_end[2], 0.0, "ours < control"),
         Claim("The same, more so than at heads outside the circuit (control: their mean)", said, at_end[0], control[0],
               "ours < control"),
+        _by_heads(_END, units),
     ]  # fmt: skip
 
 
-def _falls(
-    when: str, before: dict[str, Tensor], after: dict[str, Tensor], inside: list[int], outside: list[int]
-) -> list[Claim]:
+def _by_heads(when: str, units: list[Row]) -> Claim:
+    own, other = ([row["value"] for row in units if row["when"] == when and row["circuit"] is flag]
+                  for flag in (True, False))  # fmt: skip
+    return Claim(
+        f"The same with heads as units {when}: share of relabellings of the heads ({len(own)} inside, "
+        f"{len(other)} outside) with as low a mean inside (one-sided p; control: the level)", "not in the paper", relabelled(own, other), 0.05, "ours < control",
+    )  # fmt: skip
+
+
+def _falls(when: str, before: Values, after: Values, inside: list[int], outside: list[int]) -> list[Claim]:
     """Two claims: the difference to the null falls, and it falls more than outside the circuit."""
     change, other = group_difference(after, inside, before), group_difference(after, outside, before)
     said = "sparsity emerges during training, as singular vectors align with features"
