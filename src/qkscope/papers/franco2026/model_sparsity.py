@@ -90,7 +90,8 @@ def _by_heads(when: str, units: list[Row]) -> Claim:
                   for flag in (True, False))  # fmt: skip
     return Claim(
         f"The same with heads as units {when}: share of relabellings of the heads ({len(own)} inside, "
-        f"{len(other)} outside) with as low a mean inside (one-sided p; control: the level)", "not in the paper", relabelled(own, other), 0.05, "ours < control",
+        f"{len(other)} outside) with as low a mean inside (one-sided p; control: the level)", "not in the paper",
+        relabelled(own, other), 0.05, "ours < control",
     )  # fmt: skip
 
 
