@@ -246,7 +246,7 @@ from qkscope.analyses import sums
 from qkscope.analyses.fit_folder import run_decompose
 from qkscope.capture.scope import Scope
 torch.set_num_threads(1)
-sums._REST = 0  # a state every 8 batches, however long one takes to write
+sums._REST = 0  # a state every batch, however long one takes to write
 replace, calls = os.replace, []
 def dying(*names):
     calls.extend(name for name in names[1:] if str(name).startswith(sys.argv[2]) and "safetensors" in str(name))
@@ -259,12 +259,12 @@ run_decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", 
 
 
 def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(scope, task, folder, tmp_path):
-    """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state every 8 and at the end."""
+    """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state after each."""
     heads = [Head(0, 1), Head(1, 2)]
     whole, dead = tmp_path / "whole", tmp_path / "dead"
     wanted = run_decompose(scope, task, heads, 70, whole, batch_size=4)
-    # three states of order and two of lexical are kept; it dies while it writes the third
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "6"], capture_output=True, env=ALONE)
+    # all states of order and 16 of lexical are kept; it dies while it writes the next
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "35"], capture_output=True, env=ALONE)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert wanted.sums["lexical"].load(sums_file(dead, "lexical")) == 16
     assert list(dead.glob("*.part")), "the state it was writing"

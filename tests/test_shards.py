@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from qkscope import BadInput, Head, tasks
+from qkscope.analyses import sums
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.shards import merge, parse_shard
@@ -175,7 +177,8 @@ def in_a_process(work) -> int:
     return child
 
 
-def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path):
+def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(sums, "_REST", 0)  # a state every batch: there is something to go on from, and to tear
     start = time.perf_counter()
     fit_into(scope, tmp_path / "timed")
     seconds = time.perf_counter() - start
@@ -197,6 +200,27 @@ def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path):
         )
         assert not list(out.glob("*.part"))
         shutil.rmtree(out)
+
+
+def test_saving_waits_until_it_is_a_hundredth_of_the_run(scope, tmp_path, monkeypatch):
+    """The clock is ours: a batch takes 1 s and a save a sixteenth, so that one comes every 7 batches."""
+    now, saved = [0.0], []
+
+    def save(self, path, batches, of):
+        now[0] += 0.0625
+        saved.append(batches)
+        return 0.0625
+
+    def rows(*given, real=sums.contrast_rows):
+        now[0] += 1.0
+        return real(*given)
+
+    monkeypatch.setattr(sums.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sums, "contrast_rows", rows)
+    monkeypatch.setattr(sums.Sums, "save", save)
+    run = {"contrasts": ["order"], "batch_size": 4, "replicates": 3, "out": tmp_path}
+    decompose(scope, tasks.binding(4), HEADS, 80, **run)
+    assert saved == [2, 9, 16, 20]  # 0.01 s and a few bytes were guessed: 2 s; then 100 times 0.0625 s; the end
 
 
 def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, whole, tmp_path):

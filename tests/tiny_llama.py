@@ -12,7 +12,7 @@ from qkscope.tasks.boxes import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 
-def write_tiny_llama(path: Path) -> Path:
+def write_tiny_llama(path: Path, seed: int = 0) -> Path:
     named = [word for words in CATEGORIES.values() for word in words]
     said = [
         "The",
@@ -38,6 +38,6 @@ def write_tiny_llama(path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
     fast.chat_template = "{% for m in messages %}Answer : {{ m['content'] }} Which{% endfor %}"
-    tiny_model("llama", vocab_size=len(words)).save_pretrained(path)
+    tiny_model("llama", seed, vocab_size=len(words)).save_pretrained(path)
     fast.save_pretrained(path)
     return path

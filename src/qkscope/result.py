@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.rules import rule_holds
 
 SCHEMA = 1
+_LARGEST_JSON = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Result:
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
         if not (folder / "results.json").is_file():
             raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
-        stored, manifest = (_read_json(folder / name) for name in ("results.json", "manifest.json"))
+        stored, manifest = (read_json(folder / name) for name in ("results.json", "manifest.json"))
         try:
             claims = [Claim(*(c[part] for part in ("claim", "paper", "ours", "control", "rule")))
                       for c in stored["claims"]]  # fmt: skip
@@ -127,11 +129,25 @@ class Result:
         return folder
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """The text of a file that a run wrote; one too large to be that is not read into memory."""
     try:
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= _LARGEST_JSON else None
+    except (OSError, ValueError):
+        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.") from None
+    if text is None:
+        raise BadInput(f"{path} has {size:,} bytes, more than any run writes: run the command that made it again.")
+    return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
+    text = read_text(path)
+    try:
+        stored: dict[str, Any] = json.loads(text)
         schema = int(stored["schema"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(f"{path} is damaged or half-written: run the command that made it again.") from None
     if schema > SCHEMA:
         raise BadInput(
@@ -176,7 +192,10 @@ def check_writable(folder: Path, place: Path | None = None) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
     part.replace(path)
 
 
@@ -201,10 +220,14 @@ def provenance(**asked: Any) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    return {"command": command_line(), "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
+
+
+def command_line() -> str | None:
+    """The command that runs, as a shell takes it; none where Python called us."""
     program = Path(sys.argv[0]).parts[-2:]
     ours = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
-    command = " ".join(["qkscope", *sys.argv[1:]]) if ours else None
-    return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
+    return shlex.join(["qkscope", *sys.argv[1:]]) if ours else None
 
 
 def plain_value(value: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from qkscope.analyses.decompose import Fit
+from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import default_features
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -78,6 +79,7 @@ def attribute(
     for name, subspace in chosen.items():
         if subspace.head is not None and subspace.head != head:
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
+        check_same_model(subspace.about, scope, f"feature {name!r}")
     chosen = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
     if chat is None:
         chat = isinstance(features, Fit) and features.chat

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qkscope.analyses.decompose import Fit
+from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import (
     Swaps,
     check_answers,
@@ -56,6 +57,7 @@ def swap_downstream(
     start = time.perf_counter()
     check_swappable(fit.space, downstream=True)
     chosen, names = checked_features(fit, heads, features)
+    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
     if not units:
         raise BadInput("there are no examples: give at least one.")
     check_answers(units)

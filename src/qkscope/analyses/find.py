@@ -9,6 +9,7 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,3 +128,10 @@ def job(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
         "asked": dict(task.asked), "space": space,
     }  # fmt: skip
+
+
+def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
+    """Refuse to use with a model what says that it was made with another one, or with another tokenizer."""
+    for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
+        if about.get(part, here) != here:
+            raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")

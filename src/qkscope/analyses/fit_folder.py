@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from qkscope import tasks
 from qkscope.analyses.decompose import Fit, checked_contrasts, collect, decompose, fit_of
+from qkscope.analyses.find import check_same_model
 from qkscope.analyses.find import job as job_of
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard
@@ -24,14 +26,16 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.result import SCHEMA, check_writable, write_text
+from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
 SHARDS = "shards"
 """Subfolder in which processes that share a job keep their sums until they are merged."""
-_JOB = "job.json"
+JOB = "job.json"
+MADE = ("command", "versions", "threads")
+"""What a job's file says besides the job: two shards may differ in it."""
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "weights": str, "tokenizer": (str, type(None)), "model": str, "task": str, "asked": dict, "task_seed": int,
     "heads": list, "n": int, "contrasts": list, "space": str, "batch_size": int, "seed": int,
@@ -71,7 +75,7 @@ def plan_decompose(
 
 def check_place(folder: Path, job: dict[str, Any]) -> None:
     """A folder takes one job: the same one again, or nothing of anyone's yet."""
-    if (folder / _JOB).exists():
+    if (folder / JOB).exists():
         found = read_job(folder)
         differs = [name for name in dict.fromkeys((*job, "shard")) if found.get(name) != job.get(name)]
         if differs:
@@ -101,7 +105,7 @@ def run_decompose(
 
     The options are those of `plan_decompose`.
     """
-    folder = Path(out)
+    start, folder = time.perf_counter(), Path(out)
     heads = [scope.check(head) for head in heads]
     plan = plan_decompose(task, heads, n, out, shard=shard, **options)
     job = {
@@ -124,14 +128,16 @@ def run_decompose(
         if shard is not None:
             return None
         fit = fit_of(sums, task, job_of(scope, task, plan["space"]))
+        fit = replace(fit, seconds=time.perf_counter() - start)
         write_fit(folder, fit)
     return fit
 
 
 def write_job(folder: Path, job: dict[str, Any]) -> None:
     """Say what a folder is made from, before it is made."""
-    if not (folder / _JOB).exists():
-        write_text(folder / _JOB, json.dumps({"schema": SCHEMA, **job}, indent=1, ensure_ascii=False))
+    if not (folder / JOB).exists():
+        made = {"schema": SCHEMA, **{name: value for name, value in provenance().items() if name in MADE}, **job}
+        write_text(folder / JOB, json.dumps(made, indent=1, ensure_ascii=False))
 
 
 def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> None:
@@ -149,11 +155,12 @@ def write_fit(folder: Path, fit: Fit) -> None:
 
 def read_job(folder: str | Path) -> dict[str, Any]:
     """What a fit folder was made from."""
-    path = Path(folder) / _JOB
+    path = Path(folder) / JOB
     if not path.is_file():
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
+    text = read_text(path)
     try:
-        job = json.loads(path.read_text(encoding="utf-8"))
+        job = json.loads(text)
         schema = int(job["schema"])
         wrong = [name for name, kind in _FIELDS.items() if not isinstance(job.get(name), kind)]
         listed = [*job["heads"], *job["contrasts"]] if not wrong else []
@@ -171,9 +178,7 @@ def read_job(folder: str | Path) -> dict[str, Any]:
 def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
     """The fit of a finished folder, and its task; refused for other weights or another tokenizer."""
     job = read_job(folder)
-    for field, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
-        if job[field] != here:
-            raise BadInput(f"{folder} was made with other {field} than {scope.name} has here: load the same model.")
+    check_same_model(job, scope, str(folder))
     if job.get("shard"):
         raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
     if not (Path(folder) / "results.json").exists():
@@ -193,9 +198,9 @@ def task_of(job: dict[str, Any], folder: str | Path) -> Task:
         try:
             return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
         except (TypeError, AttributeError):
-            raise BadInput(f"{Path(folder) / _JOB} is damaged: run decompose again into another folder.") from None
+            raise BadInput(f"{Path(folder) / JOB} is damaged: run decompose again into another folder.") from None
     if not all(isinstance(asked.get(name), str) for name in ("file", "hash", "center")):
-        raise BadInput(f"{Path(folder) / _JOB} names no task that can be made: run decompose again.")
+        raise BadInput(f"{Path(folder) / JOB} names no task that can be made: run decompose again.")
     kept = Path(folder) / Path(asked["file"]).name
     if not kept.is_file():
         raise BadInput(f"{kept} is missing, the copy of the task that {folder} was made from: run decompose again.")

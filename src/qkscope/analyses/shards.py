@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.analyses.decompose import Fit, fit_of
-from qkscope.analyses.fit_folder import SHARDS, check_place, copy_task, read_job, task_of, write_fit, write_job
+from qkscope.analyses.fit_folder import MADE, SHARDS, check_place, copy_task, read_job, task_of, write_fit, write_job
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, Sums, sums_file
 from qkscope.errors import BadInput
@@ -56,7 +56,8 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
         parts[index] = folder, job
     (first, job), *rest = parts.values()
     for folder, other in rest:
-        differs = [name for name in sorted({*job, *other}) if name != "shard" and job.get(name) != other.get(name)]
+        named = sorted({*job, *other} - {"shard", *MADE})
+        differs = [name for name in named if job.get(name) != other.get(name)]
         if differs or other["shard"][1] != job["shard"][1]:
             raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs) or 'shard'} differ).")
     missing = [index for index in range(job["shard"][1]) if index not in parts]
@@ -75,7 +76,7 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
         sums[name] = one.merge(*others)
     about = dict(next(iter(sums.values())).moments.about)
     fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
-    whole = {name: value for name, value in job.items() if name not in ("shard", "schema")}
+    whole = {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)}
     check_place(out, whole)
     out.mkdir(parents=True, exist_ok=True)
     with only_writer(out):

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 Shard = tuple[int, int]
 
-_SAVE_EVERY = 8  # batches
-_REST = 60  # times what a save took: saving stays under 2% of a run however large the sums are
+_REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
+_FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
 _FEW_TO_SHUFFLE = 4  # units in a batch
 
 
@@ -56,9 +56,11 @@ class Sums:
         """The state by name, sharing memory."""
         return {**self.moments.tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
 
-    def save(self, path: Path, batches: int, of: int) -> None:
-        """Write the state after this many batches of all."""
+    def save(self, path: Path, batches: int, of: int) -> float:
+        """Write the state after this many batches of all; returns the seconds it took."""
+        start = time.monotonic()
         write_tensors(path, "sums", self.tensors(), {"moments": self.moments.manifest(), "batches": batches, "of": of})
+        return time.monotonic() - start
 
     def load(self, path: Path) -> int:
         """Take up a saved state of the same job; returns how many batches it holds."""
@@ -121,7 +123,7 @@ def accumulate(
     shard: Shard = (0, 1),
     progress: bool | None = None,
 ) -> Sums:
-    """Sums of one contrast over this shard's batches; with a path, saved every few batches and taken up from there."""
+    """Sums of one contrast over this shard's batches; with a path, saved now and then and taken up from there."""
     units = task.fit(contrast.name, n)
     every = batches_of(units, batch_size)
     if len(every) < shard[1]:
@@ -152,7 +154,8 @@ def accumulate(
         shard=shard,
         progress=progress,
     )
-    saved, cost = time.monotonic(), 0.0
+    once, rate = _FIRST_SAVE
+    saved, cost = time.monotonic(), once + sum(tensor.nbytes for tensor in sums.tensors().values()) / rate
     with patient_interrupt() as interrupted:
         for batch in stream:
             q, k, labels, prompts = contrast_rows(batch, contrast)
@@ -163,13 +166,10 @@ def accumulate(
             sums.cov_k.update(own[captured.key_mask])
             units_done += len(batch.unit.unique())
             count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
-            rested = time.monotonic() - saved >= _REST * cost
-            due = interrupted() or (count % _SAVE_EVERY == 0 and rested) or count == len(batches)
+            due = interrupted() or time.monotonic() - saved >= _REST * cost or count == len(batches)
             if path is not None and count and due:
-                start = time.monotonic()
-                sums.save(path, count, len(batches))
+                cost = sums.save(path, count, len(batches))
                 saved = time.monotonic()
-                cost = saved - start
             if interrupted() and (count or path is None):
                 raise KeyboardInterrupt
     return sums

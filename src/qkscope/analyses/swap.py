@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qkscope.analyses.clouds import Cloud, Seen, make_clouds
 from qkscope.analyses.decompose import Fit
+from qkscope.analyses.find import check_same_model
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -178,6 +179,7 @@ def capture_rows(
 ) -> Rows:
     """Attention rows of held-out units, and the pairs of keys to swap: drawn once, for every condition."""
     check_swappable(fit.space)
+    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
     check_answers(units)
     parts = list(
         capture_units(scope, units, heads, space=fit.space, batch_size=batch_size, chat=fit.chat, progress=progress)

@@ -37,7 +37,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import SCHEMA, check_writable, provenance, write_text
+from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -235,10 +235,11 @@ def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
 
 
 def _read_job(folder: Path) -> dict[str, Any]:
+    text = read_text(folder / _JOB)
     try:
-        job = json.loads((folder / _JOB).read_text(encoding="utf-8"))
+        job = json.loads(text)
         schema, _ = int(job["schema"]), job["edges"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.") from None
     if schema > SCHEMA:
         raise BadInput(f"{folder} was written by a newer qkscope (schema {schema}): update qkscope.")

@@ -1,13 +1,14 @@
-"""Pages: open a run's, or look into a model live."""
+"""What a run left: its page, opened, and what made it; or look into a model live."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qkscope.cli.shell import app
+from qkscope.cli.shell import Json, app, print_json
 
 
 @app.command()
@@ -25,3 +26,27 @@ def view(
     from qkscope.explorer.opening import view as open_view
 
     open_view(folder, live=live, model=model, fit=fit, port=port, browser=not no_browser, say=typer.echo)
+
+
+@app.command()
+def made(
+    path: Annotated[Path, typer.Argument(help="A run folder, or a .safetensors file of ours.")],
+    check: Annotated[bool, typer.Option("--check", help="Also load the model and compare its weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what made a run: the command to say again, model, seed and versions, and whether they are the same here."""
+    from qkscope.analyses.made import made as say_made
+
+    rows = say_made(path, check=check)
+    if as_json:
+        print_json({"rows": rows})
+        return
+    for row in rows:
+        typer.echo(f"{row['what']}: {row['there'] if row['what'] == 'command' else _short(row['there'])}")
+    differs = [f"{row['what']} {_short(row['here'])}" for row in rows if row["same"] is False]
+    typer.echo(f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here.")
+
+
+def _short(value: object, limit: int = 100) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -30,6 +30,8 @@ def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], ma
     os.close(handle)
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, header)
+        with open(temporary, "r+b") as written:
+            os.fsync(written.fileno())  # else a power failure could leave the new name on an empty file
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # most likely the disk is full
         raise BadInput(f"{path} could not be written ({error}): make room and say the same again; an earlier state is "
@@ -58,6 +60,18 @@ def read_tensors(
         if about.get(field) != want:
             raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
     return tensors, manifest
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """What a file of any kind says of itself; its tensors are left where they are."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {})["manifest"]))
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
 
 
 def _check_header(path: Path, kind: str, header: Mapping[str, str]) -> None:

@@ -1,0 +1,123 @@
+"""Facts about provenance: nothing is used with a model it was not made with, and a run says how to make it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
+from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.made import made
+from qkscope.capture.scope import Scope
+from qkscope.maths.store import read_tensors
+from qkscope.result import Result, provenance
+from tiny_llama import write_tiny_llama
+
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def qkscope(*arguments: object) -> str:
+    command = [sys.executable, "-m", "qkscope", *map(str, arguments)]
+    done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def facts(rows: list[dict]) -> dict[str, dict]:
+    return {row["what"]: row for row in rows}
+
+
+def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path):
+    """On a shipped nano model, into a folder with a blank in its name, which a shell must not split."""
+    out, again = tmp_path / "a run", tmp_path / "again"
+    job = ["binding", "--size", 4, "--heads", "L1H1,L2H0", "-n", 48, "--contrasts", "order,lexical"]
+    qkscope("decompose", *job, "--model", "nano:mixed", "--out", out)
+    said = facts(json.loads(qkscope("made", out, "--check", "--json"))["rows"])
+    assert all(said[name]["same"] is True for name in ("weights", "tokenizer", "torch", "transformers", "threads"))
+    assert said["model"]["there"] == "nano:mixed"
+    program, *arguments = shlex.split(said["command"]["there"])
+    assert program == "qkscope"
+    qkscope(*(str(again) if part == str(out) else part for part in arguments))
+    mine, theirs = (json.loads((folder / "results.json").read_text()) for folder in (out, again))
+    assert mine.pop("seconds") and theirs.pop("seconds")
+    assert mine == theirs
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) == 2
+    for name in files:
+        (one, about), (other, same) = (read_tensors(folder / name, "sums") for folder in (out, again))
+        assert about == same
+        assert {key: tensor.numpy().tobytes() for key, tensor in one.items()} == {
+            key: tensor.numpy().tobytes() for key, tensor in other.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """The same architecture and tokenizer twice, with other weights."""
+    places = tmp_path_factory.mktemp("models")
+    return write_tiny_llama(places / "one", seed=0), write_tiny_llama(places / "other", seed=1)
+
+
+def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models, tmp_path):
+    one, other = (Scope.load(path, device="cpu") for path in models)
+    task = tasks.binding(4)
+    fit = run_decompose(one, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["order"], batch_size=4)
+    units = task.test(4)
+    assert swap(one, units, fit).table()
+    for use in (
+        lambda: load_fit(tmp_path / "fit", other),
+        lambda: swap(other, units, fit),
+        lambda: swap_downstream(other, units, fit),
+        lambda: attribute(other, "hat: O", "L1H3", fit),
+        lambda: attribute(other, "hat: O", "L1H3", {"order": fit["order", "L1H3"]}),
+        lambda: run_decompose(other, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["order"], batch_size=4),
+        lambda: decompose(other, task, "L1H3", 16, contrasts=["order"], batch_size=4, out=tmp_path / "fit"),
+    ):
+        with pytest.raises(BadInput, match="weights"):
+            use()
+    asked = {**fit.provenance["asked"], "tokenizer": "another"}
+    with pytest.raises(BadInput, match="other tokenizer"):
+        swap(one, units, replace(fit, provenance={**fit.provenance, "asked": asked}))
+    with pytest.raises(BadInput, match="n differ"):
+        run_decompose(one, task, ["L1H3"], 17, tmp_path / "fit", contrasts=["order"], batch_size=4)
+    with pytest.raises(BadInput, match="contrasts"):
+        run_decompose(one, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["lexical"], batch_size=4)
+
+
+def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
+    """A folder from another machine; a shard; a file; and what Python made, which no command can repeat."""
+    about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
+    about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
+    Result("heads", {}, provenance={**about, "threads": 99}).write(tmp_path / "run")
+    found = facts(made(tmp_path / "run", check=True))
+    assert [name for name, row in found.items() if row["same"] is False] == ["weights", "tokenizer", "torch", "threads"]
+    assert found["torch"]["there"] == "1.0"
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+        patched.setattr(sys, "argv", ["qkscope", "made", str(tmp_path / "run")])
+        cli.main()
+    assert not stop.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "command: qkscope heads 'my file.jsonl'"
+    assert lines[-1].startswith("Here it is otherwise: torch ")
+    assert max(map(len, lines)) < 140
+
+    scope = Scope.load(models[0], device="cpu")
+    share = tmp_path / "share"
+    run_decompose(scope, tasks.binding(4), ["L1H3"], 16, share, contrasts=["order"], batch_size=4, shard=(0, 2))
+    for place in (share, share / "order.safetensors"):
+        assert facts(made(place, check=True))["weights"]["same"] is True
+    assert facts(made(share))["shard"]["there"] == [0, 2]
+    assert "command" not in facts(made(share))  # Python made it
+
+    Result("toy", {}, provenance=provenance(seeds=3)).write(tmp_path / "toy")
+    with pytest.raises(BadInput, match="names no single model"):
+        made(tmp_path / "toy", check=True)
+    with pytest.raises(BadInput, match=r"holds no manifest\.json"):
+        made(tmp_path)
