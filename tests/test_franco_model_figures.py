@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from qkscope import BadInput, reproduce
+from qkscope import BadInput, reproduce, tasks
 from qkscope.capture.families import tiny_model
 from qkscope.maths.relabelling import relabelled
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
+from qkscope.papers.franco2026.model_sparsity import templates_of
 from qkscope.papers.franco2026.model_sweep import PYTHIA, Work, revisions_of
-from qkscope.papers.registry import EMBEDDED, NANO, PAPERS
+from qkscope.papers.registry import EMBEDDED, NANO, PAPERS, Settings
+from qkscope.tasks.indirect import TEMPLATES
 
 SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
 
@@ -59,6 +62,17 @@ def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9"], preset="smoke", out=tmp_path)
     assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+
+
+def test_every_prompt_has_one_template(tmp_path):
+    found = templates_of(Settings("default", tmp_path, seed=3))
+    assert len(found) == model_sweep.WORK["default"].n
+    assert set(found.tolist()) == set(range(len(TEMPLATES)))
+    for i, unit in zip(found.tolist(), tasks.ioi(seed=3).test(len(found)), strict=True):
+        parts = re.split(r"\{\w+\}", TEMPLATES[i])
+        assert all(part in unit[0].text for part in parts)
+        others = [t for t in TEMPLATES if all(part in unit[0].text for part in re.split(r"\{\w+\}", t))]
+        assert others == [TEMPLATES[i]]
 
 
 def test_a_model_with_one_checkpoint_has_no_training_to_show(tmp_path, nano_tokenizer):

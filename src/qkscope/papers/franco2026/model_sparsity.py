@@ -2,19 +2,24 @@
 
 Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the model answers right.
 The claim is the change of ``sparsity − rotated``, with its interval over prompts (the same ones at every checkpoint).
-That interval speaks for these heads; whether heads of the circuit differ from others is asked with heads as units, by
-dealing out "in the circuit" among them again.
+A second one resamples templates instead of prompts. Both speak for these heads; whether heads of the circuit differ
+from others is asked with heads as units, by dealing out "in the circuit" among them again.
 """
 
 from __future__ import annotations
 
+import re
+
+import torch
 from torch import Tensor
 
+from qkscope import tasks
 from qkscope.analyses.sparsity import group_difference, head_changes
 from qkscope.maths.relabelling import relabelled
-from qkscope.papers.franco2026.model_sweep import Row, Swept, swept
+from qkscope.papers.franco2026.model_sweep import WORK, Row, Swept, swept
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result
+from qkscope.tasks.indirect import TEMPLATES
 
 Values = dict[str, Tensor]
 _END = "at the end"
@@ -33,7 +38,7 @@ def run(settings: Settings) -> Result:
             **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
             "heads": units,
         },
-        claims=_claims(found, periods, units),
+        claims=_claims(found, periods, units, templates_of(settings)),
         preset=settings.preset,
         model=settings.model,
         seed=settings.seed,
@@ -53,12 +58,21 @@ def _periods(found: Swept) -> dict[str, tuple[Values | None, Values]]:
     return {**periods, _END: (None, found.last)}
 
 
-def _claims(found: Swept, periods: dict[str, tuple[Values | None, Values]], units: list[Row]) -> list[Claim]:
+def templates_of(settings: Settings) -> Tensor:
+    """Which template each test prompt was made from."""
+    shapes = [re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(template))) for template in TEMPLATES]
+    prompts = [unit[0].text or "" for unit in tasks.ioi(seed=settings.seed).test(WORK[settings.preset].n)]
+    return torch.tensor([next(i for i, shape in enumerate(shapes) if shape.fullmatch(text)) for text in prompts])
+
+
+def _claims(
+    found: Swept, periods: dict[str, tuple[Values | None, Values]], units: list[Row], templates: Tensor
+) -> list[Claim]:
     inside, outside = ([i for i, edge in enumerate(found.edges) if edge.circuit is wanted] for wanted in (True, False))
     claims: list[Claim] = []
     for when, (before, after) in periods.items():
         if before is not None:
-            claims += _falls(when, before, after, inside, outside)
+            claims += _falls(when, before, after, inside, outside, templates)
             claims.append(_by_heads(when, units))
     if found.trained:
         rotated, plain = (
@@ -95,13 +109,17 @@ def _by_heads(when: str, units: list[Row]) -> Claim:
     )  # fmt: skip
 
 
-def _falls(when: str, before: Values, after: Values, inside: list[int], outside: list[int]) -> list[Claim]:
-    """Two claims: the difference to the null falls, and it falls more than outside the circuit."""
+def _falls(
+    when: str, before: Values, after: Values, inside: list[int], outside: list[int], templates: Tensor
+) -> list[Claim]:
+    """The difference to the null falls, by prompts and by templates, and it falls more than outside the circuit."""
     change, other = group_difference(after, inside, before), group_difference(after, outside, before)
     said = "sparsity emerges during training, as singular vectors align with features"
     return [
         Claim(f"Sparsity less that of rotated vectors falls {when}: upper end of the change's 95% interval", said,
               change[2], 0.0, "ours < control"),
+        Claim(f"The same, resampled by template ({len(templates.unique())} of them)", said,
+              group_difference(after, inside, before, templates)[2], 0.0, "ours < control"),
         Claim(f"It falls more than at heads outside the circuit {when} (control: their mean change)", said,
               change[0], other[0], "ours < control"),
     ]  # fmt: skip
