@@ -36,7 +36,7 @@ def draw(result: Result) -> dict[str, str | bytes]:
         axes[0, 0].set_ylabel("share of tr ΔC")
         axes[1, 0].set_ylabel("share of the subspace")
         axes[2, 0].set_ylabel("shift of attention")
-        axes[1, 0].legend(frameon=False, fontsize=7.5, ncols=2, loc="upper left")
+        axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
         handles, labels = axes[2, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
         figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
@@ -62,7 +62,7 @@ def _overlaps(axis: Axes, row: Row) -> None:
                         color=colour, label=label)  # fmt: skip
         axis.bar_label(bars, fmt="%.2f", fontsize=6.5)
     axis.set_xticks([0, 1], ["query space", "key space"], fontsize=8)
-    axis.set_ylim(0, 1.3)
+    axis.set_ylim(0, 1.45)
     axis.set_yticks([0, 0.5, 1])
     axis.set_title(f"in the span of {row['rank']} vectors", fontsize=8.5)
 

@@ -26,7 +26,7 @@ from qkscope.toys.superposition_rows import Row, alignment_rows
 from qkscope.toys.threads import one_thread
 
 STAYS = 0.95
-_SHOWN = 60  # checkpoints of a heat map
+_SHOWN = 60  # checkpoints of figure 3
 
 
 @one_thread()
@@ -37,7 +37,7 @@ def run(settings: Settings) -> Result:
     onsets: list[Row] = []
     for config, found in toys.items():
         for trained in found:
-            for check in checkpoints(len(trained.steps), work.points):
+            for check in checkpoints(len(trained.steps), _SHOWN if settings.figure == "fig3" else work.points):
                 rows += alignment_rows(config, trained.cell.seed, trained.steps[check], trained.at(check),
                                        control=check == 0)  # fmt: skip
             onsets += onset_rows(config, trained)
@@ -97,9 +97,7 @@ def _matched(trained: TrainedToy, check: int) -> Float[Tensor, " pairs"]:
 
 def across_training(trained: TrainedToy) -> dict[str, Tensor]:
     """The three comparisons of figure 3 for the query side of every pair: steps by steps."""
-    picked = list(range(0, len(trained.steps), -(-len(trained.steps) // _SHOWN)))
-    if picked[-1] != len(trained.steps) - 1:
-        picked.append(len(trained.steps) - 1)
+    picked = checkpoints(len(trained.steps), _SHOWN)
     toys = [trained.at(check) for check in picked]
     vectors = [toy.basis().u for toy in toys]
     arrays: dict[str, Tensor] = {"steps": torch.tensor([trained.steps[check] for check in picked])}
