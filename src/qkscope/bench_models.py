@@ -132,7 +132,7 @@ def _hardware(scope: Scope) -> str:
 # ---------------------------------------------------------------- the causal test
 
 
-def _fit_and_test(scope: Scope) -> tuple[Fit, list[Unit]]:
+def _fit_and_test(scope: Scope) -> tuple[Fit, Sequence[Unit]]:
     task = tasks.binding(9)
     return decompose(
         scope, task, _HEADS, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False

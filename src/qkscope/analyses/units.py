@@ -16,6 +16,7 @@ from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.tasks.drawn import WINDOW
 from qkscope.tasks.task import Contrast, Unit
 
 
@@ -29,13 +30,19 @@ class Batch:
 
 
 def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
-    """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
+    """The fixed list of batches: the units of a window sorted by length, about ``batch_size`` prompts in each."""
     if batch_size < 1:
         raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
-    order = sorted(range(len(units)), key=lambda i: (max(len(example) for example in units[i]), i))
-    width = max((len(unit) for unit in units), default=1)
+    lengths, width = [], 1
+    for unit in units:
+        lengths.append(max(len(example) for example in unit))
+        width = max(width, len(unit))
     step = max(batch_size // width, 1)
-    return [order[start : start + step] for start in range(0, len(order), step)]
+    batches: list[list[int]] = []
+    for first in range(0, len(lengths), WINDOW):
+        order = sorted(range(first, min(first + WINDOW, len(lengths))), key=lambda i: (lengths[i], i))
+        batches += [order[start : start + step] for start in range(0, len(order), step)]
+    return batches
 
 
 def units_hash(units: Sequence[Unit]) -> str:

@@ -12,11 +12,12 @@ Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
@@ -85,11 +86,11 @@ def binding(
             draft.key(box, **labels).write(after)
         return draft.write(question.format(pairs[asked][0])).example(cluster=cluster)
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "binding", form, entities, use, contrast)
         own = fitted if use == "fit" else split[use]
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
-        units: list[Unit] = []
         for cluster in range(n):
             if contrast == "order":
                 named, labels = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
@@ -101,7 +102,7 @@ def binding(
             state = rng.getstate()
             first = prompt(pairs, asked, contrast, rng, cluster)
             if contrast not in ("lexical", "box"):
-                units.append((first,))
+                yield (first,)
                 continue
             other = list(pairs)
             if contrast == "lexical":
@@ -114,8 +115,7 @@ def binding(
             rng.setstate(after)
             if contrast == "lexical" and lexical == "own_query":
                 copy = _negated(copy, contrast)
-            units.append((first, copy))
-        return units
+            yield (first, copy)
 
     contrasts = (
         Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False),

@@ -12,11 +12,12 @@ Both orders of the names are drawn: ``ABBA`` puts the indirect object first, ``B
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, pools, seeded
 
@@ -62,9 +63,9 @@ def ioi(
     people = pools(names, seed, "names", least=3)
     goods, spots = pools(things, seed, "things", least=1), pools(places, seed, "places", least=1)
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "ioi", form, use, contrast)
-        units: list[Unit] = []
         for cluster in range(n):
             order = ("ABBA", "BABA")[cluster % 2] if form == "both" else form
             template = rng.choice(shapes)
@@ -73,12 +74,11 @@ def ioi(
             first = _prompt(template, order, io, subject, fill, contrast, cluster)
             if contrast == "subject":  # the same text up to the second mention, then the other name
                 other = "BABA" if order == "ABBA" else "ABBA"
-                units.append((first, _prompt(template, other, subject, io, fill, contrast, cluster)))
+                yield (first, _prompt(template, other, subject, io, fill, contrast, cluster))
             elif contrast == "name":
-                units.append((first, _prompt(template, order, third, subject, fill, contrast, cluster)))
+                yield (first, _prompt(template, order, third, subject, fill, contrast, cluster))
             else:
-                units.append((first,))
-        return units
+                yield (first,)
 
     contrasts = (
         Contrast("subject", "the name mentioned once / the name mentioned twice"),

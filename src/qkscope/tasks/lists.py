@@ -7,11 +7,12 @@ One contrast per category (+ its items, − all other items, in prompts that ask
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import CATEGORIES, FIVE
 
@@ -67,16 +68,15 @@ def filter_task(
             if home.setdefault(word, name) != name:
                 raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "filter", form, items, *named, use, contrast)
-        units: list[Unit] = []
         for cluster in range(n):
             # every category is asked for equally often
             wanted = contrast if contrast in named else named[cluster % len(named)]
             chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
             rng.shuffle(chosen)
-            units.append((_prompt(chosen, wanted, contrast, form, cluster),))
-        return units
+            yield (_prompt(chosen, wanted, contrast, form, cluster),)
 
     contrasts = {
         name: Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False) for name in named

@@ -9,9 +9,10 @@ The query is the last token, keys are the name (the answer: it decides the prono
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import MEN, PEOPLE, WOMEN
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 
@@ -36,15 +37,14 @@ def pronoun(
     named = (pools(men, seed, "names of men", least=1), pools(women, seed, "names of women", least=1))
     trades = pools(people, seed, "people", least=1)
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "pronoun", use, contrast)
-        units: list[Unit] = []
         for cluster in range(n):
             names = [rng.choice(named[(cluster + other) % 2][use]) for other in (0, 1)]
             trade = rng.choice(trades[use])
             unit = tuple(_prompt(name, trade, contrast, cluster) for name in names)
-            units.append(unit if contrast == "gender" else unit[:1])
-        return units
+            yield unit if contrast == "gender" else unit[:1]
 
     contrasts = (
         Contrast("gender", "the name / a name that takes the other pronoun", across=True),

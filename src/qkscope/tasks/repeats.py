@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, pools, seeded
 from qkscope.tasks.words import OBJECTS
 
@@ -30,16 +31,15 @@ def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS,
     checked_count(length, "the number of words in the list", 3, 40)
     split = pools(words, seed, "words", least=length + 1)
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "induction", length, use, contrast)
-        units: list[Unit] = []
         for cluster in range(n):
             *listed, other = rng.sample(split[use], length + 1)
             at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
             first = _prompt(listed, at, contrast, cluster)
             copy = [other if i == at else word for i, word in enumerate(listed)]
-            units.append((first, _prompt(copy, at, contrast, cluster)) if contrast == "word" else (first,))
-        return units
+            yield (first, _prompt(copy, at, contrast, cluster)) if contrast == "word" else (first,)
 
     contrasts = (
         Contrast("next", "the word after the first occurrence / the other words", center="query", paired=False),

@@ -52,7 +52,7 @@ class Task:
 
     name: str
     contrasts: Mapping[str, Contrast]
-    draw: Callable[[Use, str, int], list[Unit]]
+    draw: Callable[[Use, str, int], Sequence[Unit]]
     seed: int = 0
     chat: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parameters, for the manifest
@@ -61,17 +61,17 @@ class Task:
         for name in self.contrasts:
             checked_name(name)
 
-    def choose(self, n: int) -> list[Unit]:
+    def choose(self, n: int) -> Sequence[Unit]:
         """Units for scoring heads."""
         return self.draw("choose", ANSWER, _positive(n))
 
-    def fit(self, contrast: str, n: int) -> list[Unit]:
+    def fit(self, contrast: str, n: int) -> Sequence[Unit]:
         """Units for one contrast."""
         if contrast not in self.contrasts:
             raise BadInput(f"task {self.name} has no contrast {contrast!r}: it has {', '.join(self.contrasts)}.")
         return self.draw("fit", contrast, _positive(n))
 
-    def test(self, n: int) -> list[Unit]:
+    def test(self, n: int) -> Sequence[Unit]:
         """Held-out units for swaps."""
         return self.draw("test", ANSWER, _positive(n))
 

@@ -10,11 +10,12 @@ reads the whole year as a token is refused. Roles: ``XX``, ``YY`` and ``END``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import EVENTS
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 
@@ -45,15 +46,14 @@ def greater_than(
         raise BadInput("there are no centuries: give at least one.")
     happened, ends = pools(events, seed, "events", least=1), pools(years, seed, "years", least=2)
 
-    def draw(use: Use, contrast: str, n: int) -> list[Unit]:
+    @drawn
+    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
         rng = seeded(seed, "greater_than", use, contrast)
-        units: list[Unit] = []
         for cluster in range(n):
             event, century = rng.choice(happened[use]), rng.choice(list(centuries))
             year, other = rng.sample(ends[use], 2)
             first = _prompt(event, century, year, contrast, cluster)
-            units.append((first, _prompt(event, century, other, contrast, cluster)) if contrast == "year" else (first,))
-        return units
+            yield (first, _prompt(event, century, other, contrast, cluster)) if contrast == "year" else (first,)
 
     contrasts = (
         Contrast("year", "the year's last two digits / another year's", across=True),

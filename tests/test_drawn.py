@@ -1,0 +1,73 @@
+"""Facts about prompts by the million: the same ones as in a list, in batches of a fixed list, without being held."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qkscope import tasks
+from qkscope.analyses.units import batches_of, units_hash
+from qkscope.tasks import drawn
+from qkscope.tasks.drawn import Drawn
+from tiny_llama import write_tiny_llama
+
+TASKS = [tasks.binding(3), tasks.filter(5), tasks.ioi(), tasks.induction(4), tasks.greater_than(), tasks.pronoun()]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_units_held_in_part_are_those_of_a_list(task, monkeypatch):
+    contrast = next(iter(task.contrasts))
+    whole = list(task.fit(contrast, 50))
+    monkeypatch.setattr(drawn, "WINDOW", 8)
+    units = task.fit(contrast, 50)
+    assert isinstance(units, Drawn)
+    assert list(units) == whole
+    assert [units[i] for i in range(50)] == whole
+    assert [units[i] for i in (49, 3, 8, 7, -1)] == [whole[i] for i in (49, 3, 8, 7, -1)]  # back again, too
+    assert units[40:44] == whole[40:44]
+    assert units_hash(units) == units_hash(whole)
+    with pytest.raises(IndexError):
+        units[50]
+
+
+def test_batches_stay_within_a_window_and_short_jobs_have_those_they_always_had(monkeypatch):
+    units = tasks.ioi().fit("subject", 60)
+    one = batches_of(units, 8)
+    order = [i for batch in one for i in batch]
+    assert order == sorted(range(60), key=lambda i: (max(map(len, units[i])), i))
+    monkeypatch.setattr("qkscope.analyses.units.WINDOW", 20)
+    batches = batches_of(units, 8)  # four prompts and their copies each
+    assert [batch[0] // 20 for batch in batches] == [batch[-1] // 20 for batch in batches] == sorted([0, 1, 2] * 5)
+    assert sorted(i for batch in batches for i in batch) == list(range(60))
+
+
+PASS = """
+import resource, sys
+from qkscope import tasks
+from qkscope.analyses import units
+from qkscope.analyses.decompose import decompose
+from qkscope.capture.scope import Scope
+from qkscope.tasks import drawn
+drawn.WINDOW = units.WINDOW = int(sys.argv[2])
+scope, peaks = Scope.load(sys.argv[1], device="cpu"), []
+for n in (500, 4500):
+    decompose(scope, tasks.binding(9), "L0H0", n, contrasts=["order"], batch_size=100, replicates=3, progress=False)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peaks[1] - peaks[0])
+"""
+
+
+def test_memory_does_not_grow_with_the_prompts(tmp_path):
+    """Prompts of nine pairs take 4 kB each: 4,000 more of them in a list would be seen, as the other run shows."""
+    model = write_tiny_llama(tmp_path / "model")
+
+    def grown(window: int) -> float:
+        command = [sys.executable, "-c", PASS, str(model), str(window)]
+        done = subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return float(done.stdout)
+
+    assert grown(250) < 6  # MB
+    assert grown(100_000) > 10
