@@ -234,7 +234,7 @@ def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
     for row in late:
         assert row["correlation"] == pytest.approx(1.0, abs=1e-6)
         assert row["slope"] == pytest.approx(row["target_logit"], rel=1e-4)
-    assert "the least correlation is 1.000, " in found.answer
+    assert "strength of its own pair is 1.000, " in found.answer
 
 
 def test_claims_of_theorem_3_ask_about_queries_and_keys_apart(tiny):

@@ -49,7 +49,8 @@ def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> N
     rows = [
         r for r in result.tables["alignment"] if r["config"] == config and r["side"] == "query" and not r["control"]
     ]
+    top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
     axis.bar(range(len(rows)), [r["feature_norm"] for r in rows],
              color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))])  # fmt: skip
     axis.axhline(1, color=REST, lw=0.8, ls=":")
-    axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.35))
+    axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))

@@ -134,10 +134,10 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
     return Result(
         experiment=f"franco2026/{settings.figure}",
         answer=(
-            "A term follows the strength of its own pair and of no other: the least correlation is "
-            f"{min(r['correlation'] for r in late):.3f}, with another pair's strength the largest |correlation| is "
-            f"{max(r['other_correlation'] for r in late):.2f}; before training a term's |correlation| with its own "
-            f"pair is {mean(abs(r['correlation']) for r in early):.2f} on average."
+            "The least correlation of a term with the strength of its own pair is "
+            f"{min(r['correlation'] for r in late):.3f}, the largest with another pair's "
+            f"{max(r['other_correlation'] for r in late):.2f}; before training |correlation| with its own pair is "
+            f"{mean(abs(r['correlation']) for r in early):.2f} on average."
         ),
         tables={"strength": rows},
         claims=[

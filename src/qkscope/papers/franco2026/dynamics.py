@@ -164,7 +164,8 @@ def _answer(figure: str, onsets: list[Row]) -> str:
         said = {}
         for name in ("learned", "onset"):
             steps = {r["pair"]: mean(x[name] for x in pick(onsets, pair=r["pair"])) for r in onsets}
-            said[name] = ", ".join(f"{pair} at {step:,.0f}" for pair, step in steps.items())
+            said[name] = ", ".join(f"{pair} at {step:,.0f}" if math.isfinite(step) else f"{pair} never"
+                                   for pair, step in steps.items())  # fmt: skip
         return f"Half of the target is learned: {said['learned']}. Both |cos| stay ≥ {STAYS} from: {said['onset']}."
     reached = {config: mean(float(math.isfinite(r["onset"])) for r in pick(onsets, config=config))
                for config in dict.fromkeys(r["config"] for r in onsets)}  # fmt: skip
