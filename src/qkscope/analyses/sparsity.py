@@ -308,8 +308,9 @@ def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
     below = sum(row["high"] < 0 for row in inside)
     text = (
-        f"Sparsity is {mean(inside, 'sparsity'):.2f} over {len(inside)} heads of the circuit, "
-        f"{mean(inside, 'rotated'):.2f} under rotated singular vectors ({below} of {len(inside)} heads are below "
+        f"Sparsity is {mean(inside, 'sparsity'):.2f} over {len(inside)} edges of the circuit "
+        f"({len({row['head'] for row in inside})} heads), "
+        f"{mean(inside, 'rotated'):.2f} under rotated singular vectors ({below} of {len(inside)} edges are below "
         f"theirs, by their 95% intervals); {mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit, "
         f"where random terms need {mean(inside, 'count_tol_null'):.1f}"
     )

@@ -22,9 +22,9 @@ def run(settings: Settings) -> Result:
     return Result(
         experiment=f"franco2026/{settings.figure}",
         answer=(
-            f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} heads of the "
+            f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
             f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
-            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} heads the count is "
+            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges the count is "
             "between 1 and 4."
         ),
         tables={

@@ -38,10 +38,10 @@ def run(settings: Settings) -> Result:
     return Result(
         experiment=f"franco2026/{settings.figure}",
         answer=(
-            f"Mean sparsity of the terms of {len(rows)} heads goes from {start:.2f} to {end:.2f} over training "
+            f"Mean sparsity of the terms of {len(rows)} edges goes from {start:.2f} to {end:.2f} over training "
             f"(rotated vectors at the end: {rotated:.2f})."
             if found.trained
-            else f"Mean sparsity of the terms of {len(rows)} heads is {end:.2f} (rotated vectors: {rotated:.2f})."
+            else f"Mean sparsity of the terms of {len(rows)} edges is {end:.2f} (rotated vectors: {rotated:.2f})."
         ),
         tables={"heads": rows},
         arrays=arrays,
