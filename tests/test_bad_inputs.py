@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from bad_inputs import COMMANDS, write_files
-from qkscope import Head, cli, tasks
+import qkscope as qk
+from bad_inputs import CALLS, COMMANDS, write_files
+from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.fit_folder import run_decompose
+from qkscope.analyses.shards import merge
 from qkscope.capture.scope import Scope
+from qkscope.toys.nano_run import train_nano
+from qkscope.toys.retrieval import Retrieval
+from qkscope.toys.retrieval_run import train_retrieval
+from qkscope.toys.superposition import Superposition
+from qkscope.toys.superposition_run import train_superposition
 from tiny_llama import write_tiny_llama
 
 
@@ -66,10 +74,43 @@ def test_a_bad_command_gets_a_sentence(place, monkeypatch, capsys, arguments, sa
     assert sorted(place.rglob("*")) == before, "something was left behind"
     if os.environ.get("QKSCOPE_ERRORS"):  # docs/errors.md is made of these
         answer = re.sub(r"\s+", " ", re.sub("[│╭╮╰╯─]", " ", said.err.removeprefix("qkscope: "))).strip()
-        answer = re.sub(r"^Usage: .*? for help\. Error ", "", answer).replace(str(place), "")
-        with open(os.environ["QKSCOPE_ERRORS"], "a") as file:
-            file.write(json.dumps({"command": " ".join(["qkscope", *arguments]), "answer": answer}) + "\n")
+        _note(" ".join(["qkscope", *arguments]), re.sub(r"^Usage: .*? for help\. Error ", "", answer), place)
+
+
+def _note(said: str, answer: str, place: Path) -> None:
+    with open(os.environ["QKSCOPE_ERRORS"], "a") as file:
+        file.write(json.dumps({"command": said, "answer": answer.replace(str(place), "")}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def names(model) -> dict[str, object]:
+    """What the calls of the table may name."""
+    scope, task = Scope.load(model, device="cpu"), tasks.binding(3)
+    scope.name = "MODEL"
+    fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
+    return {
+        "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
+        "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "merge": merge,
+        "moments": fit.sums["order"].moments, "Superposition": Superposition, "Retrieval": Retrieval,
+        "train_retrieval": train_retrieval, "train_superposition": train_superposition, "train_nano": train_nano,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "says"), CALLS, ids=[call for call, _ in CALLS])
+def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call, says):
+    before = sorted(place.rglob("*"))
+    with pytest.raises(BadInput) as refused:
+        eval(call, dict(names))  # our own table
+    said = str(refused.value)
+    assert says in said
+    assert said.endswith(".")
+    assert "\n" not in said
+    assert sorted(place.rglob("*")) == before, "something was left behind"
+    if os.environ.get("QKSCOPE_ERRORS"):
+        _note(call, said, place)
 
 
 def test_there_are_enough_of_them():
     assert len(COMMANDS) >= 60
+    public = {name for name in qk.__all__ if callable(getattr(qk, name))} - {"BadInput"}
+    assert not [name for name in public if not any(f"qk.{name}" in call for call, _ in CALLS)]

@@ -8,3 +8,9 @@ from __future__ import annotations
 
 class BadInput(ValueError):
     """Something the user gave cannot be used; the message is one sentence that says why and what to do."""
+
+
+def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse a value of another kind; ``what`` says what it should have been."""
+    if not isinstance(value, kind):
+        raise BadInput(f"{what}, but got {type(value).__name__}.")

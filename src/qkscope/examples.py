@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 
 Span = tuple[int, int]
 """Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
@@ -77,6 +77,8 @@ class Example:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        for key in self.keys:
+            check_kind(key, Key, "a key is a Key, with its span and its labels")
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
         for start, stop in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):

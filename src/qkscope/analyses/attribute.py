@@ -18,7 +18,7 @@ from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import default_features
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
@@ -69,6 +69,9 @@ def attribute(
         chosen = {name: features[name, head] for name in default_features(features)}
         space = features.space
     else:
+        check_kind(
+            features, Mapping, "features are a fit, or subspaces by name, as {'lexical': fit['lexical', 'L18H6']}"
+        )
         chosen = dict(features)
         spaces = {str(subspace.about.get("space", "post_rope")) for subspace in chosen.values()}
         if len(spaces) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qkscope.analyses.find import job
+from qkscope.analyses.find import check_scope_and_task, job
 from qkscope.analyses.sums import Shard, Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -17,7 +17,7 @@ from qkscope.heads import Head, parse_heads
 from qkscope.maths.controls import ROUNDING, Controls, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
-from qkscope.result import Result, provenance
+from qkscope.result import Result, check_writable, provenance
 from qkscope.tasks.task import Task
 
 Rank = int | Literal["energy", "null"]
@@ -37,6 +37,8 @@ class Fit(Result):
     chat: bool = False
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
+        if not isinstance(which, tuple) or len(which) != 2:
+            raise BadInput(f"a fit is asked for a contrast and a head, as fit['lexical', 'L18H6'], but got {which!r}.")
         contrast, head = which[0], Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
             raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {', '.join(self.contrasts)} at "
@@ -83,6 +85,9 @@ def decompose(
     out : folder for the sums; a run that died there is taken up where it stopped.
     """
     start = time.perf_counter()
+    check_scope_and_task(scope, task)
+    if out is not None and not Path(out).is_dir():  # a finished fit may well be read-only
+        check_writable(Path(out))
     chosen = [scope.check(head) for head in parse_heads(heads)]
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
@@ -171,6 +176,8 @@ def fit_of(
 
 def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
+    if isinstance(contrasts, str):
+        raise BadInput(f"contrasts are a list of names, as [{contrasts!r}], but got one name.")
     names = list(task.contrasts) if contrasts is None else list(contrasts)
     for i, name in enumerate(names):
         task.fit(name, 1)

@@ -23,7 +23,7 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head
 from qkscope.maths.intervals import clustered_bootstrap, wilson
 from qkscope.result import Result, provenance
@@ -53,6 +53,7 @@ def find_heads(
 ) -> Ranking:
     """Score every head on ``n`` prompts of the task that are used for nothing else."""
     start = time.perf_counter()
+    check_scope_and_task(scope, task)
     heads, units = scope.heads(), task.choose(n)
 
     def run(indices: list[int]) -> tuple[Tensor, ...]:
@@ -128,6 +129,12 @@ def job(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
         "asked": dict(task.asked), "space": space,
     }  # fmt: skip
+
+
+def check_scope_and_task(scope: Scope, task: Task) -> None:
+    """Say what the two are made with, where somebody gave their names."""
+    check_kind(scope, Scope, "a verb looks into a Scope, as Scope.load(name) gives")
+    check_kind(task, Task, "a task is what qkscope.tasks makes, as tasks.binding() or tasks.from_jsonl(file)")
 
 
 def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:

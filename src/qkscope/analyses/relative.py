@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.find import check_same_model
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.encode import Encoded
 from qkscope.capture.pick import Captured, Places
@@ -170,8 +171,11 @@ def relative_attention(
     """
     start = time.perf_counter()
     head = scope.check(head)
+    if draws < 1:
+        raise BadInput(f"draws is the number of rotated bases, at least 1, but got {draws}.")
     example = Example(text=example) if isinstance(example, str) else example
     own = singular_basis(scope, [head]) if basis is None else basis
+    check_same_model(own.about, scope, "this basis")
     encoded, slot = _row(scope, example, head, query, key, chat)
     places = whole_rows(encoded)
     found = relative_rows(scope, encoded, places, slot, own, [head])

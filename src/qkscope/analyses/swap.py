@@ -20,7 +20,7 @@ from qkscope.analyses.decompose import Fit
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
@@ -145,6 +145,7 @@ def checked_features(
     fit: Fit, heads: str | Head | Sequence[str | Head] | None, features: Sequence[str] | None
 ) -> tuple[list[Head], list[str]]:
     """Heads and features to swap, all by default; what was not fitted is refused before the model runs."""
+    check_kind(fit, Fit, "features to swap are a fit, as decompose gives")
     chosen = list(fit.heads) if heads is None else parse_heads(heads)
     names = default_features(fit) if features is None else list(features)
     if not names or len(set(names)) < len(names):
@@ -221,6 +222,7 @@ def check_swappable(space: str, downstream: bool = False) -> None:
 
 def check_answers(units: Sequence[Unit]) -> None:
     """Every example to be swapped needs a right key and a wrong one."""
+    check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
     for unit in units:
         for example in unit:
             signs = {key.label(ANSWER) for key in example.keys}

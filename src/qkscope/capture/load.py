@@ -73,6 +73,8 @@ def load(
         name, step, folder = nano_folder(str(name), revision)
     elif revision is not None and not (folder / "config.json").exists() and (folder / revision).is_dir():
         step, folder = revision, folder / revision  # a folder of checkpoints, as `qkscope train nano` writes
+    if revision is not None and step is None and (folder / "config.json").exists():
+        raise BadInput(f"{name} is one model, not a folder of checkpoints: leave out the revision {revision!r}.")
     if folder.is_dir():
         files = _weight_files(folder)
         model, tokenizer = _from_folder(folder, options), _tokenizer(str(folder), None)

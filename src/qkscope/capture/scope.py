@@ -28,7 +28,7 @@ from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.stream import stream
 from qkscope.capture.tap import Call, tap
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example
 from qkscope.heads import Head
 
@@ -56,6 +56,8 @@ class Scope(Shape):
         revision: str | None = None,
         weights_hash: str | None = None,
     ) -> None:
+        if not hasattr(model, "config"):
+            raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
@@ -200,6 +202,8 @@ class Scope(Shape):
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
+        for example in listed:
+            check_kind(example, Example, "an example is text, or an Example with marked keys")
         return listed, self._encoder.tokenise(listed, chat, token)
 
     def _collate(

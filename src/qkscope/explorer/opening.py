@@ -43,8 +43,8 @@ def view(
         return _serve(model, fit, port, browser, say)
     if folder is None:
         raise BadInput("name a run folder to view, or say --live to look into a model.")
-    if fit is not None or model is not None:
-        raise BadInput("--model and --fit are for the live page: say --live, or leave them out.")
+    if fit is not None or model is not None or port:
+        raise BadInput("--model, --fit and --port are for the live page: say --live, or leave them out.")
     url = page_of(folder).absolute().as_uri()
     say(url)
     if browser:

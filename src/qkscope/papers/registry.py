@@ -179,6 +179,8 @@ def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Exper
     known = PAPERS[paper]
     if preset not in PRESETS:
         raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
+    if isinstance(figures, str):
+        raise BadInput(f"figures are a list of ids, as [{figures!r}], but got one id.")
     if not figures:
         raise BadInput(f"no figure was named: take some of {', '.join(known)}, or all.")
     if list(figures) == ["all"]:

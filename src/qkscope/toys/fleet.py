@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from qkscope.errors import BadInput
 from qkscope.toys.trainer import Trained, Trainer
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,12 @@ def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[T
         _run_threads(trainers, progress, workers or _cores())
     progress.close()
     return [trainer.result() for trainer in trainers]
+
+
+def check_workers(workers: int | None) -> None:
+    """Refuse it before anything is made."""
+    if workers is not None and workers < 1:
+        raise BadInput(f"workers are CPU threads, at least 1, but got {workers}.")
 
 
 def _cores() -> int:

@@ -11,6 +11,7 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.toys.fleet import check_workers
 from qkscope.toys.retrieval import Retrieval, Variant
 from qkscope.toys.retrieval_heads import GRIDS, all_grids, grid, train_heads
 from qkscope.toys.retrieval_training import Cell
@@ -43,6 +44,7 @@ def train_retrieval(
     if seeds < 1:
         raise BadInput(f"the number of seeds must be at least 1, but got {seeds}.")
     check_device(device)
+    check_workers(workers)
     scales: dict[str, Any] = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0} if as_written else {}
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)

@@ -100,9 +100,10 @@ class Superposition:
             raise BadInput(f"rotating takes dimensions two by two, but d_head is {self.d_head}: make it even.")
         if any(not 0 <= pair.band < self.d_head // 2 for pair in self.positional):
             raise BadInput(f"a head of width {self.d_head} has bands 0 to {self.d_head // 2 - 1}.")
-        if self.dictionary is not None and (len(self.dictionary), len(self.dictionary[0])) != (self.d, self.n):
-            raise BadInput(f"a dictionary of {self.n} features in {self.d} dimensions is {self.d}×{self.n}, but got "
-                           f"{len(self.dictionary)}×{len(self.dictionary[0])}.")  # fmt: skip
+        widths = {len(row) for row in self.dictionary or ()}
+        if self.dictionary is not None and (len(self.dictionary) != self.d or widths != {self.n}):
+            raise BadInput(f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, but "
+                           f"got {len(self.dictionary)} rows of {sorted(widths) or 'none'}.")  # fmt: skip
 
     @classmethod
     def with_target(cls, target: Float[Tensor, "n n"], **other: Any) -> Superposition:

@@ -15,6 +15,7 @@ import torch
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder, provenance
+from qkscope.toys.fleet import check_workers
 from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
 from qkscope.toys.superposition_models import train_toys
 from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
@@ -54,6 +55,7 @@ def train_superposition(
     if not 0 < lr < math.inf:
         raise BadInput(f"a learning rate is positive and finite, but got {lr}.")
     check_device(device)
+    check_workers(workers)
     shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
     tasks: dict[str, Superposition] = {}
     for one_p, one_weight in product(p, weight):
