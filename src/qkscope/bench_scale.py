@@ -7,15 +7,15 @@ one process bound to one core, once in two processes of one thread each under to
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from qkscope import tasks
-from qkscope.analyses.decompose import Fit, decompose
-from qkscope.bench import Row, compare, faster, overhead, row
+from qkscope.bench import Row, faster, overhead, row
 from qkscope.capture.scope import Scope
 from qkscope.maths.store import read_tensors
 
@@ -57,29 +57,62 @@ def data_parallel() -> Row:
     return faster(plain_s, ours_s, f"{_PROMPTS} prompts, whole commands; same sums to {error:.0e}; one core each")
 
 
+_PASS = """
+import logging, sys
+from qkscope import Scope, decompose, tasks
+logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+scope = Scope.load("smollm2-135m", device="cpu")
+print("ready", flush=True)
+sys.stdin.readline()
+heads, options = "L18H6,L18H7,L17H5", {"contrasts": ["order"], "batch_size": 8, "progress": False}
+decompose(scope, tasks.binding(9), heads, int(sys.argv[1]), **options, out=sys.argv[2] or None)
+"""
+
+
+def _in_turns(commands: list[list[str]], turn: float = 1.0) -> tuple[list[float], list[str]]:
+    """Seconds that each process ran when they take turns, from when all are ready, and what each said on stderr.
+
+    A machine that is busy now and quiet then slows all of them alike, which whole runs one after the other are not.
+    """
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for command in commands
+    ]  # fmt: skip
+    for process in started:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        process.stdin.write("\n")
+        process.stdin.flush()
+    seconds = [0.0 for _ in started]
+    while any(process.returncode is None for process in started):
+        for i, process in enumerate(started):
+            if process.returncode is not None:
+                continue
+            start = time.perf_counter()
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(turn)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGSTOP)
+            seconds[i] += time.perf_counter() - start
+    return seconds, [process.communicate()[1] for process in started]
+
+
 @row
 def resume_overhead() -> Row:
     """Three heads and both nulls: with a folder that a killed run would go on from, against none.
 
     All saves count, also the last one, which is the result's own and not only for going on.
     """
-    scope, task = Scope.load("smollm2-135m"), tasks.binding(9)
-    found: dict[bool, Fit] = {}
-
-    def fit(out: str | None) -> None:
-        found[out is not None] = decompose(
-            scope, task, "L18H6,L18H7,L17H5", 768, contrasts=["order"], batch_size=8, out=out, progress=False
-        )
-
-    def ours() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            fit(folder)
-
-    plain_s, ours_s = compare(lambda: fit(None), ours, repeats=3, warm=False)
-    assert found[True].table() == found[False].table(), "both sides must find the same"
-    sums = found[True].sums["order"]
+    prompts = 768
+    Scope.load("smollm2-135m", device="cpu")  # its weights are unpacked once, on neither side's account
     with tempfile.TemporaryDirectory() as folder:
-        save_s = sums.save(Path(folder) / "one.safetensors", 1, 1)
-    size = sum(tensor.nbytes for tensor in sums.tensors().values()) / 1e6
-    what = "768 prompts in 96 batches, 3 heads with 199 replicates of two nulls, all saves counted"
-    return overhead(plain_s, ours_s, f"{what}; one of {size:.0f} MB takes {save_s:.2f} s")
+        command = [sys.executable, "-c", _PASS, str(prompts)]
+        (plain_s, ours_s), said = _in_turns([[*command, ""], [*command, folder]])
+        size = (Path(folder) / "order.safetensors").stat().st_size / 1e6
+    saves = [float(s) for s in re.findall(r"saved \d+ of \d+ batches in (\S+) s", said[1])]
+    note = f"{prompts} prompts, 3 heads with 199 replicates of two nulls; {len(saves)} saves of {size:.0f} MB took "
+    return overhead(plain_s, ours_s, f"{note}{sum(saves):.2f} s; taking turns, one core each")

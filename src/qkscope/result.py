@@ -121,7 +121,7 @@ class Result:
             for name, content in contents.items():
                 path = fresh / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content.encode() if isinstance(content, str) else content)
+                path.write_bytes(_encoded(content) if isinstance(content, str) else content)
             fresh.chmod(0o755)
             _replace_folder(fresh, folder)
         finally:
@@ -189,11 +189,16 @@ def check_writable(folder: Path, place: Path | None = None) -> None:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
 
 
+def _encoded(text: str) -> bytes:
+    """UTF-8; half a surrogate, which it has no place for, as JSON writes it."""
+    return text.encode("utf-8", "backslashreplace")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     part = path.with_suffix(path.suffix + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    with part.open("wb") as file:
+        file.write(_encoded(text + "\n"))
         file.flush()
         os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
     part.replace(path)

@@ -170,6 +170,7 @@ def accumulate(
             if path is not None and count and due:
                 cost = sums.save(path, count, len(batches))
                 saved = time.monotonic()
+                log.debug("saved %d of %d batches in %.3f s", count, len(batches), cost)
             if interrupted() and (count or path is None):
                 raise KeyboardInterrupt
     return sums

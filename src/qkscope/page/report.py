@@ -60,7 +60,7 @@ def write_report(
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate
             file.write(text)
         Path(part).chmod(0o644)
         os.replace(part, path)
