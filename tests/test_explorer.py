@@ -289,7 +289,9 @@ def test_the_command_serves_until_it_is_stopped(scope, folder, tmp_path):
     run_decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, tmp_path / "fit", contrasts=["order", "lexical"])
     assert 'class="block made"' in page_of(tmp_path / "fit").read_text()  # a fit is a run folder too
     command = [sys.executable, "-m", "qkscope", "view", "--live", "--fit", str(tmp_path / "fit"), "--no-browser"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    # a test run in the background of a shell is deaf to Ctrl-C, and so would its children be
+    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     try:
         url = running.stdout.readline().strip()

@@ -2,9 +2,8 @@
 
 For each query and head, over the keys it sees but the first token(s) (which serve as a resting place), with the
 attention ``a`` renormalised over them: the attended key ``Σ a_i k_i``, the mean key ``Σ k_i / n``, the share of the
-model's attention they hold (the mass), the key that gets most, and a few keys drawn by lot. Sums are taken inside the
-attention call, so nothing grows with the length of a text; turning into the query's frame is linear, so sums are turned
-instead of keys.
+model's attention they hold (the mass), the key that gets most, and a few keys drawn by lot. Layers that are alike wait
+for each other and are summed up together; turning into the query's frame is linear, so sums are turned instead of keys.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+
+_HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes of keys that may wait: what stays in a cache, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,11 @@ class _Layout(NamedTuple):
 
     query: Int[Tensor, "n m"]
     used: Bool[Tensor, "n m"]
-    flat: Int[Tensor, "b"]  # where each row stands in the flattened table
+    row: Int[Tensor, "b"]  # where each row stands in the table
+    nth: Int[Tensor, "b"]
+
+    def to(self, device: torch.device) -> _Layout:
+        return self if self.query.device == device else _Layout(*(x.to(device) for x in self))
 
 
 class _Seen(NamedTuple):
@@ -104,12 +109,45 @@ class _Seen(NamedTuple):
     mask: Float[Tensor, "n x m t"]
     kept: Bool[Tensor, "n x m t"]
     uniform: Float[Tensor, "n x m t"]
+    valid: Bool[Tensor, "n x m"]
+    all_valid: bool
+    resting: Int[Tensor, "n s"]  # columns of the first token(s)
+    is_resting: Bool[Tensor, "n s"]
     drawn: Int[Tensor, "n m s"]
     drawn_mask: Bool[Tensor, "n m s"]
 
 
+class _Kind(NamedTuple):
+    """What layers must have in common to be pooled together; `layer` sets one apart from all others."""
+
+    layer: int | None
+    mask: int
+    causal: bool
+    keys: int
+    size: int  # query heads to a key head
+    scale: float
+    softcap: float | None
+    sinkless: bool
+    device: torch.device
+    offset: int | None
+    turned: tuple[Any, ...] | None
+
+
+class _Layer(NamedTuple):
+    """What is left of a call until its turn: queries at their places and every key, also as the space has them."""
+
+    kind: _Kind
+    call: Call
+    plan: Plan
+    q: Float[Tensor, "n m h d"]
+    k: Float[Tensor, "n g t d"]
+    own_q: Float[Tensor, "n m h d"]
+    own_k: Float[Tensor, "n g t d"]
+    sinks: Float[Tensor, "h"] | None
+
+
 class Pooler:
-    """A visitor of the tap that pools one batch, layer by layer.
+    """A visitor of the tap that pools one batch.
 
     Parameters
     ----------
@@ -155,9 +193,11 @@ class Pooler:
         self._plans, kv_of_head, groups = plan_layers(facts, self.heads)
         self.deepest = max(self._plans)
         self._seen: dict[tuple[int, bool, int, torch.device], _Seen] = {}
+        self._waiting: list[_Layer] = []
         rows, h, d, device = len(places.row), len(heads), widths.pop(), places.row.device
-        self.vectors = torch.zeros(4, rows, h, d, device=device)  # q, attended, mean, top
-        self.numbers = torch.zeros(4, rows, h, device=device)  # mass, weight of the top, its logit, the whole row
+        self.q = torch.zeros(rows, h, d, device=device)
+        self.summed = torch.zeros(rows, h, 3, d, device=device)  # attended, mean, top
+        self.numbers = torch.zeros(rows, h, 4, device=device)  # mass, weight of the top, its logit, the whole row
         self.valid = torch.zeros(rows, h, dtype=torch.bool, device=device)
         self.top_column = torch.zeros(rows, h, dtype=torch.long, device=device)
         self.drawn = torch.zeros(rows, groups, draws, d, device=device)
@@ -168,93 +208,138 @@ class Pooler:
         self.scale, self.softcap = torch.zeros(h), torch.full((h,), torch.inf)
 
     def visit(self, call: Call) -> None:
-        """Pool one attention call."""
+        """Take what is wanted from one attention call; layers that are alike wait for each other."""
         plan = self._plans.get(call.layer)
         if plan is not None:
             with torch.no_grad():
-                self._pool(call, plan)
+                self._take(call, plan)
+                if call.layer == self.deepest:
+                    self._pool()
         if call.layer == self.deepest:
             raise Stop
 
-    def _pool(self, call: Call, plan: Plan) -> None:
-        seen = self._look(call)
-        query, flat = self.layout.query.to(call.q.device), self.layout.flat.to(call.q.device)
-        n, m = query.shape
-        size = call.q.shape[1] // call.k.shape[1]
-        rows = torch.arange(n, device=query.device)
-        # [n, m, every head, d]: a position is a small tensor, so heads are chosen after positions
-        q = call.q[rows[:, None], :, query].float()
-        k = call.k.float()
-        grouped = q.transpose(1, 2).reshape(n, call.k.shape[1], size * m, -1)
-        logits = call.cap(call.scale * (grouped @ k.mT)).view(n, -1, m, k.shape[2])
-        whole = (logits + seen.mask).logsumexp(-1)
-        if call.sinks is not None:
-            whole = torch.logaddexp(whole, call.sinks.float().view(1, -1, 1).expand_as(whole))
-        logits = logits.masked_fill(~seen.kept, -torch.inf)
-        total = logits.logsumexp(-1)
-        valid = total > -torch.inf
-        weights = (logits - total.masked_fill(~valid, 0.0)[..., None]).exp()
+    def _take(self, call: Call, plan: Plan) -> None:
+        kind = self._kind(call)
+        held = sum(layer.k.nbytes for layer in self._waiting)
+        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if kind.device.type == "cpu" else "gpu"]):
+            self._pool()
+        query = self.layout.to(call.q.device).query
+        rows = torch.arange(len(query), device=query.device)[:, None]
+        q, k = call.q[rows, :, query].float(), call.k.float()
+        own_q, own_k = q, k
+        if self.space == "pre_rope" and call.rotary is not None and kind.offset is not None:
+            part = slice(kind.offset, kind.offset + call.rotary.q.shape[-1])
+            own_q, own_k = q.clone(), k.clone()
+            own_q[..., part] = call.rotary.q[rows, :, query].float()
+            own_k[..., part] = call.rotary.k.float()  # broadcasts where latent attention shares one rotated key
+        # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
+        first = self._waiting[0].call if self._waiting else call
+        self._waiting.append(_Layer(kind, first, plan, q, k, own_q, own_k, call.sinks))
+
+    def _kind(self, call: Call) -> _Kind:
+        alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
+        offset = self.facts.layers[call.layer].offset if call.rotary is not None else None
+        turned = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
+        return _Kind(
+            call.layer if alone else None, id(call.mask), call.causal, call.k.shape[2],
+            call.q.shape[1] // call.k.shape[1], call.scale, call.softcap, call.sinks is None, call.q.device,
+            offset, turned,
+        )  # fmt: skip
+
+    def _pool(self) -> None:
+        """Pool the layers that wait, as if they were one with many heads: small products cost more than their work."""
+        layers, self._waiting = self._waiting, []
+        kind, call = layers[0].kind, layers[0].call
+        plan = _side_by_side(layers)
+        q, own_q = (_together([getattr(layer, name) for layer in layers], 2) for name in ("q", "own_q"))
+        k = _together([layer.k for layer in layers], 1)
+        keys = k if layers[0].own_k is layers[0].k else _together([layer.own_k for layer in layers], 1)
+        seen, layout = self._look(call), self.layout.to(q.device)
+        n, m, heads, _ = q.shape
+        groups = k.shape[1]
+        grouped = q.transpose(1, 2).reshape(n, groups, kind.size * m, -1)
+        logits = call.cap(call.scale * (grouped @ k.mT)).view(n, heads, m, k.shape[2]) + seen.mask
+        resting = logits.gather(-1, seen.resting[:, None, None].expand(-1, heads, m, -1))
+        logits = logits.masked_fill_(~seen.kept, -torch.inf)
+        weights = logits.softmax(-1)
+        if not seen.all_valid:
+            weights = weights.masked_fill(~seen.valid[..., None], 0.0)
         top_weight, top = weights.max(dim=-1)
+        top_logit = logits.gather(-1, top[..., None])[..., 0]
+        total = (top_logit - top_weight.log()).masked_fill(~seen.valid, -torch.inf)  # log-sum-exp of the kept keys
+        whole = torch.logaddexp(total, resting.masked_fill(~seen.is_resting[:, None, None], -torch.inf).logsumexp(-1))
+        if call.sinks is not None:
+            sinks = torch.cat([layer.sinks for layer in layers if layer.sinks is not None])
+            whole = torch.logaddexp(whole, sinks.float().view(1, -1, 1).expand_as(whole))
 
-        keys = self._keys(call, k)
-        heads_kv = torch.arange(call.q.shape[1], device=k.device) // size
-        attended = (weights.view(n, call.k.shape[1], -1, k.shape[2]) @ keys).view(n, -1, m, keys.shape[-1])
+        attended = (weights.view(n, groups, -1, k.shape[2]) @ keys).view(n, heads, m, -1)
         if seen.uniform.shape[1] == 1:  # heads that see the same share a mean
-            mean = (seen.uniform @ keys).repeat_interleave(size, dim=1)
+            mean = (seen.uniform @ keys).repeat_interleave(kind.size, dim=1)
         else:
-            mean = (seen.uniform.view(n, call.k.shape[1], -1, k.shape[2]) @ keys).view_as(attended)
-        best = keys[rows[:, None, None], heads_kv[None, :, None], top] * valid[..., None]
-        lots = keys[
-            rows[:, None, None, None], torch.arange(keys.shape[1], device=k.device)[:, None, None], seen.drawn[:, None]
-        ]
-        lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, logits.shape[1], -1, -1))
+            mean = (seen.uniform.view(n, groups, -1, k.shape[2]) @ keys).view_as(attended)
+        kv = torch.arange(heads, device=q.device) // kind.size
+        lot = seen.drawn[:, None].expand(-1, groups, -1, -1)
+        lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, heads, -1, -1))
 
-        vectors = torch.stack([self._queries(call, q, rows, query).transpose(1, 2), attended, mean, best])
-        vectors = vectors.permute(0, 1, 3, 2, 4).flatten(1, 2)[:, flat]  # 4 b h d
-        lots = lots.transpose(1, 2).flatten(0, 1)[flat]  # b g s d
-        if self.space == "query_frame" and call.rotary is not None and self.facts.layers[call.layer].offset is not None:
-            vectors, lots = self._turn_back(call, vectors, lots)
-        numbers = torch.stack([(total - whole).exp(), top_weight, total + top_weight.log(), whole])
-        self._put(self.vectors, 2, plan, vectors)
-        self._put(self.numbers, 2, plan, numbers.transpose(2, 3).flatten(1, 2)[:, flat])
-        self._put(self.valid, 1, plan, valid.transpose(1, 2).flatten(0, 1)[flat])
-        self._put(self.top_column, 1, plan, top.transpose(1, 2).flatten(0, 1)[flat])
-        self._put(self.drawn_logits, 1, plan, lot_logits.transpose(1, 2).flatten(0, 1)[flat])
-        self._put(self.drawn, 1, plan, lots, groups=True)
+        # from [sequence, slot] to one row per query
+        row, nth = layout.row, layout.nth
+        top = top[row, :, nth]
+        valid = seen.valid.expand(-1, heads, -1)[row, :, nth]
+        best = keys[row[:, None], kv, top] * valid[..., None]
+        summed = torch.stack([attended[row, :, nth], mean[row, :, nth], best], dim=2)  # b h 3 d
+        lots = keys[row[:, None, None], torch.arange(groups, device=q.device)[:, None], lot[row, :, nth]]  # b g s d
+        own_q = own_q[row, nth]
+        if self.space == "query_frame" and call.rotary is not None and kind.offset is not None:
+            place = self.query.to(q.device)
+            own_q, summed = call.rotary.turn_back(own_q, summed, row, place, kind.offset)
+            _, lots = call.rotary.turn_back(own_q[:, :1], lots, row, place, kind.offset)
+        numbers = torch.stack([(total - whole).exp(), top_weight, top_logit, whole], dim=-1)
+        self._put(self.q, plan, own_q)
+        self._put(self.summed, plan, summed)
+        self._put(self.numbers, plan, numbers[row, :, nth])
+        self._put(self.valid, plan, valid)
+        self._put(self.top_column, plan, top)
+        self._put(self.drawn_logits, plan, lot_logits[row, :, nth])
+        self._put(self.drawn, plan, lots, groups=True)
         for out, value in ((self.drawn_columns, seen.drawn), (self.drawn_mask, seen.drawn_mask)):
-            self._put(out, 1, plan, value.flatten(0, 1)[flat][:, None].expand(-1, keys.shape[1], -1), groups=True)
+            self._put(out, plan, value[row, nth][:, None].expand(-1, groups, -1), groups=True)
         self.scale[plan.slots] = call.scale
         if call.softcap is not None:
             self.softcap[plan.slots] = float(call.softcap)
 
-    def _put(self, out: Tensor, dim: int, plan: Plan, value: Tensor, groups: bool = False) -> None:
+    def _put(self, out: Tensor, plan: Plan, value: Tensor, groups: bool = False) -> None:
         chosen, slots = (plan.kv, plan.kv_slots) if groups else (plan.heads, plan.slots)
-        if chosen != list(range(value.shape[dim])):
-            value = value.index_select(dim, torch.tensor(chosen, device=value.device))
+        if chosen != list(range(value.shape[1])):
+            value = value.index_select(1, torch.tensor(chosen, device=value.device))
         first, last = slots[0], slots[-1] + 1
         if slots == list(range(first, last)):
-            out.narrow(dim, first, last - first).copy_(value)
+            out[:, first:last] = value
         else:
-            out.index_copy_(dim, torch.tensor(slots, device=out.device), value.to(out))
+            out.index_copy_(1, torch.tensor(slots, device=out.device), value.to(out))
 
     def _look(self, call: Call) -> _Seen:
         key = (id(call.mask), call.causal, call.k.shape[2], call.q.device)
         if key not in self._seen:
-            query, used, _ = (x.to(call.q.device) for x in self.layout)
+            query, used, *_ = self.layout.to(call.q.device)
             n, m = query.shape
             rows = torch.arange(n, device=query.device)
             mask = call.mask_rows(rows.repeat_interleave(m), query.flatten()).unflatten(0, (n, m)).transpose(1, 2)
             columns = torch.arange(mask.shape[-1], device=mask.device)
-            resting = columns < (self.first.to(columns.device) + self.skip)[:, None]
-            kept = (mask > -torch.inf) & ~resting[:, None, None] & used[:, None, :, None]
+            end = (self.first.to(columns.device) + self.skip)[:, None]
+            kept = (mask > -torch.inf) & (columns >= end)[:, None, None] & used[:, None, :, None]
             uniform = kept / kept.sum(dim=-1, keepdim=True).clamp_min(1)
+            valid = kept.any(dim=-1)
+            resting = end - 1 - columns[: self.skip]
             seen = kept.any(dim=1)  # where heads differ in what they see, a lot may fall on a key that one does not
             lot = self._lots(n, m, mask.shape[-1]).to(mask.device).masked_fill(~seen, -1.0)
             drawn = lot.topk(min(self.draws, lot.shape[-1]), dim=-1).indices
             if drawn.shape[-1] < self.draws:
                 drawn = torch.nn.functional.pad(drawn, (0, self.draws - drawn.shape[-1]))
             nth = torch.arange(self.draws, device=mask.device)
-            self._seen[key] = _Seen(call.mask, mask, kept, uniform, drawn, nth < seen.sum(dim=-1, keepdim=True))
+            self._seen[key] = _Seen(
+                call.mask, mask, kept, uniform, valid, bool(valid.all()), resting.clamp(0, mask.shape[-1] - 1),
+                (resting >= 0) & (resting < mask.shape[-1]), drawn, nth < seen.sum(dim=-1, keepdim=True),
+            )  # fmt: skip
         return self._seen[key]
 
     def _lots(self, n: int, m: int, t: int) -> Float[Tensor, "n m t"]:
@@ -268,47 +353,34 @@ class Pooler:
             lots[row, : counts[row], firsts[row] : firsts[row] + lengths[row]] = own
         return lots
 
-    def _keys(self, call: Call, k: Float[Tensor, "n g t d"]) -> Float[Tensor, "n g t d"]:
-        """The keys to be summed: those of the dot product, or those before the rotation."""
-        layer = self.facts.layers[call.layer]
-        if self.space != "pre_rope" or call.rotary is None or layer.offset is None:
-            return k
-        part = slice(layer.offset, layer.offset + call.rotary.k.shape[-1])
-        k = k.clone()
-        k[..., part] = call.rotary.k.float()  # broadcasts where latent attention shares one rotated key
-        return k
-
-    def _queries(
-        self, call: Call, q: Float[Tensor, "n m h d"], rows: Tensor, query: Tensor
-    ) -> Float[Tensor, "n m h d"]:
-        layer = self.facts.layers[call.layer]
-        if self.space != "pre_rope" or call.rotary is None or layer.offset is None:
-            return q
-        part = slice(layer.offset, layer.offset + call.rotary.q.shape[-1])
-        q = q.clone()
-        q[..., part] = call.rotary.q[rows[:, None], :, query].float()
-        return q
-
-    def _turn_back(self, call: Call, vectors: Tensor, lots: Tensor) -> tuple[Tensor, Tensor]:
-        assert call.rotary is not None
-        offset = self.facts.layers[call.layer].offset or 0
-        row, query = self.row.to(vectors.device), self.query.to(vectors.device)
-        q, keys = call.rotary.turn_back(vectors[0], vectors[1:].permute(1, 2, 0, 3), row, query, offset)
-        _, lots = call.rotary.turn_back(vectors[0], lots, row, query, offset)
-        return torch.cat([q[None], keys.permute(2, 0, 1, 3)]), lots
-
     def finish(self) -> Pooled:
         """The batch, after the forward."""
-        if not bool(self.vectors[0].isfinite().all()):
+        if not bool(self.q.isfinite().all()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
-        q, attended, mean, top = self.vectors
-        mass, top_weight, top_logit, whole = self.numbers
-        device = q.device
+        attended, mean, top = self.summed.unbind(2)
+        mass, top_weight, top_logit, whole = self.numbers.unbind(-1)
+        device = self.q.device
         return Pooled(
-            self.heads, q, attended, mean, top, self.valid, mass, self.top_column, top_weight, top_logit, whole,
+            self.heads, self.q, attended, mean, top, self.valid, mass, self.top_column, top_weight, top_logit, whole,
             self.drawn, self.drawn_columns, self.drawn_mask, self.drawn_logits, self.kv_of_head,
             self.scale.to(device), self.softcap.to(device), self.example, self.row, self.query, self.space,
         )  # fmt: skip
+
+
+def _side_by_side(layers: Sequence[_Layer]) -> Plan:
+    """One plan for layers whose heads are numbered through."""
+    plan, heads, groups = Plan(), 0, 0
+    for layer in layers:
+        plan.heads += [heads + head for head in layer.plan.heads]
+        plan.kv += [groups + kv for kv in layer.plan.kv]
+        plan.slots += layer.plan.slots
+        plan.kv_slots += layer.plan.kv_slots
+        heads, groups = heads + layer.q.shape[2], groups + layer.k.shape[1]
+    return plan
+
+
+def _together(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _lay_out(row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
@@ -319,7 +391,7 @@ def _lay_out(row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
     table = torch.zeros(n * m, dtype=torch.long, device=row.device).index_copy(0, flat, query)
     used = torch.zeros(n * m, dtype=torch.bool, device=row.device)
     used[flat] = True
-    return _Layout(table.view(n, m), used.view(n, m), flat)
+    return _Layout(table.view(n, m), used.view(n, m), row, nth)
 
 
 @torch.no_grad()

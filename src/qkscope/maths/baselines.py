@@ -35,7 +35,10 @@ class Covariance:
         if x.ndim != 3 or x.shape[1] != self.sums.shape[0] or x.shape[2] != self.sums.shape[1] - 1:
             raise BadInput(f"vectors should have shape (n, {self.sums.shape[0]}, {self.sums.shape[1] - 1}), "
                            f"but have {tuple(x.shape)}.")  # fmt: skip
-        rows = augmented(x if keep is None else x[keep]).transpose(0, 1)
+        self.add(augmented((x if keep is None else x[keep]).transpose(0, 1)))
+
+    def add(self, rows: Float[Tensor, "c n a"]) -> None:
+        """Add vectors that have their 1 already."""
         self.sums.baddbmm_(rows.mT, rows)
 
     def merge(self, *others: Covariance) -> Covariance:

@@ -32,7 +32,7 @@ from qkscope.maths.controls import false_discovery
 from qkscope.maths.ica import shuffled_rows
 from qkscope.maths.store import read_tensors, write_tensors
 
-_HEADS_AT_ONCE = 16  # replicates of more heads at once would not stay in the cache
+_AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU
 
 
 class SelfContrast:
@@ -100,27 +100,27 @@ class SelfContrast:
         if not bool(torch.isfinite(q.sum() + attended.sum())):
             raise BadInput("a query or an attended key is NaN or infinite: load the model with dtype='float32'.")
         weight = torch.ones(shape[:2], device=q.device) if valid is None else valid.to(q)
-        delta = torch.cat([(attended - mean) * weight[..., None], weight[..., None]], dim=-1)
-        queries = augmented(q)
-        self.sums += torch.einsum("bha,bhc->hac", queries, delta.double())
+        delta = torch.cat([(attended - mean) * weight[..., None], weight[..., None]], dim=-1).transpose(0, 1)
+        delta, queries = delta.contiguous(), augmented(q.transpose(0, 1))  # h b a
+        self.sums.baddbmm_(queries.mT, delta.double())
+        self.cov_q.add(queries)
         if self.replicates:
             self._add_replicates(queries.float(), delta.float(), prompts)
-        self.cov_q.update(q)
         if drawn is not None:
             keep = torch.ones(drawn.shape[:3], dtype=torch.bool, device=q.device) if drawn_mask is None else drawn_mask
             every = keep.all(dim=1)  # a layer with a window may see fewer: a slot counts where all of them have it
             self.cov_k.update(drawn.transpose(1, 2)[every])
 
-    def _add_replicates(self, queries: Tensor, delta: Tensor, prompts: Tensor) -> None:
+    def _add_replicates(self, queries: Float[Tensor, "h b a"], delta: Float[Tensor, "h b a"], prompts: Tensor) -> None:
         """Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds."""
         draw = torch.arange(self.replicates, device=prompts.device)[:, None]
-        partner = shuffled_rows(prompts, self.seed, draw).mT
-        for start in range(0, len(self.heads), _HEADS_AT_ONCE):
-            own = slice(start, start + _HEADS_AT_ONCE)
-            given = delta[:, own].transpose(0, 1)[:, partner.flatten()]  # h (b r) a
-            given = given.reshape(given.shape[0], len(delta), -1)
-            product = queries[:, own].permute(1, 2, 0) @ given
-            self.null_sums[own] += product.view(-1, *self.null_sums.shape[1:])
+        partner = shuffled_rows(prompts, self.seed, draw).mT.flatten()
+        bytes_each = partner.numel() * delta.shape[-1] * delta.element_size()
+        step = max(_AT_ONCE["cpu" if delta.device.type == "cpu" else "gpu"] // bytes_each, 1)
+        for start in range(0, len(self.heads), step):
+            own = slice(start, start + step)
+            given = delta[own].index_select(1, partner).view(-1, delta.shape[1], self.replicates * delta.shape[-1])
+            self.null_sums[own] += (queries[own].mT @ given).view(-1, *self.null_sums.shape[1:])
 
     # ------------------------------------------------------------------ results
 
