@@ -38,7 +38,7 @@ def test_a_task_gives_features_with_evidence_and_a_curve_beside_the_labelled_con
     assert sum(row["size"] for row in found.tables["features"]) + head["rejected"] == head["directions"]
     for row in found.tables["features"]:
         assert 0 <= row["match"] <= 1
-        assert row["shift_low"] <= row["shift"] <= row["shift_high"]
+        assert row["carried_low"] <= row["carried"] <= row["carried_high"]
         assert row["nearest_contrast"] == "lexical"
     curve = {(row["method"], row["k"]): row for row in found.tables["curve"]}
     methods = {"self_contrast", "lexical", "cov_qk", "key_pca", "omega_svd", "ceiling", "random"}
@@ -74,7 +74,7 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
     rows = {row["head"]: row for row in found.table()}
     assert set(rows) == set(heads)
     assert rows["L14H3"]["directions"] >= 3
-    assert rows["L14H3"]["shift"] > rows["L14H3"]["shift_random"]
+    assert rows["L14H3"]["carried"] > rows["L14H3"]["carried_random"]
     assert rows["L14H3"]["logit_share"] > 0.2
     assert (rows["L18H8"]["verdict"], rows["L18H8"]["directions"]) == ("rests on the first token", 0)
     page = draw_atlas(found)["report.html"]

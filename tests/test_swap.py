@@ -1,5 +1,7 @@
 """Facts about swaps: the closed form equals doing it, twice is never, and everything is everything."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -137,6 +139,25 @@ def test_swapping_all_features_moves_the_attention_and_random_ones_do_not():
     assert random["gain"] is None
     assert not both["vacuous"]
     assert both["flip"] > 0.95
+
+
+def test_parts_that_cancel_move_attention_and_carry_nothing():
+    """Two directions whose parts of the logit cancel: swapping one blurs the choice, which is not what was matched."""
+    head = PlantedHead.make({"a": 2}, d_head=8)
+    rows, orig, target = planted_rows(head, 2000, seed=3)
+    free = torch.linalg.qr(torch.cat([head.A["a"], randn(1, 8, 6)], dim=1))[0][:, 2:4]  # where neither feature lives
+    loud = 4 * randn(4, 2000, 1, 8, 1)
+    k = rows.k + loud * free[:, 0] - loud * free[:, 1]
+    q = rows.q - (rows.q @ free) @ free.mT + free.sum(dim=1)  # meets both alike
+    rows = replace(rows, q=q, k=k)
+    bases = {"one": free[:, :1], "a": torch.linalg.qr(head.A["a"])[0], "all": torch.eye(8, dtype=torch.float64)}
+    effects = {n: swap_attention(rows, orig, target, Projector.orthogonal(b[None])) for n, b in bases.items()}
+    one, a, everything = swap_table(effects, [Head(0, 0)], torch.arange(2000), against={"a": "one"})
+    assert one["shift"] > 0.1
+    assert one["carried_low"] < 0 < one["carried_high"]
+    assert a["carried"] > 0.9
+    assert a["carried_gain_low"] > 0.5
+    assert everything["carried"] == pytest.approx(1.0)
 
 
 def test_intervals_are_wider_when_prompts_repeat():

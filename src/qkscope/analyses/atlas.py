@@ -134,8 +134,8 @@ def _tables(
             "head": str(head), "layer": head.layer, "index": head.index, "directions": rank, "z": test.z, "p": test.p,
             "q": test.q, "mass": mass, "top_weight": float(tested.top_weight[tested.valid[:, h], h].mean()),
             "logit_share": share if rank else 0.0,
-            **{("shift" if name == "feature" else f"shift_{name}"): float(effect.shift.mean())
-               for name, effect in effects.items()},
+            **{(kind if name == "feature" else f"{kind}_{name}"): float(getattr(effect, kind).mean())
+               for kind in ("shift", "carried") for name, effect in effects.items()},
             "verdict": verdict,
         })  # fmt: skip
         if rank:

@@ -51,7 +51,8 @@ def swap_of(
     """The head's own swap under several projectors, and the example of each row."""
     rows, keep = looked.own_swaps(h)
     orig, target = torch.zeros(len(keep), dtype=torch.long), torch.ones(len(keep), dtype=torch.long)
-    return {name: swap_attention(rows, orig, target, p) for name, p in bases.items()}, looked.example[keep]
+    effects = {name: swap_attention(rows, orig, target, p) for name, p in bases.items()}
+    return effects, looked.example[keep]
 
 
 def feature_row(
@@ -79,15 +80,16 @@ def feature_row(
         "random": Projector.orthogonal(random_bases(looked.q.shape[-1], size, draws, seed)[:, None]),
     }
     effects, example = swap_of(looked, h, bases)
-    shifts = torch.stack([effect.shift[:, 0] for effect in effects.values()], dim=1)
-    low, high = clustered_bootstrap(shifts, example, seed=seed)
+    carried = torch.stack([effect.carried[:, 0] for effect in effects.values()], dim=1)
+    low, high = clustered_bootstrap(carried, example, seed=seed)
     row: dict[str, Any] = {
         "head": str(head), "feature": 0, "size": size, "identifiable": feature.identifiable,
         "match": feature.match, "match_null": found.match_bound, "contrast": feature.contrast,
         "contrast_null": found.contrast_bound, "stability": feature.stability,
         "logit_share": float(shares[list(feature.index)].sum()),
-        "shift": float(shifts[:, 0].mean()), "shift_low": float(low[0]), "shift_high": float(high[0]),
-        **{f"shift_{name}": float(shifts[:, i].mean()) for i, name in enumerate(bases) if i},
+        "shift": float(effects["feature"].shift.mean()),
+        "carried": float(carried[:, 0].mean()), "carried_low": float(low[0]), "carried_high": float(high[0]),
+        **{f"carried_{name}": float(carried[:, i].mean()) for i, name in enumerate(bases) if i},
     }  # fmt: skip
     nearest, cosine = _nearest(basis, labelled)
     row |= {"nearest_contrast": nearest, "contrast_cos": cosine}
@@ -174,12 +176,14 @@ def curve_rows(
     """One size of the curve, with intervals; ``gain`` is a method's over the self-contrast, paired by prompt."""
     effects = {name: swap_attention(rows, orig, target, p) for name, p in methods.items()}
     against = {name: "self_contrast" for name in methods if name != "self_contrast"}
-    kept = ("orig_before", "target_before", "orig_after", "target_after", "shift")
+    measures = ("gain", "carried", "carried_gain")
+    kept = [f"{name}{end}" for name in measures for end in ("", "_low", "_high")]
     return [
         {
-            "head": row["head"], "method": row["condition"], "k": k, **{name: row[name] for name in kept},
-            "low": row["shift_low"], "high": row["shift_high"], "gain": row["gain"], "gain_low": row["gain_low"],
-            "gain_high": row["gain_high"], "n": row["n"],
+            "head": row["head"], "method": row["condition"], "k": k,
+            **{name: row[name] for name in ("orig_before", "target_before", "orig_after", "target_after", "shift")},
+            "low": row["shift_low"], "high": row["shift_high"], **{name: row[name] for name in kept},
+            "n": row["n"],
         }
         for row in swap_table(effects, list(heads), unit, against=against, seed=seed)
     ]  # fmt: skip

@@ -3,6 +3,10 @@
 ``k̃_a = k_a + P (k_b − k_a)``, ``k̃_b = k_b + P (k_a − k_b)``. Only two logits of the row move, by opposite amounts
 ``δ = scale · qᵀ P (k_b − k_a)``, so the edited attention has a closed form: no second forward pass, and a thousand
 random subspaces cost a matrix product.
+
+Where attention goes is not all: directions whose parts of the logit cancel each other blur a sharp choice when one of
+them is swapped alone, and move attention without carrying anything. Logits add up, so what is carried can be told:
+``E[qᵀ P (k_a − k_b)] / E[qᵀ (k_a − k_b)]``, 1 for the whole space.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ class SwapEffect:
     flipped: Bool[Tensor, "draws n h"]
     rank: Int[Tensor, " h"]
     d_head: int
+    gap: Float[Tensor, "n h"]
+    moved: Float[Tensor, "draws n h"]
 
     @property
     def shift(self) -> Float[Tensor, "n h"]:
@@ -52,6 +58,15 @@ class SwapEffect:
         before, after = self.orig_before + self.target_before, self.orig_after + self.target_after
         moved = self.target_after / after - self.target_before / before
         return torch.where((before > 0) & (after > 0), moved, torch.zeros_like(moved)).mean(dim=0)
+
+    @property
+    def carried(self) -> Float[Tensor, "n h"]:
+        """Part of the logit between the two keys that lies in the subspace, in units of the mean logit between them.
+
+        Its mean adds up to 1 over subspaces that make up the head; NaN where the head does not prefer ``orig``.
+        """
+        gap = self.gap.double().mean(dim=0)
+        return self.moved.double().mean(dim=0) / torch.where(gap > 0, gap, torch.nan)
 
     @property
     def vacuous(self) -> Bool[Tensor, " h"]:
@@ -107,6 +122,8 @@ def swap_attention(
         flipped=torch.stack(flipped),
         rank=rank[0] if rank.ndim == 2 else rank,
         d_head=rows.d_head,
+        gap=pick(before, is_orig) - pick(before, is_target),
+        moved=(to_target - to_orig) / 2,
     )
 
 
@@ -144,42 +161,52 @@ def swap_table(
 
     ``against`` names, for a condition, the baseline its shift is compared with on the same examples and resamples:
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
+    ``carried`` and ``carried_gain`` are the same for the logit.
     """
+    pairs = dict(against or {})
+    baseline = [list(effects).index(pairs[name]) if name in pairs else None for name in effects]
     table = []
     for column, head in enumerate(heads):
-        shifts = torch.stack([effect.shift[:, column] for effect in effects.values()], dim=1)
-        pairs = dict(against or {})
-        names = list(effects)
-        gains = torch.stack(
-            [
-                shifts[:, i] - (shifts[:, names.index(pairs[name])] if name in pairs else 0)
-                for i, name in enumerate(names)
-            ],
-            dim=1,
-        )
-        low, high = clustered_bootstrap(torch.stack([shifts, gains]).permute(1, 0, 2), prompts, draws=draws, seed=seed)
+        measures = _measures(list(effects.values()), column, baseline)
+        every = torch.stack(list(measures.values()), dim=1)
+        low, high = clustered_bootstrap(every, prompts, draws=draws, seed=seed)
         for i, (name, effect) in enumerate(effects.items()):
-            row = {
-                "head": str(head),
-                "condition": name,
-                "rank": int(effect.rank[column]),
+            told = {
+                measure: _with_interval(measure, x[:, i], low[at, i], high[at, i],
+                                        known=name in pairs or not measure.endswith("gain"))
+                for at, (measure, x) in enumerate(measures.items())
+            }  # fmt: skip
+            table.append({
+                "head": str(head), "condition": name, "rank": int(effect.rank[column]),
                 "orig_before": float(effect.orig_before[:, column].mean()),
                 "target_before": float(effect.target_before[:, column].mean()),
                 "orig_after": float(effect.orig_after[..., column].mean()),
                 "target_after": float(effect.target_after[..., column].mean()),
-                "shift": float(shifts[:, i].mean()),
-                "shift_low": float(low[0, i]),
-                "shift_high": float(high[0, i]),
-                "flip": float(effect.flipped[..., column].double().mean()),
-                "n": len(prompts),
-                "draws": effect.orig_after.shape[0],
-                "vacuous": bool(effect.vacuous[column]),
-            }
-            compared = name in pairs
-            row |= {
-                "gain": float(gains[:, i].mean()) if compared else None,
-                "gain_low": float(low[1, i]) if compared else None,
-                "gain_high": float(high[1, i]) if compared else None,
-            }
-            table.append(row)
+                **told.pop("shift"),
+                "flip": float(effect.flipped[..., column].double().mean()), "n": len(prompts),
+                "draws": effect.orig_after.shape[0], "vacuous": bool(effect.vacuous[column]),
+                **{key: value for found in told.values() for key, value in found.items()},
+            })  # fmt: skip
     return table
+
+
+def _measures(
+    effects: list[SwapEffect], column: int, baseline: list[int | None]
+) -> dict[str, Float[Tensor, "n conditions"]]:
+    """Shift and logit carried of every condition at one head, and what they gain over a baseline."""
+
+    def gain(x: Tensor) -> Tensor:
+        return torch.stack([x[:, i] - (x[:, b] if b is not None else 0) for i, b in enumerate(baseline)], dim=1)
+
+    shift, carried = (
+        torch.stack([getattr(effect, name)[:, column].double() for effect in effects], dim=1)
+        for name in ("shift", "carried")
+    )
+    return {"shift": shift, "gain": gain(shift), "carried": carried, "carried_gain": gain(carried)}
+
+
+def _with_interval(
+    name: str, values: Float[Tensor, " n"], low: Tensor, high: Tensor, known: bool = True
+) -> dict[str, float | None]:
+    found = (float(values.mean()), float(low), float(high))
+    return {key: x if known else None for key, x in zip((name, f"{name}_low", f"{name}_high"), found, strict=True)}

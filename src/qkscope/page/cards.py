@@ -100,12 +100,12 @@ def _example(row: Row) -> Markup:
 
 
 def _causal(row: Row) -> Markup:
-    """How far the pair's attention moves when the feature is swapped, beside baselines of the same size."""
-    bars = [("this feature", row["shift"], row["shift_low"], row["shift_high"], "var(--target)")]
+    """The part of the logit between two keys that a swap of the feature carries, beside baselines of the same size."""
+    bars = [("this feature", row["carried"], row["carried_low"], row["carried_high"], "var(--target)")]
     bars += [
-        (name.replace("_", " "), row[f"shift_{name}"], None, None, "var(--rest)")
+        (name.replace("_", " "), row[f"carried_{name}"], None, None, "var(--rest)")
         for name in ("cov_qk", "key_pca", "random")
-        if row.get(f"shift_{name}") is not None
+        if row.get(f"carried_{name}") is not None
     ]
     widest = max(0.2, *(max(value, high or 0) for _, value, _, high, _ in bars))
     out = Markup("")
@@ -119,7 +119,7 @@ def _causal(row: Row) -> Markup:
         out += Markup('<text class="soft" x="{:.1f}" y="{}">{}</text>').format(
             left + max(width, 240 * max(high or 0, 0) / widest) + 6, y + 10, f"{value:.2f}"
         )
-    return Markup('<svg viewBox="0 0 380 {}" role="img" aria-label="attention moved by a swap">{}</svg>').format(
+    return Markup('<svg viewBox="0 0 380 {}" role="img" aria-label="logit carried by a swap">{}</svg>').format(
         6 + 17 * len(bars), out
     )
 
@@ -144,10 +144,20 @@ def _spectrum(rows: Sequence[Row]) -> Markup:
     ).format(width, width, out)
 
 
-_COLUMNS = ("head", "directions", "q", "mass", "top_weight", "logit_share", "shift", "shift_key_pca", "shift_random")
+_COLUMNS = (
+    "head",
+    "directions",
+    "q",
+    "mass",
+    "top_weight",
+    "logit_share",
+    "carried",
+    "carried_key_pca",
+    "carried_random",
+)
 _NAMES = {
     "head": "head", "directions": "directions", "q": "q", "mass": "off the first", "top_weight": "on one key",
-    "logit_share": "logit share", "shift": "swap, 2 dims", "shift_key_pca": "key PCA", "shift_random": "random",
+    "logit_share": "logit share", "carried": "first two", "carried_key_pca": "key PCA", "carried_random": "random",
 }  # fmt: skip
 
 
@@ -166,8 +176,9 @@ def atlas_table(result: Result) -> tuple[str, str]:
     return str(
         Markup(
             '<section class="block atlas"><h2>Every head</h2><p class="words">Directions above shuffled queries '
-            "(false-discovery rate 5% over all heads), what they carry, and what swapping two of them moves beside key "
-            'PCA and random subspaces. Click a column to sort.</p><p class="choices"><input type="search" '
+            "(false-discovery rate 5% over all heads), what they carry of the logit between the most attended key and "
+            "another, and what the first two carry beside as many key principal components and random directions. "
+            'Click a column to sort.</p><p class="choices"><input type="search" '
             'aria-label="filter" placeholder="L18, Anna, ..."> <select aria-label="verdict"><option value="">all'
             '</option>{}</select> <output></output></p><div class="scroll" tabindex="0"><table><thead><tr>{}</tr>'
             "</thead><tbody>{}</tbody></table></div></section>"

@@ -40,22 +40,26 @@ def draw_atlas(result: Result) -> dict[str, str | bytes]:
 def _curve(result: Result) -> Figure:
     rows = result.tables["curve"]
     heads = list(dict.fromkeys(row["head"] for row in rows))
-    figure = new_figure(max(3.2 * len(heads), 4.8), 3.4)
-    axes = np.atleast_1d(figure.subplots(1, len(heads), sharey=True))
+    figure = new_figure(max(3.2 * len(heads), 4.8), 5.4)
+    axes = figure.subplots(2, len(heads), sharex=True, sharey="row", squeeze=False)
     names = [name for name in dict.fromkeys(row["method"] for row in rows) if not name.endswith(("_all", "_moving"))]
     names = [name for name in names if name not in ("self_contrast_svd", "self_contrast_uncentred", "box")]
-    for axis, head in zip(axes, heads, strict=True):
-        for name in names:
-            own = [row for row in rows if row["head"] == head and row["method"] == name]
-            colour, line = _LOOK.get(name, ("#666666", "-."))
-            places = range(len(own))
-            axis.plot(places, [row["shift"] for row in own], line, color=colour, marker="o", markersize=3, label=name)
-            if name == "self_contrast":
-                axis.fill_between(places, [r["low"] for r in own], [r["high"] for r in own], color=colour, alpha=0.15)
-        axis.set_xticks(range(len(own)), [row["k"] for row in own])
-        axis.set(title=head, xlabel="dimensions swapped")
-    axes[0].set_ylabel("attention moved (shift)")
-    handles, labels = axes[0].get_legend_handles_labels()
+    for column, head in enumerate(heads):
+        for axis, kind, low, high in zip(axes[:, column], ("shift", "carried"), ("low", "carried_low"),
+                                         ("high", "carried_high"), strict=True):  # fmt: skip
+            for name in names:
+                own = [row for row in rows if row["head"] == head and row["method"] == name]
+                colour, line = _LOOK.get(name, ("#666666", "-."))
+                places = range(len(own))
+                axis.plot(places, [row[kind] for row in own], line, color=colour, marker="o", markersize=3, label=name)
+                if name == "self_contrast":
+                    axis.fill_between(places, [r[low] for r in own], [r[high] for r in own], color=colour, alpha=0.15)
+            axis.set_xticks(range(len(own)), [row["k"] for row in own])
+        axes[0, column].set(title=head)
+        axes[1, column].set(xlabel="dimensions swapped")
+    axes[0, 0].set_ylabel("attention moved (shift)")
+    axes[1, 0].set_ylabel("logit carried")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, [label.replace("_", " ") for label in labels], loc="outside lower center",
                   ncols=min(len(labels), 6), frameon=False)  # fmt: skip
     return figure

@@ -148,6 +148,7 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Condition:
             a[n, :, contexts.asked], a[n, :, target], b[n, :, contexts.asked][None], b[n, :, target][None],
             ((a.argmax(-1) == contexts.asked[:, None]) & (b.argmax(-1) == target[:, None]))[None],
             torch.tensor([len(columns)]), head.d_head,
+            before[n, :, contexts.asked] - before[n, :, target], -shift[None, :, None],
         )  # fmt: skip
 
     return swap
