@@ -164,7 +164,9 @@ def read_job(folder: str | Path) -> dict[str, Any]:
         schema = int(job["schema"])
         wrong = [name for name, kind in _FIELDS.items() if not isinstance(job.get(name), kind)]
         listed = [*job["heads"], *job["contrasts"]] if not wrong else []
-        if schema <= SCHEMA and (wrong or not all(isinstance(name, str) for name in listed)):
+        share = job.get("shard")
+        whole = share is None or (isinstance(share, list) and [type(part) for part in share] == [int, int])
+        if schema <= SCHEMA and (wrong or not whole or not all(isinstance(name, str) for name in listed)):
             raise KeyError(wrong)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise BadInput(f"{path} is damaged: run decompose again into another folder.") from None

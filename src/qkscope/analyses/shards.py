@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qkscope.analyses.decompose import Fit, fit_of
+from qkscope.analyses.decompose import Fit, checked_contrasts, fit_of
 from qkscope.analyses.fit_folder import MADE, SHARDS, check_place, copy_task, read_job, task_of, write_fit, write_job
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, Sums, sums_file
@@ -70,7 +70,7 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
 def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
     task = task_of(job, folders[0])
     sums, batches = {}, {}
-    for name in job["contrasts"]:
+    for name in checked_contrasts(task, job["contrasts"]):
         read = [Sums.read(sums_file(folder, name)) for folder in folders]
         (one, *others), batches[name] = (part for part, _ in read), sum(count for _, count in read)
         sums[name] = one.merge(*others)

@@ -25,7 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
-from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 from qkscope.tasks.task import Contrast, Task
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class Sums:
         if manifest.get("batches") != manifest.get("of"):
             raise BadInput(f"{path} holds {manifest.get('batches')} of {manifest.get('of')} batches: run the command "
                            "that makes it again, it goes on where it stopped.")  # fmt: skip
+        check_shapes(path, lambda: cls.empty(Moments.from_manifest(manifest["moments"], "meta")).tensors(), tensors)
         sums = cls.empty(Moments.from_manifest(manifest["moments"]))
         sums._fill(tensors, path)
         return sums, int(manifest["of"])
 
     def _fill(self, tensors: dict[str, Tensor], path: Path) -> None:
+        check_shapes(path, self.tensors, tensors)
         for name, tensor in self.tensors().items():
-            if name not in tensors or tensors[name].shape != tensor.shape:
-                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; use another folder.")
             tensor.copy_(tensors[name])
 
     def merge(self, *others: Sums) -> Sums:

@@ -175,8 +175,10 @@ def _weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise BadInput(f"{index} is damaged: download or save the model again.") from error
+            if any(Path(name).name != name for name in names):
+                raise BadInput(f"{index} names files outside of its folder: download or save the model again.")
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
                 raise BadInput(

@@ -26,7 +26,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta
 from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
-from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 
 SIGNS = ("positive", "negative")
 
@@ -340,10 +340,9 @@ class Moments:
     def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Moments:
         """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
         tensors, manifest = read_tensors(path, "moments", expect)
+        check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
         moments = cls.from_manifest(manifest)
         for name, mine in moments.tensors().items():
-            if name not in tensors or tensors[name].shape != mine.shape:
-                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; make it again.")
             mine.copy_(tensors[name])
         return moments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,18 @@ def read_tensors(
         if about.get(field) != want:
             raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
     return tensors, manifest
+
+
+def check_shapes(path: str | Path, wanted: Callable[[], Mapping[str, Tensor]], tensors: Mapping[str, Tensor]) -> None:
+    """What a manifest promises is what the file holds; asked of tensors without memory, as it may promise anything."""
+    try:
+        wrong = [
+            name for name, tensor in wanted().items() if name not in tensors or tensors[name].shape != tensor.shape
+        ]
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+        wrong = ["its manifest"]
+    if wrong:
+        raise BadInput(f"{path} is damaged: {wrong[0]} is missing or of another shape; make it again, elsewhere.")
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Superposition:
             raise BadInput(f"a head of width {self.d_head} has bands 0 to {self.d_head // 2 - 1}.")
         widths = {len(row) for row in self.dictionary or ()}
         if self.dictionary is not None and (len(self.dictionary) != self.d or widths != {self.n}):
-            raise BadInput(f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, but "
-                           f"got {len(self.dictionary)} rows of {sorted(widths) or 'none'}.")  # fmt: skip
+            raise BadInput(f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, "
+                           f"but got {len(self.dictionary)} rows of {sorted(widths) or 'none'}.")  # fmt: skip
 
     @classmethod
     def with_target(cls, target: Float[Tensor, "n n"], **other: Any) -> Superposition:
