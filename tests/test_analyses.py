@@ -297,6 +297,8 @@ def test_a_batch_that_memory_cut_into_parts_still_counts_as_one(scope, task, tmp
     assert len(calls) == 11  # 4 does not fit; then ten times 2
     close(cut.sums["order"].moments.delta("order"), plain.sums["order"].moments.delta("order"))
     assert cut.sums["order"].load(sums_file(tmp_path / "cut", "order")) == 5
+    assert cut.sums["order"].cut == [0, 1, 2, 3, 4]
+    assert (cut.provenance["asked"]["cut"], "cut" in plain.provenance["asked"]) == ({"order": 5}, False)
 
 
 def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):

@@ -159,13 +159,20 @@ def fit_of(
                 "p_difference": c.p_difference, "p_interaction": c.p_interaction, "verdict": c.verdict,
             })  # fmt: skip
     some = next(iter(sums.values())).moments
+    parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
         answer=_answer(rows),
         tables={"ranks": rows},
         model=about["model"],
         seed=some.seed,
-        provenance=provenance(**about, n=some.about["n"], replicates=some.replicates, rank=str(rank)),
+        provenance=provenance(
+            **about,
+            n=some.about["n"],
+            replicates=some.replicates,
+            rank=str(rank),
+            **({"cut": parted} if parted else {}),
+        ),
         subspaces=subspaces,
         sums=sums,
         heads=tuple(some.heads),

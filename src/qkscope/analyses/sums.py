@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate as running_sum
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,16 @@ _FEW_TO_SHUFFLE = 4  # units in a batch
 
 @dataclass(frozen=True)
 class Sums:
-    """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines."""
+    """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines.
+
+    ``cut`` holds the batches that did not fit into memory and came in parts: with any, another run agrees to rounding
+    of the model's numbers, and not bit for bit.
+    """
 
     moments: Moments
     cov_q: Covariance
     cov_k: Covariance
+    cut: list[int] = field(default_factory=list)
 
     @classmethod
     def empty(cls, moments: Moments) -> Sums:
@@ -59,7 +65,8 @@ class Sums:
     def save(self, path: Path, batches: int, of: int) -> float:
         """Write the state after this many batches of all; returns the seconds it took."""
         start = time.monotonic()
-        write_tensors(path, "sums", self.tensors(), {"moments": self.moments.manifest(), "batches": batches, "of": of})
+        manifest = {"moments": self.moments.manifest(), "batches": batches, "of": of, "cut": self.cut}
+        write_tensors(path, "sums", self.tensors(), manifest)
         return time.monotonic() - start
 
     def load(self, path: Path) -> int:
@@ -75,6 +82,7 @@ class Sums:
                     f"{path} was made by another job ({', '.join(parts) or name} differs): use another folder."
                 )
         self._fill(tensors, path)
+        self.cut[:] = manifest.get("cut", [])
         return int(manifest["batches"])
 
     @classmethod
@@ -87,6 +95,7 @@ class Sums:
         check_shapes(path, lambda: cls.empty(Moments.from_manifest(manifest["moments"], "meta")).tensors(), tensors)
         sums = cls.empty(Moments.from_manifest(manifest["moments"]))
         sums._fill(tensors, path)
+        sums.cut[:] = manifest.get("cut", [])
         return sums, int(manifest["of"])
 
     def _fill(self, tensors: dict[str, Tensor], path: Path) -> None:
@@ -100,6 +109,7 @@ class Sums:
             self.moments.merge(*(other.moments for other in others)),
             self.cov_q.merge(*(other.cov_q for other in others)),
             self.cov_k.merge(*(other.cov_k for other in others)),
+            [number for one in (self, *others) for number in one.cut],
         )
 
 
@@ -140,7 +150,8 @@ def accumulate(
     )  # fmt: skip
     sums = Sums.empty(moments)
     done = sums.load(path) if path is not None and path.exists() else 0
-    ends = {units_done: count for count, units_done in enumerate(running_sum(map(len, batches)), 1)}
+    running = list(running_sum(map(len, batches)))
+    ends = {units_done: count for count, units_done in enumerate(running, 1)}
     units_done = sum(map(len, batches[:done]))
     stream = capture_units(
         scope,
@@ -166,6 +177,8 @@ def accumulate(
             sums.cov_k.update(own[captured.key_mask])
             units_done += len(batch.unit.unique())
             count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
+            if not count and (number := bisect(running, units_done)) not in sums.cut:
+                sums.cut.append(number)
             due = interrupted() or time.monotonic() - saved >= _REST * cost or count == len(batches)
             if path is not None and count and due:
                 cost = sums.save(path, count, len(batches))
