@@ -60,7 +60,8 @@ def data_parallel() -> Row:
 _PASS = """
 import logging, sys
 from qkscope import Scope, decompose, tasks
-logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+logging.basicConfig(format="%(message)s")
+logging.getLogger("qkscope.analyses.sums").setLevel(logging.DEBUG)
 scope = Scope.load("smollm2-135m", device="cpu")
 print("ready", flush=True)
 sys.stdin.readline()
