@@ -79,12 +79,12 @@ def take_apart(head: RetrievalHead, n: int = 8192, nuisance: int = 0, seed: int 
     }  # fmt: skip
 
 
-def retrieval(out: Path) -> list[dict[str, Any]]:
+def retrieval(out: Path, device: str) -> list[dict[str, Any]]:
     """Trained heads of both grids, with and without a nuisance, and an untrained twin of each."""
     rows = []
     for variant in ("discrete", "continuous"):
         cells = [cell for cell in grid(variant, 16) if cell.task.total_rank < 16]
-        for trained in train_heads(cells, out / "heads", lr=1e-3, recipe=Recipe(steps=20_000)):
+        for trained in train_heads(cells, out / "heads", lr=1e-3, recipe=Recipe(steps=20_000), device=device):
             head = trained.head
             twin = RetrievalHead.untrained(head.encoders, 16, seed=1)
             kinds = {"trained": (head, 0), "untrained": (twin, 0)}
@@ -97,10 +97,10 @@ def retrieval(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def shuffled(out: Path, runs: int = 100) -> list[dict[str, Any]]:
+def shuffled(out: Path, device: str, runs: int = 100) -> list[dict[str, Any]]:
     """Directions found in a trained head when each query is given the keys of another context."""
     cells = [cell for cell in grid("discrete", 16) if cell.task.ranks == (4, 6)]
-    head = train_heads(cells, out / "heads", lr=1e-3, recipe=Recipe(steps=20_000))[0].head
+    head = train_heads(cells, out / "heads", lr=1e-3, recipe=Recipe(steps=20_000), device=device)[0].head
     found = []
     for run in range(runs):
         rows = looked_at(head, 1024, 1000 + run)
@@ -112,10 +112,10 @@ def shuffled(out: Path, runs: int = 100) -> list[dict[str, Any]]:
     return [row]
 
 
-def superposition(out: Path) -> list[dict[str, Any]]:
+def superposition(out: Path, device: str) -> list[dict[str, Any]]:
     """The paper's default toy: reading directions of the found components against the true columns of W."""
     rows = []
-    for trained in train_toys([Cell(Superposition(), seed) for seed in range(2)], out / "toys"):
+    for trained in train_toys([Cell(Superposition(), seed) for seed in range(2)], out / "toys", device=device):
         toy, task = trained.toy, trained.cell.task
         n = 16_384
         generator = torch.Generator().manual_seed(5)
@@ -141,13 +141,14 @@ def main() -> None:
     """Run the parts and write ``toys.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/discover-toys"))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=["retrieval", "shuffled", "superposition"])
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     parts = {"retrieval": retrieval, "shuffled": shuffled, "superposition": superposition}
     for name, part in parts.items():
         if options.only in (None, name):
-            (options.out / f"{name}.json").write_text(json.dumps(part(options.out), indent=1))
+            (options.out / f"{name}.json").write_text(json.dumps(part(options.out, options.device), indent=1))
 
 
 if __name__ == "__main__":
