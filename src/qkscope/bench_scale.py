@@ -70,10 +70,11 @@ decompose(scope, tasks.binding(9), heads, int(sys.argv[1]), **options, out=sys.a
 """
 
 
-def _in_turns(commands: list[list[str]], turn: float = 1.0) -> tuple[list[float], list[str]]:
+def _in_turns(commands: list[list[str]], turn: float = 5.0) -> tuple[list[float], list[str]]:
     """Seconds that each process ran when they take turns, from when all are ready, and what each said on stderr.
 
-    A machine that is busy now and quiet then slows all of them alike, which whole runs one after the other are not.
+    A machine that is busy now and quiet then slows all of them alike, which whole runs one after the other are not. A
+    turn is long beside a save: one that is stopped half-way looks slow to its process, which then saves more rarely.
     """
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
