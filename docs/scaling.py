@@ -95,7 +95,7 @@ def pass_over(n: int) -> tuple[float, float, float]:
     from qkscope import Scope, decompose, tasks
 
     def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this process: its parent is smaller
 
     scope = Scope.load("nano:mixed@0", device="cpu")
     before, start = peak(), time.perf_counter()
