@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import qkscope as qk
 from qkscope.analyses.gather import gather
+from qkscope.analyses.relations import RELATIONS, main_relation, relation_rows
 from qkscope.analyses.texts import corpus, passages, text_examples
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
@@ -57,8 +59,6 @@ def test_examples_mark_the_tokens_they_name(found):
 
 
 def test_the_page_holds_a_card_per_feature_and_escapes_text(found):
-    from dataclasses import replace
-
     tables = {**found.tables, "examples": [dict(row, text="<qk>" + row["text"]) for row in found.tables["examples"]]}
     page = draw_discovery(replace(found, tables=tables))["report.html"]
     assert page.count('<article class="card') == len(found.tables["features"])
@@ -76,12 +76,40 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
     assert rows["L14H3"]["directions"] >= 3
     assert rows["L14H3"]["carried"] > rows["L14H3"]["carried_random"]
     assert rows["L14H3"]["logit_share"] > 0.2
+    assert rows["L14H3"]["relation"] == "the same token"
+    assert rows["L14H3"]["relation_rate"] > 0.3 > 3 * rows["L14H3"]["relation_chance"]
+    assert rows["L17H5"]["relation"] == "what followed it"
     assert (rows["L18H8"]["verdict"], rows["L18H8"]["directions"]) == ("rests on the first token", 0)
     page = draw_atlas(found)["report.html"]
     assert page.count("<tr data-verdict") == len(heads)
+    assert page.count(">the same token (") == 1
     assert "script-src 'sha256-" in page
     found.write(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "results.json").read_text())["experiment"] == "atlas"
+
+
+def test_relations_are_read_off_the_tokens():
+    """One text, 5 6 7 5 6 9: from the second 5 the first head picks the first 5, the second head the 6 after it."""
+    scope = Scope.from_model(tiny_model("gpt2"))
+    looked = gather(scope, [Example(ids=(5, 6, 7, 5, 6, 9), queries=((3, 4), (4, 5)))], scope.parse("L0H0,L0H1"),
+                    space="post_rope", skip=1, draws=2, progress=False)  # fmt: skip
+    places = {"top_place": torch.tensor([[0, 1], [1, 2]]), "mass": torch.ones(2, 2)}
+    places["drawn_place"] = torch.tensor([[[2, 3], [2, 3]], [[3, 4], [3, 4]]])
+    places["drawn_mask"] = torch.ones(2, 2, 2, dtype=torch.bool)
+    rows = {(row["head"], row["relation"]): row for row in relation_rows(scope, replace(looked, **places))}
+    assert {name: rows["L0H0", name]["rate"] for name in RELATIONS} == {
+        "itself": 0.0, "the token before": 0.0, "two to five back": 1.0, "the same token": 1.0, "what followed it": 0.0,
+        "punctuation": 0.0, "a blank": 0.0,
+    }  # fmt: skip
+    assert {name: rows["L0H1", name]["rate"] for name in ("two to five back", "what followed it")} == {
+        "two to five back": 1.0, "what followed it": 1.0,
+    }  # fmt: skip
+    chance = {name: rows["L0H0", name]["chance"] for name in ("itself", "the token before", "two to five back")}
+    assert chance == {"itself": 0.5, "the token before": 0.5, "two to five back": 0.0}
+    assert main_relation(list(rows.values()), "L0H0")["relation"] in ("the same token", "two to five back")
+    weightless = {**places, "mass": torch.zeros(2, 2)}
+    assert relation_rows(scope, replace(looked, **weightless)) == []
+    assert main_relation([], "L0H0")["relation"] is None
 
 
 def test_parts_of_a_text_merge_to_the_whole(scope):

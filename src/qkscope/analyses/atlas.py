@@ -2,7 +2,8 @@
 
 A first pass carries the sums of all heads and a few null replicates each (`head_tests` pools them); a second one, over
 passages that the first has not seen, says how much of the logit those directions carry, what swapping the first two
-does, and where they are strongest. Directions, not features: taking a head's directions apart is `discover`'s work.
+does, what the attended tokens are to the asking ones, and where the directions are strongest. Directions, not features:
+taking a head's directions apart is `discover`'s work.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from qkscope.analyses.discover import RESTING, key_heads
 from qkscope.analyses.evidence import example_rows, swap_of
 from qkscope.analyses.gather import Looked, gather
+from qkscope.analyses.relations import main_relation, relation_rows
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -92,7 +94,7 @@ def atlas(
     )  # fmt: skip
     options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "seed": seed, "progress": progress}
     gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, **options)
-    tested = gather(scope, examples[cut:], chosen, **options)
+    tested = gather(scope, examples[cut:], chosen, draws=4, **options)
     assert tested is not None
     tests = head_tests(contrast)
     tables = _tables(scope, tested, contrast, tests, draws, seed)
@@ -117,6 +119,7 @@ def _tables(
     deltas = contrast.delta().cpu()
     u = checked_svd(deltas)[0]
     cov_k = contrast.covariances()[1].cpu()
+    relations = relation_rows(scope, tested)
     rows: list[dict[str, Any]] = []
     examples: list[dict[str, Any]] = []
     for h, (head, test) in enumerate(zip(contrast.heads, tests, strict=True)):
@@ -136,12 +139,12 @@ def _tables(
             "logit_share": share if rank else 0.0,
             **{(kind if name == "feature" else f"{kind}_{name}"): float(getattr(effect, kind).mean())
                for kind in ("shift", "carried") for name, effect in effects.items()},
-            "verdict": verdict,
+            **main_relation(relations, str(head)), "verdict": verdict,
         })  # fmt: skip
         if rank:
             examples += example_rows(scope, tested, h, 1, parts, count=3, around=5)
     rows.sort(key=lambda row: (-row["directions"], -row["logit_share"]))
-    return {"atlas": rows, "examples": examples}
+    return {"atlas": rows, "relations": relations, "examples": examples}
 
 
 def _carried(looked: Looked, h: int, basis: Float[Tensor, "d r"]) -> tuple[Float[Tensor, " n"], float]:

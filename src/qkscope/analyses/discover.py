@@ -19,6 +19,7 @@ from qkscope.analyses.curve import SIZES, labelled_curve, text_curve
 from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.evidence import contributions, example_rows, feature_row, logit_shares
 from qkscope.analyses.gather import Looked, gather
+from qkscope.analyses.relations import main_relation, relation_rows
 from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
@@ -127,6 +128,7 @@ def discover(
     adjusted = false_discovery([test.p_values[0] for test in tests.values()])
     found: dict[Head, Components] = {}
     tables: dict[str, list[dict[str, Any]]] = {"heads": [], "features": [], "examples": [], "spectrum": []}
+    tables["relations"] = relation_rows(scope, tested)
     for h, test in enumerate(tests.values()):
         _one_head(scope, fitted, tested, h, test, adjusted[h], contrast, fit, singular, draws, seed, found, tables)
     if sizes:
@@ -213,7 +215,7 @@ def _one_head(
         "head": str(head), "queries": int(fitted.valid[:, h].sum()), "mass": mass,
         "top_weight": float(fitted.top_weight[fitted.valid[:, h], h].mean()), "directions": rank,
         "p": test.p_values[0], "q": q_value, "features": 0, "identifiable": 0, "rejected": 0, "logit_share": 0.0,
-        "diagonal": None, "diagonal_null": None,
+        "diagonal": None, "diagonal_null": None, **main_relation(tables["relations"], str(head)),
         "verdict": "rests on the first token" if mass < RESTING else "nothing above the null",
     }  # fmt: skip
     if rank:

@@ -63,7 +63,14 @@ def _head_words(head: Row) -> str:
         said += (
             f" Like meets like: {head['diagonal']:.0%} of the interaction (chance up to {head['diagonal_null']:.0%})."
         )
+    if head["relation"] is not None:
+        said += f" It attends most to {relation_words(head)}."
     return said
+
+
+def relation_words(row: Row) -> str:
+    """What the attended token is to the asking one, beside chance."""
+    return f"{row['relation']} ({row['relation_rate']:.0%}, chance {row['relation_chance']:.0%})"
 
 
 def _card(row: Row, examples: Sequence[Row]) -> Markup:
@@ -170,14 +177,17 @@ def atlas_table(result: Result) -> tuple[str, str]:
     verdicts = list(dict.fromkeys(row["verdict"] for row in rows))
     head = Markup("").join(
         Markup('<th scope="col" class="n"><button type="button">{}</button></th>').format(_NAMES[c]) for c in _COLUMNS
-    ) + Markup('<th scope="col">where it is strongest</th>')
+    ) + Markup(
+        '<th scope="col"><button type="button">attends to</button></th><th scope="col">where it is strongest</th>'
+    )
     body = Markup("").join(_atlas_row(row, texts.get(row["head"])) for row in rows)
     options = Markup("").join(Markup('<option value="{0}">{0}</option>').format(verdict) for verdict in verdicts)
     return str(
         Markup(
             '<section class="block atlas"><h2>Every head</h2><p class="words">Directions above shuffled queries '
             "(false-discovery rate 5% over all heads), what they carry of the logit between the most attended key and "
-            "another, and what the first two carry beside as many key principal components and random directions. "
+            "another, what the first two carry beside as many key principal components and random directions, and what "
+            "the most attended token is to the asking one. "
             'Click a column to sort.</p><p class="choices"><input type="search" '
             'aria-label="filter" placeholder="L18, Anna, ..."> <select aria-label="verdict"><option value="">all'
             '</option>{}</select> <output></output></p><div class="scroll" tabindex="0"><table><thead><tr>{}</tr>'
@@ -193,5 +203,9 @@ def _atlas_row(row: Row, example: Row | None) -> Markup:
         value = row[column]
         shown = str(value) if isinstance(value, int) else f"{value:.2g}" if column == "q" else f"{value:.2f}"
         cells += Markup('<td class="n" data-value="{}">{}</td>').format(value, shown)
+    known = row.get("relation") is not None
+    cells += Markup('<td class="relation" data-value="{}">{}</td>').format(
+        row["relation_rate"] if known else 0, relation_words(row) if known else ""
+    )
     text = _example(example) if example is not None else Markup("")
     return Markup('<tr data-verdict="{}">{}<td class="text">{}</td></tr>').format(row["verdict"], cells, text)
