@@ -158,6 +158,11 @@ def test_parts_that_cancel_move_attention_and_carry_nothing():
     assert a["carried"] > 0.9
     assert a["carried_gain_low"] > 0.5
     assert everything["carried"] == pytest.approx(1.0)
+    others = torch.stack([torch.arange(8)[(torch.arange(8) != o) & (torch.arange(8) != t)][:2]
+                          for o, t in zip(orig.tolist(), target.tolist(), strict=True)])  # fmt: skip
+    whole = Projector.orthogonal(bases["all"][None])
+    sham = swap_attention(rows, others[:, 0], others[:, 1], whole, read=(orig, target))
+    assert float(sham.carried.abs().max()) == 0.0
 
 
 def test_intervals_are_wider_when_prompts_repeat():

@@ -93,9 +93,9 @@ def swap_attention(
     left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
     difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
     scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
-    moved = torch.einsum("nhd,shdr->snhr", difference, right)
-    to_orig = scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(orig), left, moved)
-    to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, moved)
+    inside = torch.einsum("nhd,shdr->snhr", difference, right)
+    to_orig = scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(orig), left, inside)
+    to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, inside)
 
     before = rows.products()
     slots = torch.arange(before.shape[-1], device=before.device)
@@ -107,9 +107,11 @@ def swap_attention(
     def pick(values: Tensor, slot: Tensor) -> Tensor:
         return (values * slot).sum(dim=-1)
 
-    orig_after, target_after, flipped = [], [], []
+    orig_after, target_after, flipped, moved = [], [], [], []
     for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
-        after = rows.attention(before + up[..., None] * is_orig + down[..., None] * is_target)
+        change = up[..., None] * is_orig + down[..., None] * is_target
+        moved.append((pick(change, at_target) - pick(change, at_orig)) / 2)
+        after = rows.attention(before + change)
         orig_after.append(pick(after, at_orig))
         target_after.append(pick(after, at_target))
         flipped.append((attention.argmax(-1) == watched[:, None]) & (after.argmax(-1) == wanted[:, None]))
@@ -122,8 +124,8 @@ def swap_attention(
         flipped=torch.stack(flipped),
         rank=rank[0] if rank.ndim == 2 else rank,
         d_head=rows.d_head,
-        gap=pick(before, is_orig) - pick(before, is_target),
-        moved=(to_target - to_orig) / 2,
+        gap=pick(before, at_orig) - pick(before, at_target),
+        moved=torch.stack(moved),
     )
 
 
