@@ -44,6 +44,7 @@ def blind_methods(contrast: SelfContrast, heads: Sequence[Head]) -> dict[str, _B
         "self_contrast_svd": lambda k: v[..., :k],
         "self_contrast_uncentred": lambda k: moving_basis(uncentred, k),
         "cov_qk_all": lambda k: cov_qk(cov_q, cov_k, k),
+        "cov_qk_all_moving": lambda k: moving_basis(cov_q @ cov_k, k),
         "key_pca_all": lambda k: key_pca(cov_k, k),
     }
 
@@ -70,7 +71,7 @@ def labelled_curve(
     ``key_pca`` and ``cov_qk`` are made from the keys that the task names, as in `swap`; ``…_all`` from all tokens, as
     the self-contrast is. The ceiling is trained on the fitting words and stopped by those for choosing heads, so that
     none of the three sets share words. ``…_moving`` takes the eigenvectors that the self-contrast takes, of a labelled
-    contrast.
+    contrast or of ``Cov_q Cov_k``: how much of a lead is due to them alone.
     """
     heads = list(fit.heads)
     options: Any = {"batch_size": 2 * batch_size, "progress": progress}
@@ -92,6 +93,7 @@ def labelled_curve(
         methods[f"{name}_moving"] = lambda k, d=deltas[name]: moving_basis(d, k)  # type: ignore[misc]
     cov_q, cov_k = _named_covariances(fit, index)
     methods["cov_qk"] = lambda k: cov_qk(cov_q, cov_k, k)
+    methods["cov_qk_moving"] = lambda k: moving_basis(cov_q @ cov_k, k)
     methods["key_pca"] = lambda k: key_pca(cov_k, k)
     table = []
     for k in sizes:
@@ -141,7 +143,7 @@ def text_curve(
             continue
         orig, target = torch.zeros(len(keep), dtype=torch.long), torch.ones(len(keep), dtype=torch.long)
         methods = blind_methods(contrast, [head])
-        methods["cov_qk"], methods["key_pca"] = methods.pop("cov_qk_all"), methods.pop("key_pca_all")
+        methods = {name.replace("_all", ""): make for name, make in methods.items()}  # there are no others
         for k in sizes:
             projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}
             if singular is not None:
