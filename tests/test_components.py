@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.components import diagonal_share, paired_components
+from qkscope.maths.components import Feature, diagonal_share, paired_components
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
 from qkscope.toys.retrieval import Retrieval, RetrievalHead
 from qkscope.toys.retrieval_heads import train_heads
@@ -23,6 +23,10 @@ from discover_toys import correlations, directions, looked_at, take_apart
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def signs(shape, seed, m):
@@ -175,3 +179,27 @@ def test_too_few_queries_are_refused():
         paired_components(*torch.randn(3, 30, 6, dtype=torch.float64), 4, torch.arange(30))
     with pytest.raises(BadInput, match="no direction"):
         paired_components(*torch.randn(3, 30, 6, dtype=torch.float64), 0, torch.arange(30))
+
+
+def test_noise_has_no_partner_outside_the_rows_it_was_fitted_on():
+    """Filters of 64 dimensions fitted to 768 rows of noise correlate by .3 and more in these rows: chance must know."""
+    q, attended, mean, q_held, attended_held = noise(5, 768, 64, seed=5)
+    prompts = torch.arange(768)
+    found = paired_components(q, attended, mean, 4, prompts, held=(q_held, attended_held, prompts), draws=39)
+    assert found.features == ()
+    assert len(found.rejected) == 4
+    split = paired_components(q, attended, mean, 4, prompts, draws=39)
+    assert split.features == ()
+
+
+def test_a_swap_of_a_feature_leaves_the_mean_query_out():
+    q, attended, mean = noise(3, 600, 5, seed=6)
+    q = q + 10  # what all queries share
+    attended = attended + q * torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0])
+    found = paired_components(q, attended, mean, 2, torch.arange(600), draws=19)
+    feature = Feature((0, 1), 1.0, 1.0, None, False)
+    swap, k = found.swap(feature), noise(600, 5, seed=7)
+    ones, zeros = torch.ones(600, 1, dtype=torch.float64), torch.zeros(600, 1, dtype=torch.float64)
+    part = ((torch.cat([q, ones], 1) @ swap.left) * (torch.cat([k, zeros], 1) @ swap.right)).sum(1)
+    wanted = (found.coordinates(q, "query")[:, [0, 1]] * (k @ found.query_pattern[:, [0, 1]])).sum(1)
+    torch.testing.assert_close(part, wanted)

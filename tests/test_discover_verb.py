@@ -29,7 +29,7 @@ def scope() -> Scope:
 def found(scope):
     task = qk.tasks.binding(5, seed=0)
     return qk.discover(
-        scope, task, "L18H6", n=32, directions=3, replicates=199, contrasts=["lexical"], sizes=(1, 4), progress=False
+        scope, task, "L18H6", n=128, directions=3, replicates=199, contrasts=["lexical"], sizes=(1, 4), progress=False
     )
 
 

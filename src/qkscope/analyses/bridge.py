@@ -104,7 +104,7 @@ def _curve(
             for method, each in methods.items()
         }
         against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
-        for row in swap_table(effects, heads, rows.unit, against=against, seed=seed):
+        for row in swap_table(effects, heads, rows.cluster, against=against, seed=seed):
             table.append({
                 "head": row["head"], "contrast": name, "method": row["condition"], "k": k,
                 **{column: row[column] for column in

@@ -107,7 +107,7 @@ def labelled_curve(
             )  # fmt: skip
             projectors["ceiling"] = Projector.orthogonal(best)
         projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
-        table += curve_rows(rows.attention, rows.orig, rows.target, rows.unit, heads, projectors, k, seed)
+        table += curve_rows(rows.attention, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
     return table
 
 

@@ -35,7 +35,8 @@ from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Task
 
 RESTING = 0.02  # share of attention off the first token under which a head says nothing about what it looks for
-_ALPHA = 0.01
+_ALPHA = 0.01  # for each direction of a head
+_HEADS = 0.05  # false-discovery rate over the heads asked for: replicates are too few for less
 _PER_DIRECTION = 10  # queries needed for each direction asked for
 
 
@@ -112,7 +113,7 @@ def discover(
         chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
         device=scope.device,
     )  # fmt: skip
-    fitted = gather(scope, fit_on, chosen, contrast=contrast, **options)
+    fitted = gather(scope, fit_on, chosen, contrast=contrast, draws=8, **options)
     tested = gather(scope, test_on, chosen, draws=4, **options)
     assert fitted is not None
     assert tested is not None
@@ -201,7 +202,7 @@ def _one_head(
     tables: dict[str, list[dict[str, Any]]],
 ) -> None:  # fmt: skip
     head = contrast.heads[h]
-    rank = test.rank if q_value <= _ALPHA else 0
+    rank = test.rank if q_value <= _HEADS else 0
     mass = float(fitted.mass[:, h].mean())
     spectrum = torch.linalg.svdvals(contrast.delta()[h])
     tables["spectrum"] += [
@@ -220,9 +221,11 @@ def _one_head(
     }  # fmt: skip
     if rank:
         keep = fitted.valid[:, h]
+        aside = tested.valid[:, h]
         components = paired_components(
-            fitted.q[keep, h], fitted.attended[keep, h], fitted.mean[keep, h], rank, fitted.example[keep], seed=seed
-        )
+            fitted.q[keep, h], fitted.attended[keep, h], fitted.mean[keep, h], rank, fitted.example[keep],
+            held=(tested.q[aside, h], tested.attended[aside, h], tested.example[aside]), seed=seed,
+        )  # fmt: skip
         found[head] = components
         parts, whole = contributions(tested, h, components)
         shares = logit_shares(parts, whole)
@@ -238,15 +241,18 @@ def _one_head(
             "features": len(components.features),
             "identifiable": sum(feature.identifiable for feature in components.features),
             "rejected": len(components.rejected), "logit_share": float(shares[kept].sum()) if kept else 0.0,
-            "diagonal": components.diagonal, "diagonal_null": components.diagonal_bound,
             "verdict": _verdict(components),
         }  # fmt: skip
+        if rank > 1 and any(feature.identifiable for feature in components.features):
+            row |= {"diagonal": components.diagonal, "diagonal_null": components.diagonal_bound}
     tables["heads"].append(row)
 
 
 def _verdict(components: Components) -> str:
     if not components.features:
         return "directions that no key answers"
+    if components.rank == 1:
+        return "one direction"
     if not any(feature.identifiable for feature in components.features):
         return "a span, not identifiable"  # and so is the diagonal of what one could turn as one likes
     return "matches like with like" if components.matched else "directions, not matched one to one"

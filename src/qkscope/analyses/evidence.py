@@ -5,6 +5,7 @@ subspace compares with its rivals at every size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,13 +74,17 @@ def feature_row(
     own = contrast.heads.index(head)
     cov_q, cov_k = (c[own].cpu() for c in contrast.covariances())
     basis = found.key_basis(feature).cpu()
-    bases = {
-        "feature": Projector(*(factor[None].cpu() for factor in found.swap(feature))),
+    plain = {
         "key_pca": _one(key_pca(cov_k, size)),
         "cov_qk": _one(cov_qk(cov_q, cov_k, size)),
         "random": Projector.orthogonal(random_bases(looked.q.shape[-1], size, draws, seed)[:, None]),
     }
-    effects, example = swap_of(looked, h, bases)
+    effects, example = swap_of(looked, h, plain)
+    rows, _ = looked.own_swaps(h)
+    with_one = replace(rows, q=_appended(rows.q, 1.0), k=_appended(rows.k, 0.0))
+    own_swap = Projector(*(factor[None].cpu() for factor in found.swap(feature)))
+    orig = torch.zeros(len(example), dtype=torch.long)
+    effects = {"feature": swap_attention(with_one, orig, orig + 1, own_swap), **effects}
     carried = torch.stack([effect.carried[:, 0] for effect in effects.values()], dim=1)
     low, high = clustered_bootstrap(carried, example, seed=seed)
     row: dict[str, Any] = {
@@ -89,10 +94,10 @@ def feature_row(
         "logit_share": float(shares[list(feature.index)].sum()),
         "shift": float(effects["feature"].shift.mean()),
         "carried": float(carried[:, 0].mean()), "carried_low": float(low[0]), "carried_high": float(high[0]),
-        **{f"carried_{name}": float(carried[:, i].mean()) for i, name in enumerate(bases) if i},
+        **{f"carried_{name}": float(carried[:, i].mean()) for i, name in enumerate(effects) if i},
     }  # fmt: skip
-    nearest, cosine = _nearest(basis, labelled)
-    row |= {"nearest_contrast": nearest, "contrast_cos": cosine}
+    nearest, cosine, chance = _nearest(basis, labelled)
+    row |= {"nearest_contrast": nearest, "contrast_cos": cosine, "contrast_cos_chance": chance}
     if singular is not None:
         write = singular[head].write
         write = write / write.norm(dim=0).clamp_min(1e-12)
@@ -101,16 +106,23 @@ def feature_row(
     return row
 
 
-def _nearest(basis: Tensor, labelled: Mapping[str, Tensor]) -> tuple[str | None, float | None]:
-    """The labelled contrast that holds most of a feature: the smallest principal cosine of the feature in its span."""
+def _appended(vectors: Float[Tensor, "*n d"], value: float) -> Float[Tensor, "*n d+1"]:
+    return torch.nn.functional.pad(vectors, (0, 1), value=value)
+
+
+def _nearest(basis: Tensor, labelled: Mapping[str, Tensor]) -> tuple[str | None, float | None, float | None]:
+    """The labelled contrast that holds most of a feature, the root of the share of it in its span, and that by chance.
+
+    A contrast of r of d dimensions holds r/d of anything.
+    """
     if not labelled:
-        return None, None
+        return None, None, None
     cosines = {
         name: float(principal_cosines(basis, other.to(basis)).square().sum() / basis.shape[1]) ** 0.5
         for name, other in labelled.items()
     }
     best = max(cosines, key=cosines.__getitem__)
-    return best, cosines[best]
+    return best, cosines[best], (labelled[best].shape[1] / basis.shape[0]) ** 0.5
 
 
 def example_rows(

@@ -27,7 +27,7 @@ from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention, swap_table
 from qkscope.result import Result, provenance
-from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.task import ANSWER, ASKED, Unit
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Rows:
     others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
     unit: Int[Tensor, " n"]
     member: Int[Tensor, " n"]  # which of its unit's prompts
+    cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def swap(
         effects[f"sham_{joint}"] = swap_attention(rows.attention, *rows.others, projectors[joint], read=read)
     table = [
         {**row, "condition_number": _condition_number(fit, names, row["head"]) if _is_oblique(row) else None}
-        for row in swap_table(effects, chosen, rows.unit, against=against, seed=seed)
+        for row in swap_table(effects, chosen, rows.cluster, against=against, seed=seed)
         if row["rank"] or not _is_oblique(row)
     ]
     tables: dict[str, list[dict[str, Any]]] = {"swap": table}
@@ -209,7 +210,21 @@ def capture_rows(
     )
     orig, target = draw_pairs(labels, seed)
     unit, member = (torch.cat([getattr(p, name) for p in parts]).cpu() for name in ("unit", "member"))
-    return Rows(attention, orig, target, _sham(labels, orig, target, seed), unit, member)
+    cluster = _clusters(units, unit.tolist(), member.tolist())
+    return Rows(attention, orig, target, _sham(labels, orig, target, seed), unit, member, cluster)
+
+
+def _clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[Tensor, " n"]:
+    """A number for each row, the same for rows that ask for the same word; for rows of one unit where none is marked.
+
+    A task has a few dozen words and any number of prompts: resampling prompts alone would trust the words too much.
+    """
+    examples = [units[i][m] for i, m in zip(unit, member, strict=True)]
+    if all(ASKED in example.roles for example in examples):
+        numbers: dict[str, int] = {}
+        asked = [example.piece(example.roles[ASKED]) for example in examples]
+        return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
+    return torch.tensor(unit)
 
 
 def check_swappable(space: str, downstream: bool = False) -> None:
@@ -295,7 +310,7 @@ def size_curve(
         effects: dict[str, SwapEffect] = {
             name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in methods.items()
         }
-        for row in swap_table(effects, list(heads), rows.unit, seed=seed):
+        for row in swap_table(effects, list(heads), rows.cluster, seed=seed):
             kept = ("orig_before", "target_before", "orig_after", "target_after", "shift")
             table.append({
                 "head": row["head"], "method": row["condition"], "k": k, **{name: row[name] for name in kept},

@@ -38,16 +38,18 @@ class Feature:
     Attributes
     ----------
     index : which components it is made of.
-    match : smallest |corr| between a component of it on the query side and its partner on the key side.
+    match : smallest correlation between a component of it on the query side and its partner on the key side, on rows
+        that neither was fitted on.
     contrast : smallest distance of its components from Gaussian.
-    stability : |cos| of its span between the whole and the halves of the data, and other starts; the smallest.
+    stability : |cos| of its span between the whole and the halves of the data, and other starts; the smallest. None of
+        a feature that fills the span, which comes back by itself.
     identifiable : whether its directions are a finding, not only their span.
     """
 
     index: tuple[int, ...]
     match: float
     contrast: float
-    stability: float
+    stability: float | None
     identifiable: bool
 
     @property
@@ -93,7 +95,7 @@ class Components:
 
     @property
     def matched(self) -> bool:
-        """Whether like meets like more than in random weights."""
+        """Whether like meets like more than in random weights; of one component alone that cannot be told."""
         return self.diagonal > self.diagonal_bound
 
     def coordinates(self, x: Float[Tensor, "*n d"], side: str) -> Float[Tensor, "*n r"]:
@@ -107,12 +109,15 @@ class Components:
         return torch.linalg.qr(self.key_pattern[:, list(feature.index)])[0]
 
     def swap(self, feature: Feature) -> Projector:
-        """The oblique projector on keys that exchanges exactly what queries read of a feature.
+        """The oblique projector that exchanges what queries read of a feature, for vectors ``[q; 1]`` and ``[k; 0]``.
 
-        With filters f and patterns m of the query, ``qᵀ P k = (fᵀ q)(mᵀ k)``: the feature's own part of the logit.
+        With filters f and patterns m of the query, ``[q; 1]ᵀ P [k; 0] = (fᵀ (q − q̄))(mᵀ k)``: the feature's own part of
+        the logit. What the mean query reads there is no part of the feature, and can be far larger.
         """
         index = list(feature.index)
-        return Projector(self.query[:, index], self.query_pattern[:, index])
+        filters, patterns = self.query[:, index], self.query_pattern[:, index]
+        mean = -(self.query_mean @ filters)[None]
+        return Projector(torch.cat([filters, mean]), torch.cat([patterns, torch.zeros_like(mean)]))
 
 
 def paired_components(
@@ -122,6 +127,7 @@ def paired_components(
     rank: int,
     prompts: Int[Tensor, " n"],
     *,
+    held: tuple[Float[Tensor, "m d"], Float[Tensor, "m d"], Int[Tensor, " m"]] | None = None,
     seed: int = 0,
     starts: int = 8,
     draws: int = 99,
@@ -132,11 +138,17 @@ def paired_components(
     ----------
     attended, mean : attended key and mean key of each query.
     prompts : which prompt each row belongs to: the random unit of every null and of the halves.
+    held : queries, attended keys and prompts that nothing is fitted on, for the match; filters find a partner in any
+        noise they are fitted to. A third of the prompts is set aside where none are given.
     """
     if rank < 1:
         raise BadInput("no direction stands above its null, so there are no features to take apart.")
     if len(q) < 10 * rank:
         raise BadInput(f"{rank} components need {10 * rank} queries or more, but there are {len(q)}: give more text.")
+    if held is None:
+        aside = _aside(prompts, seed)
+        held = (q[aside], attended[aside], prompts[aside])
+        q, attended, mean, prompts = q[~aside], attended[~aside], mean[~aside], prompts[~aside]
     q, k, m = (x.double() for x in (q, attended, mean))
     filters = _filters(q, k - m, rank)
     q_mean, k_mean = q.mean(dim=0), k.mean(dim=0)
@@ -146,10 +158,13 @@ def paired_components(
     w_q, w_k = (fast_ica(side[part], starts=starts, seed=seed + i) for i, side in enumerate((x, y)))
     s, t = x @ w_q.mT, y @ w_k.mT
 
-    order, signs, match = _pair(s, t)
+    order, signs = _pair(s, t)
     w_k = signs[:, None] * w_k[order]
     t = y @ w_k.mT
-    match_bound = _match_bound(s, t, prompts, seed, draws)
+    query, key = filters[0] @ x_map @ w_q.mT, filters[1] @ y_map @ w_k.mT
+    s_held, t_held = (held[0].double() - q_mean) @ query, (held[1].double() - k_mean) @ key
+    match = _correlations(s_held, t_held).diagonal()
+    match_bound = _match_bound(s_held, t_held, held[2], seed, draws)
 
     rejected = tuple(int(j) for j in (match <= match_bound).nonzero()[:, 0])
     away = contrast(s)
@@ -159,7 +174,6 @@ def paired_components(
     stable = _stability(x, w_q, prompts, seed, starts)
     features = _features(match, match_bound, away, away_bound, dependences > dependence_bound, stable)
 
-    query, key = filters[0] @ x_map @ w_q.mT, filters[1] @ y_map @ w_k.mT
     query_pattern = (q - q_mean).mT @ s / len(s)
     key_pattern = (k - k_mean).mT @ t / len(t)
     share, bound = diagonal_share(query_pattern.mT @ key_pattern, seed=seed)
@@ -203,11 +217,19 @@ def assign(weights: Float[Tensor, "r r"]) -> Int[Tensor, " r"]:
     return torch.from_numpy(linear_sum_assignment(-weights.cpu().numpy())[1]).to(weights.device)
 
 
-def _pair(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor, Float[Tensor, " r"]]:
+def _pair(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
+    """The partner of each component, and its sign."""
     found = _correlations(s, t)
     order = assign(found.abs())
     own = found.gather(1, order[:, None])[:, 0]
-    return order, torch.where(own < 0, -1.0, 1.0).to(own), own.abs()
+    return order, torch.where(own < 0, -1.0, 1.0).to(own)
+
+
+def _aside(prompts: Int[Tensor, " n"], seed: int) -> Tensor:
+    """A third of the prompts, by lot."""
+    _, prompt = prompts.unique(return_inverse=True)
+    lot = shuffled_rows(torch.arange(int(prompt.max()) + 1, device=prompts.device), seed, 3) % 3
+    return lot[prompt] == 0
 
 
 def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -> float:
@@ -254,18 +276,19 @@ def _features(
         stable = _span_stability(rows, group)
         told_apart = len(group) == 1 or len(group) < len(match)  # of all directions together, the span is all there is
         if told_apart and float(away[group].min()) > away_bound and stable >= _STABLE:
-            named.append(_feature(group, match, away, stable, True))
+            named.append(_feature(group, match, away, stable if len(match) > 1 else None, True))
         else:
             loose += group
     if len(loose) == 1 and float(away[loose[0]]) <= away_bound:
         # a single Gaussian direction is what the others leave over: it can only be itself
-        named.append(_feature(loose, match, away, _span_stability(rows, loose), True))
+        named.append(_feature(loose, match, away, _span_stability(rows, loose) if len(match) > 1 else None, True))
     elif loose:
-        named.append(_feature(sorted(loose), match, away, _span_stability(rows, sorted(loose)), False))
+        stability = _span_stability(rows, sorted(loose)) if len(loose) < len(match) else None
+        named.append(_feature(sorted(loose), match, away, stability, False))
     return tuple(sorted(named, key=lambda feature: (not feature.identifiable, -feature.match)))
 
 
-def _feature(group: list[int], match: Tensor, away: Tensor, stable: float, identifiable: bool) -> Feature:
+def _feature(group: list[int], match: Tensor, away: Tensor, stable: float | None, identifiable: bool) -> Feature:
     return Feature(tuple(group), float(match[group].min()), float(away[group].min()), stable, identifiable)
 
 

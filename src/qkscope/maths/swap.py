@@ -61,12 +61,16 @@ class SwapEffect:
 
     @property
     def carried(self) -> Float[Tensor, "n h"]:
-        """Part of the logit between the two keys that lies in the subspace, in units of the mean logit between them.
+        """Part of the logit between the two keys that lies in the subspace: the ratio of the means, row by row.
 
-        Its mean adds up to 1 over subspaces that make up the head; NaN where the head does not prefer ``orig``.
+        It is linearised, so that an interval of its mean knows that the denominator was measured too. It adds up to 1
+        over subspaces that make up the head; NaN where the head does not clearly prefer ``orig``.
         """
-        gap = self.gap.double().mean(dim=0)
-        return self.moved.double().mean(dim=0) / torch.where(gap > 0, gap, torch.nan)
+        gap, moved = self.gap.double(), self.moved.double().mean(dim=0)
+        mean, error = gap.mean(dim=0), gap.std(dim=0) / max(len(gap), 1) ** 0.5
+        mean = torch.where(mean > 3 * error, mean, torch.nan)
+        share = moved.mean(dim=0) / mean
+        return share + (moved - share * gap) / mean
 
     @property
     def vacuous(self) -> Bool[Tensor, " h"]:
@@ -159,7 +163,7 @@ def swap_table(
     draws: int = 2000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row per head and condition, with intervals clustered by prompt.
+    """One row per head and condition, with intervals clustered by prompt (or by what ``prompts`` numbers).
 
     ``against`` names, for a condition, the baseline its shift is compared with on the same examples and resamples:
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).

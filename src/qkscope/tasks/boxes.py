@@ -18,7 +18,7 @@ from typing import Literal
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
 from qkscope.tasks.drawn import drawn
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
+from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -84,7 +84,8 @@ def binding(
                 labels[label] = sign
             draft.write((padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}")
             draft.key(box, **labels).write(after)
-        return draft.write(question.format(pairs[asked][0])).example(cluster=cluster)
+        ahead, word, rest = question[: question.index("{")], pairs[asked][0], question[question.index("}") + 1 :]
+        return draft.write(ahead).write(word).role(ASKED).write(rest.format(word)).example(cluster=cluster)
 
     @drawn
     def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:

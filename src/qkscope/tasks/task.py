@@ -20,6 +20,7 @@ ANSWER = "answer"
 
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
+ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = tuple[Example, ...]
 # Columns and rows that results give names of their own; a contrast called the same would overwrite them.
 _TAKEN = ("all", "attention", "both", "logit", "position", "residual", "token")
