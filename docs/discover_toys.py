@@ -32,7 +32,10 @@ def looked_at(head: RetrievalHead, n: int, seed: int, nuisance: int = 0) -> dict
     seen = head.encoders.contexts(n, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     extra = 2.0 * torch.randint(2, (n, nuisance), generator=generator) - 1
-    writes = torch.randn(seen.x_q.shape[1], nuisance, generator=generator) / seen.x_q.shape[1] ** 0.5
+    wide = seen.x_q.shape[1]
+    writes = (
+        torch.randn(wide, nuisance, generator=torch.Generator().manual_seed(99)) / wide**0.5
+    )  # the same in all rows
     q, k = head.queries(seen.x_q + extra @ writes.mT), head.keys(seen.x_k)
     weights = (head.scale * (k @ q[..., None])[..., 0]).softmax(dim=-1)
     return {
@@ -60,7 +63,9 @@ def take_apart(head: RetrievalHead, n: int = 8192, nuisance: int = 0, seed: int 
     rows = looked_at(head, n, seed, nuisance)
     rank, contrast = directions(rows, head.d_head)
     own = (rows[name] for name in ("q", "attended", "mean"))
-    found = paired_components(*own, max(rank, 1), torch.arange(n), starts=4, draws=39)
+    fresh = looked_at(head, 2048, seed + 101, nuisance)
+    held = (fresh["q"], fresh["attended"], torch.arange(2048))
+    found = paired_components(*own, max(rank, 1), torch.arange(n), held=held, starts=4, draws=39)
     u, _, v = checked_svd(contrast.delta()[0])
     true = head.encoders.task.total_rank
     spans = [
