@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import huggingface_hub
 import pytest
 import torch
 
-from qkscope.capture.cache import cache_dir, files_hash, tensors_hash
+from qkscope.analyses.find import check_same_model
+from qkscope.capture.cache import cache_dir, files_hash, tensors_hash, weights_part
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -34,7 +36,7 @@ def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:
     want = next(iter(Scope.from_model(tiny_model("llama")).capture([EXAMPLE])))
     got = next(iter(scope.capture([EXAMPLE])))
     assert torch.equal(got.q, want.q)
-    assert scope.weights_hash == files_hash([folder / "model.safetensors"])
+    assert weights_part(scope.weights_hash) == files_hash([folder / "model.safetensors"])
     assert scope.tokenizer_hash is None
     assert list(cache_dir("checks").iterdir())  # the self-check is remembered
     assert Scope.load(folder, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
@@ -54,6 +56,47 @@ def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
         weight = model.model.layers[0].mlp.up_proj.weight.view(-1)
         weight[[3, 7]] = weight[[7, 3]]
     assert tensors_hash(model.state_dict().items()) != before
+
+
+def test_the_same_weights_with_another_config_are_another_model(folder: Path, tmp_path: Path) -> None:
+    """RoPE's base is in no weight file: queries and keys differ all the same, and so do the hash and the check."""
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.setdefault("rope_parameters", config)
+    rope["rope_theta"] = 2 * rope.get("rope_theta", 10_000.0)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    first, other = (Scope.load(path, device="cpu") for path in (folder, tmp_path / "other"))
+    assert not torch.equal(next(iter(first.capture([EXAMPLE]))).k, next(iter(other.capture([EXAMPLE]))).k)
+    assert first.weights_hash != other.weights_hash
+    assert weights_part(first.weights_hash) == weights_part(other.weights_hash)
+    assert len(list(cache_dir("checks").iterdir())) == 2
+    with pytest.raises(BadInput, match=r"other settings \(config.json, with the same weights\)"):
+        check_same_model({"weights": first.weights_hash}, other, "the fit")
+
+
+def test_what_says_only_where_a_config_came_from_makes_no_other_model(folder: Path) -> None:
+    before = Scope.load(folder, device="cpu", check=False).weights_hash
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"_name_or_path": "elsewhere", "transformers_version": "4.0.0", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Scope.load(folder, device="cpu", check=False, dtype="float32").weights_hash == before
+
+
+def test_a_config_changed_in_memory_changes_the_hash() -> None:
+    scope = Scope.from_model(tiny_model("gemma2"), check=False)
+    before = scope.weights_hash
+    scope.model.config.sliding_window = 3
+    assert scope.weights_hash != before
+    scope.model.config._attn_implementation = "eager"
+    assert weights_part(scope.weights_hash) == weights_part(before)
+
+
+@pytest.mark.parametrize("names", [[1], [["a"]], [None], "a"])
+def test_an_index_that_names_no_files_is_damaged(folder: Path, names: object) -> None:
+    content = dict(enumerate(names)) if isinstance(names, list) else names
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+    with pytest.raises(BadInput, match="is damaged: download or save the model again"):
+        Scope.load(folder, device="cpu")
 
 
 def test_a_self_check_that_passed_is_not_run_again(folder: Path) -> None:

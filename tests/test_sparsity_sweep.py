@@ -47,10 +47,12 @@ def words():
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, words):
-    """Three checkpoints of one "training run", and one that is a copy."""
+    """Three checkpoints of one "training run", and one that is a copy under another config."""
     folder = tmp_path_factory.mktemp("run")
     for step, seed in (("step0", 0), ("step100", 1), ("step20", 2), ("copy3", 1)):
-        tiny_model("llama", seed, vocab_size=len(words)).save_pretrained(folder / step)
+        longest = 2048 if step.startswith("step") else 4096
+        model = tiny_model("llama", seed, vocab_size=len(words), max_position_embeddings=longest)
+        model.save_pretrained(folder / step)
         words.save_pretrained(folder / step)
     return folder
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.units import batches_of
+from qkscope.capture.cache import weights_part
 from qkscope.capture.encode import Encoded
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -140,5 +141,8 @@ def check_scope_and_task(scope: Scope, task: Task) -> None:
 def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
     """Refuse to use with a model what says that it was made with another one, or with another tokenizer."""
     for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
-        if about.get(part, here) != here:
+        there = about.get(part, here)
+        if there != here:
+            same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
+            part = "settings (config.json, with the same weights)" if same else part
             raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")

@@ -39,7 +39,7 @@ def singular_basis(
     about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype), "version": _VERSION}
     named = hashlib.sha256(",".join(map(str, wanted)).encode()).hexdigest()[:16]
     kept = {name: about[name] for name in ("weights", "dtype", "version")}
-    place = cache_dir("singular", f"{scope.weights_hash[:32]}-{named}.safetensors")
+    place = cache_dir("singular", f"{scope.weights_hash}-{named}.safetensors")
     if cache and place.is_file():
         try:
             return SingularBasis.load(place, expect=kept)

@@ -2,7 +2,8 @@
 
 A fingerprint of files is the SHA-256 of their contents (files in the hub's cache are already named by theirs). Without
 files it is a checksum of the tensors' bits, ``Σ x_i`` and ``Σ i·x_i`` over them as integers: exact, so the same on
-every device and with any number of threads.
+every device and with any number of threads. Weights alone are not a model: its config (RoPE's base, softcaps, the
+window) is hashed beside them, ``WEIGHTS-CONFIG``, so whoever compares the one compares the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
+_NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
+    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
+}  # fmt: skip
 
 
 def cache_dir(*parts: str) -> Path:
@@ -71,6 +76,23 @@ def files_hash(files: Iterable[Path]) -> str:
     """One hash for the weight files of a model, whatever folder they are in."""
     lines = sorted(f"{path.name} {file_hash(path)}" for path in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def model_hash(weights: str, config: Mapping[str, Any]) -> str:
+    """The hash of a model's weights with that of its config behind it."""
+    content = json.dumps(_that_matters(config), sort_keys=True, default=str)
+    return f"{weights}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def weights_part(digest: str) -> str:
+    """The weights of a `model_hash`, whatever the config."""
+    return digest.partition("-")[0]
+
+
+def _that_matters(config: Any) -> Any:
+    if isinstance(config, Mapping):  # its parts may be configs too: of text, of vision
+        return {str(name): _that_matters(value) for name, value in config.items() if name not in _NO_MATTER}
+    return config
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from qkscope.capture.cache import cache_dir, file_hash, files_hash
+from qkscope.capture.cache import cache_dir, file_hash, files_hash, model_hash
 from qkscope.capture.nano import PREFIX, nano_folder
 from qkscope.capture.tap import SERVED
 from qkscope.devices import check_device
@@ -64,7 +64,7 @@ def load(
     options |= {"device_map": device_map} if device_map is not None else {}
     gguf = _gguf_file(str(name))
     if gguf is not None:
-        digest = file_hash(gguf)
+        digest = file_hash(gguf)  # the file holds the config too
         folder = _dequantised(gguf, digest)
         model, tokenizer = _from_folder(folder, options), _tokenizer(str(folder), None)
         return Loaded(_ready(model, target), tokenizer, str(name), None, digest)
@@ -76,9 +76,9 @@ def load(
     if revision is not None and step is None and (folder / "config.json").exists():
         raise BadInput(f"{name} is one model, not a folder of checkpoints: leave out the revision {revision!r}.")
     if folder.is_dir():
-        files = _weight_files(folder)
+        digest = folder_hash(folder)
         model, tokenizer = _from_folder(folder, options), _tokenizer(str(folder), None)
-        return Loaded(_ready(model, target), tokenizer, str(name), step, files_hash(files))
+        return Loaded(_ready(model, target), tokenizer, str(name), step, digest)
     if folder.exists() or str(name).startswith(("/", ".", "~")) or str(name).count("/") > 1:
         what = "is a file" if folder.exists() else "does not exist"
         raise BadInput(f"{name} {what}, not a model folder: give a folder with config.json, a .gguf file or a hub id.")
@@ -86,9 +86,8 @@ def load(
         config = _config(str(name), revision)
         model = _build(config, str(name), {**options, "revision": revision})
     commit = getattr(config, "_commit_hash", None)
-    hub_files = _hub_files(str(name), commit or revision or "main")
-    digest_or_none = files_hash(hub_files) if hub_files else None
-    return Loaded(_ready(model, target), _tokenizer(str(name), revision), str(name), commit or revision, digest_or_none)
+    tokenizer, found = _tokenizer(str(name), revision), _hub_hash(str(name), commit or revision or "main")
+    return Loaded(_ready(model, target), tokenizer, str(name), commit or revision, found)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
@@ -166,6 +165,21 @@ def _dequantised(file: Path, digest: str) -> Path:
     return folder
 
 
+def folder_hash(folder: Path) -> str:
+    """Fingerprint of a model folder, without loading it; what is missing is refused."""
+    return model_hash(files_hash(_weight_files(folder)), _config_file(folder / "config.json"))
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path} is damaged: download or save the model again.")
+    return config
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The weight files of a folder, or what is missing."""
     if not (folder / "config.json").is_file():
@@ -173,10 +187,7 @@ def _weight_files(folder: Path) -> list[Path]:
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{stem}.index.json"
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise BadInput(f"{index} is damaged: download or save the model again.") from error
+            names = _indexed(index)
             if any(Path(name).name != name for name in names):
                 raise BadInput(f"{index} names files outside of its folder: download or save the model again.")
             missing = [name for name in names if not (folder / name).is_file()]
@@ -191,6 +202,25 @@ def _weight_files(folder: Path) -> list[Path]:
     raise BadInput(f"{folder} holds no weights (no model.safetensors): download or save the model again.")
 
 
+def _indexed(index: Path) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        names = {None}
+    if not all(isinstance(name, str) for name in names):
+        raise BadInput(f"{index} is damaged: download or save the model again.")
+    return sorted(names)
+
+
+def _hub_hash(name: str, revision: str) -> str | None:
+    """Fingerprint of a hub model, of its files in the local cache; None where they are not found there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files, config = _hub_files(name, revision), try_to_load_from_cache(name, "config.json", revision=revision)
+    return model_hash(files_hash(files), _config_file(Path(config))) if files and isinstance(config, str) else None
+
+
 def _hub_files(name: str, revision: str) -> list[Path]:
     """The weight files of a hub model in the local cache, as far as they can be found there."""
     from huggingface_hub import try_to_load_from_cache
@@ -201,8 +231,7 @@ def _hub_files(name: str, revision: str) -> list[Path]:
             return [Path(found)]
         index = try_to_load_from_cache(name, f"{stem}.index.json", revision=revision)
         if isinstance(index, str):
-            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-            return [Path(index).parent / part for part in names]
+            return [Path(index).parent / part for part in _indexed(Path(index))]
     return []
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkscope.capture.cache import files_hash
-from qkscope.capture.load import EMBEDDED, _weight_files
+from qkscope.capture.cache import weights_part
+from qkscope.capture.load import EMBEDDED, folder_hash
 from qkscope.errors import BadInput
 
 
@@ -86,7 +86,7 @@ def _of_folder(folder: Path, names: list[str]) -> list[Checkpoint]:
     if missing:
         shown = ", ".join(there[:12]) or "nothing"
         raise BadInput(f"{folder} has no revision {missing[0]!r}: there is {shown}.")
-    return [Checkpoint(name, str(folder / name), weights=files_hash(_weight_files(folder / name))) for name in wanted]
+    return [Checkpoint(name, str(folder / name), weights=folder_hash(folder / name)) for name in wanted]
 
 
 def _refuse_copies(model: str, found: Sequence[Checkpoint]) -> None:
@@ -98,6 +98,7 @@ def _refuse_copies(model: str, found: Sequence[Checkpoint]) -> None:
 
 def refuse_copy(model: str, label: str, weights: str, seen: dict[str, str]) -> None:
     """Refuse a checkpoint whose weights another one had already; hubs have served such copies for whole sweeps."""
+    weights = weights_part(weights)  # with another config they are a copy all the same
     if weights in seen:
         raise BadInput(f"revisions {seen[weights]!r} and {label!r} of {model} hold the same weights (hash "
                        f"{weights[:12]}): one of them is not the checkpoint it is called; leave it out.")  # fmt: skip

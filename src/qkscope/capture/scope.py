@@ -18,7 +18,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.capture import load as loading
-from qkscope.capture.cache import cache_dir, read_json, tensors_hash, tensors_trace, tokenizer_hash, write_json
+from qkscope.capture.cache import (
+    cache_dir,
+    model_hash,
+    read_json,
+    tensors_hash,
+    tensors_trace,
+    tokenizer_hash,
+    write_json,
+)
 from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
@@ -141,7 +149,7 @@ class Scope(Shape):
             str(self.model.dtype),
             self.model.config._attn_implementation,
         ]
-        place = cache_dir("checks", f"{self._weights_hash[:32]}.json")
+        place = cache_dir("checks", f"{self._weights_hash}.json")
         known = read_json(place)
         passed = known if isinstance(known, dict) else {}
         key = " ".join(map(str, setting))
@@ -154,16 +162,20 @@ class Scope(Shape):
         return input_device(self.model)
 
     def _trace(self) -> tuple[object, ...]:
-        return tensors_trace(self.model.state_dict().items())
+        config = model_hash("", self.model.config.to_diff_dict())  # parts of it are read anew at every run
+        return config, *tensors_trace(self.model.state_dict().items())
 
     @property
     def weights_hash(self) -> str:
-        """Fingerprint of the weights: of the files they came from, or of the tensors where these were changed."""
+        """Fingerprint of weights and config: of the files they came from, or of what is in memory where it changed."""
         trace = self._trace()
         if self._hashed is None or self._hashed[0] != trace:
             of_files = self._weights_hash if trace == self._as_loaded else None
-            self._hashed = trace, of_files or tensors_hash(self.model.state_dict().items())
+            self._hashed = trace, of_files or self._hash_in_memory()
         return self._hashed[1]
+
+    def _hash_in_memory(self) -> str:
+        return model_hash(tensors_hash(self.model.state_dict().items()), self.model.config.to_diff_dict())
 
     @cached_property
     def tokenizer_hash(self) -> str | None:

@@ -163,7 +163,7 @@ class Session:
             at = self.scope.check(head)
             if at not in self._features:
                 wanted = [name for name in ("order", "lexical") if name in self._task.contrasts]
-                key = (self.scope.weights_hash[:16], f"{self._task.name}-{self._task.seed}-{_FITTED_ON}", str(at))
+                key = (self.scope.weights_hash, f"{self._task.name}-{self._task.seed}-{_FITTED_ON}", str(at))
                 fit = run_decompose(
                     self.scope, self._task, [at], _FITTED_ON, cache_dir("explorer", *key), contrasts=wanted or None
                 )
