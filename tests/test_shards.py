@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from qkscope.analyses import sums
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.safety import only_writer
-from qkscope.analyses.shards import merge, parse_shard
+from qkscope.analyses.shards import merge, parse_shard, together, torchrun_shard
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.maths.store import read_tensors
@@ -139,6 +141,49 @@ def test_torchrun_gives_the_numbers_of_one_process(model, whole, tmp_path):
     assert done.stdout.count("Of 4 contrasts at heads") == 1  # one process speaks
     assert_close(tmp_path / "out", whole, 1e-10)
     assert not (tmp_path / "out" / "shards").exists()
+
+
+def test_under_torchrun_the_folder_of_the_whole_is_asked_for_first(tmp_path, model, whole):
+    """By every process, before it waits for the others and before a model is loaded: here the others never come."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    (tmp_path / "locked").mkdir(0o500)
+    places = [(tmp_path / "mine", "holds other things than a fit"), (whole, r"holds another job \(n differ")]
+    if os.geteuid() != 0:  # nothing is locked to root
+        places.append((tmp_path / "locked", "cannot be written"))
+    started = {**ALONE, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for out, says in places:
+        asked = command(*job(model, out, n=36))
+        done = subprocess.run(asked, env=started, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert re.search(says, done.stderr)
+
+
+def test_processes_wait_for_the_slowest_for_days(monkeypatch):
+    from torch import distributed
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with together((0, 1), "cpu") as device:
+        backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout >= timedelta(days=7)
+    assert device == "cpu"
+
+
+def test_only_torchrun_is_torchrun(monkeypatch):
+    """Other launchers number their processes too, and say nothing of where these could meet."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, shard in (
+        ("RANK", "1", None),
+        ("WORLD_SIZE", "4", None),
+        ("MASTER_ADDR", "127.0.0.1", None),
+        ("MASTER_PORT", "29500", (1, 4)),
+        ("WORLD_SIZE", "1", None),
+        ("WORLD_SIZE", "four", None),
+    ):
+        monkeypatch.setenv(name, value)
+        assert torchrun_shard() == shard
 
 
 def test_the_command_line_shards_and_merges(model, whole, tmp_path):

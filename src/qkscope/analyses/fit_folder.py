@@ -80,8 +80,7 @@ def check_place(folder: Path, job: dict[str, Any]) -> None:
         differs = [name for name in dict.fromkeys((*job, "shard")) if found.get(name) != job.get(name)]
         if differs:
             raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
-        return
-    if folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
+    elif folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
         raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
     check_writable(folder)
 

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from qkscope.analyses.fit_folder import MADE, SHARDS, check_place, copy_task, re
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, Sums, sums_file
 from qkscope.errors import BadInput
+
+_LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
 
 
 def parse_shard(text: str) -> Shard:
@@ -89,9 +92,10 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
 
 
 def torchrun_shard() -> Shard | None:
-    """Which process of how many this is, where torchrun started it."""
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else None
+    """Which process of how many this is, where torchrun started it; it also says where the processes meet."""
+    rank, world, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    started = rank.isdecimal() and world.isdecimal() and port.isdecimal() and "MASTER_ADDR" in os.environ
+    return (int(rank), int(world)) if started and int(rank) < int(world) > 1 else None
 
 
 def shard_folder(out: str | Path, shard: Shard) -> Path:
@@ -110,9 +114,10 @@ def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
 
     gpu = torch.cuda.is_available() and device in (None, "cuda")
     if gpu:
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', shard[0])) % torch.cuda.device_count()}"
+        local = os.environ.get("LOCAL_RANK", "")
+        device = f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if gpu else "gloo")
+    distributed.init_process_group("nccl" if gpu else "gloo", timeout=_LONGEST_WAIT)
     try:
         yield device
         distributed.barrier()

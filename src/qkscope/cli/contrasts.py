@@ -94,6 +94,8 @@ def decompose(
     share = process if shard is None else parse_shard(shard)
     folder = out if process is None else shard_folder(out, process)
     options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share}
+    if process is not None:  # the whole is merged into it in the end: ask now
+        plan_decompose(made, chosen, n, out, **{**options, "shard": None})
     plan_decompose(made, chosen, n, folder, **options)
     with together(process, device) as own_device:
         fit = run_decompose(load_scope(model, own_device, dtype), made, chosen, n, folder, **options)
