@@ -19,7 +19,7 @@ from urllib.parse import quote
 from torch import Tensor
 
 from qkscope.analyses.safety import patient_interrupt
-from qkscope.analyses.units import batches_of, capture_units, contrast_rows, units_hash
+from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_rows, units_hash, whole_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -42,8 +42,8 @@ _FEW_TO_SHUFFLE = 4  # units in a batch
 class Sums:
     """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines.
 
-    ``cut`` holds the batches that did not fit into memory and came in parts: with any, another run agrees to rounding
-    of the model's numbers, and not bit for bit.
+    ``cut`` holds the batches that did not fit into memory and came in parts. They are added whole, as the nulls shuffle
+    queries within a batch; but the model ran on the parts, so another run agrees to rounding and not bit for bit.
     """
 
     moments: Moments
@@ -167,10 +167,10 @@ def accumulate(
     )
     once, rate = _FIRST_SAVE
     saved, cost = time.monotonic(), once + sum(tensor.nbytes for tensor in sums.tensors().values()) / rate
+    parts: list[Rows] = []
     with patient_interrupt() as interrupted:
         for batch in stream:
-            q, k, labels, prompts = contrast_rows(batch, contrast)
-            sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+            parts.append(contrast_rows(batch, contrast))
             captured = batch.captured
             sums.cov_q.update(captured.q)
             own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
@@ -179,6 +179,10 @@ def accumulate(
             count = ends.get(units_done, 0)  # 0: in the middle of a batch that memory cut into parts
             if not count and (number := bisect(running, units_done)) not in sums.cut:
                 sums.cut.append(number)
+            if count:
+                q, k, labels, prompts = whole_rows(parts)
+                sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+                parts.clear()
             due = interrupted() or time.monotonic() - saved >= _REST * cost or count == len(batches)
             if path is not None and count and due:
                 cost = sums.save(path, count, len(batches))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.capture.pick import Captured
 from qkscope.capture.scope import Scope
@@ -84,9 +85,21 @@ def capture_units(
     return stream(own, run, progress)
 
 
-def contrast_rows(
-    batch: Batch, contrast: Contrast
-) -> tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]:
+Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]
+
+
+def whole_rows(parts: Sequence[Rows]) -> Rows:
+    """The rows of a batch that came in parts: some may have fewer slots for keys, filled up with what is ignored."""
+    slots = max(labels.shape[1] for _, _, labels, _ in parts)
+    filled = [
+        (q, pad(k, (0, 0, 0, slots - k.shape[2])), pad(labels, (0, slots - labels.shape[1])), prompts)
+        for q, k, labels, prompts in parts
+    ]
+    q, k, labels, prompts = (torch.cat(column) for column in zip(*filled, strict=True))
+    return q, k, labels, prompts
+
+
+def contrast_rows(batch: Batch, contrast: Contrast) -> Rows:
     """Queries, keys, labels and units of one contrast.
 
     Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's (labelled −).
