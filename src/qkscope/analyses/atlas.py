@@ -102,8 +102,9 @@ def atlas(
     best = tables["atlas"][0]
     return Atlas(
         experiment="atlas",
-        answer=f"{above} of {len(chosen)} heads match on something above their null (false-discovery rate 5%); most "
-        f"directions: {best['head']} with {best['directions']}, {best['logit_share']:.0%} of its logit.",
+        answer=f"In {above} of {len(chosen)} heads queries and attended keys go together above their null "
+        f"(false-discovery rate 5%); most directions: {best['head']} with {best['directions']}, "
+        f"{best['logit_share']:.0%} of its logit.",
         tables=tables,
         model=scope.name,
         seed=seed,
