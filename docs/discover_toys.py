@@ -33,9 +33,7 @@ def looked_at(head: RetrievalHead, n: int, seed: int, nuisance: int = 0) -> dict
     generator = torch.Generator().manual_seed(seed + 1)
     extra = 2.0 * torch.randint(2, (n, nuisance), generator=generator) - 1
     wide = seen.x_q.shape[1]  # what the nuisance writes is the same in all rows
-    writes = (
-        torch.randn(wide, nuisance, generator=torch.Generator().manual_seed(99)) / wide**0.5
-    )
+    writes = torch.randn(wide, nuisance, generator=torch.Generator().manual_seed(99)) / wide**0.5
     q, k = head.queries(seen.x_q + extra @ writes.mT), head.keys(seen.x_k)
     weights = (head.scale * (k @ q[..., None])[..., 0]).softmax(dim=-1)
     return {
