@@ -221,3 +221,178 @@ def test_a_file_of_one_repeated_line_is_refused(tmp_path, capsys, monkeypatch):
         main()
     assert stopped.value.code == 2
     assert "different passages" in capsys.readouterr().err
+
+
+def _missing(rows, missing, *names):
+    return [{**row, **{name: missing for name in row if name.startswith(names)}} for row in rows]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_legend_of_the_curve_fits_its_figure(found, count):
+    from qkscope.page.figures.discovery import _curve
+
+    rows = [{**row, "head": f"L{i}H0"} for i in range(count) for row in found.tables["curve"]]
+    figure = _curve(replace(found, tables={"curve": rows}))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    inside, whole = legend.get_window_extent(), figure.bbox
+    assert {"self contrast", "random"} <= {text.get_text() for text in legend.get_texts()}
+    assert whole.x0 <= inside.x0 < inside.x1 <= whole.x1
+    assert whole.y0 <= inside.y0 < inside.y1 <= whole.y1
+
+
+def test_pages_say_once_what_is_marked_and_what_the_bars_are(found):
+    page = draw_discovery(found)["report.html"]
+    assert page.count('<mark class="query">query</mark> the token that asks') == 1
+    assert page.count('<mark class="key">key</mark> the one') == 1
+    assert 'class="both"' not in page  # no token of this task attends to itself
+    assert page.count("<figcaption>Logit between two keys") == len(found.tables["features"])
+    for row in found.tables["features"]:
+        assert f">{row['carried']:.2f} [{row['carried_low']:.2f}, {row['carried_high']:.2f}]</text>" in page
+    head = {name: found.tables["heads"][0][name] for name in ("head", "directions", "q", "mass", "top_weight")}
+    row = {**head, "layer": 18, "index": 6, "logit_share": 0.1, "carried": 0.1, "carried_key_pca": 0.1,
+           "carried_random": 0.1, "relation": None, "verdict": "above the null"}  # fmt: skip
+    itself = {**found.tables["examples"][0]}
+    itself |= {f"key_{end}": itself[f"query_{end}"] for end in ("start", "stop")}
+    atlas = replace(found, experiment="atlas", tables={"atlas": [row], "examples": [itself]})
+    page = draw_atlas(atlas)["report.html"]
+    assert page.count('<mark class="query">query</mark> the token that asks') == 1
+    assert page.count('<mark class="both">both</mark> one that attends to itself') == 1
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_what_could_not_be_measured_is_a_dash(found, missing):
+    whole = draw_discovery(found)["report.html"]
+    tables = {
+        **found.tables,
+        "heads": _missing(found.tables["heads"], missing, "diagonal", "mass"),
+        "features": _missing(found.tables["features"], missing, "carried", "match", "stability"),
+        "curve": [*_missing(found.tables["curve"][:3], missing, "carried", "shift", "low", "high"),
+                  *found.tables["curve"][3:]],
+    }  # fmt: skip
+    page = draw_discovery(replace(found, tables=tables))["report.html"]
+    cards = page[page.index('class="words marks"') : page.index('<figure class="picture">')]
+    assert "query and key agree – (chance –)" in cards
+    assert "stability –" in cards
+    assert "– of its attention is off the first token" in cards
+    assert cards.count(">–</text>") == 4 * len(found.tables["features"])
+    assert "Like meets like" not in cards
+    assert "nan" not in cards.lower()
+    assert "None" not in cards
+    known = {**found.tables, "heads": [{**row, "diagonal": 0.5, "diagonal_null": 0.4} for row in found.tables["heads"]]}
+    assert "Like meets like: 50%" in draw_discovery(replace(found, tables=known))["report.html"]
+    assert whole.count(">–</text>") == 0
+
+
+_CONTRAST = """([what, property]) => {
+  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    paint.fillStyle = colour;
+    paint.fillRect(0, 0, 1, 1);
+    return [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const weights = [0.2126, 0.7152, 0.0722];
+  const light = (colour) => rgb(colour).reduce((sum, v, i) => sum + weights[i] * linear(v / 255), 0.05);
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  return [...document.querySelectorAll(what)].map((node) => {
+    const colour = getComputedStyle(node)[property], own = light(colour);
+    return [rgb(colour).join(), Math.max(own, paper) / Math.min(own, paper)];
+  });
+}"""  # what is drawn, as it is seen: its colour, and its contrast with the paper
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_method_has_a_colour_of_its_own_that_is_seen(found, tmp_path, dark):
+    from browser import Watched, chromium
+
+    path = tmp_path / "report.html"
+    rows = [*found.tables["curve"], *({**row, "method": f"other_{i}"} for i in range(6) for row in
+            found.tables["curve"] if row["method"] == "random"),
+            *({**row, "method": "order"} for row in found.tables["curve"] if row["method"] == "lexical")]  # fmt: skip
+    rows[0] = {**rows[0], "shift": None, "low": None, "high": None}
+    path.write_text(draw_discovery(replace(found, tables={**found.tables, "curve": rows}))["report.html"])
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    with chromium() as browser:
+        watched = Watched(browser, path.as_uri(), dark=dark)
+        page = watched.page
+        lines = page.evaluate(_CONTRAST, ["section.curve .legend line", "stroke"])
+        bars = page.evaluate(_CONTRAST, [".card rect", "fill"])
+        before = page.locator("section.curve polyline").count()
+        page.locator('section.curve [data-method="cov_qk_all"]').click()
+        page.locator('section.curve [data-method="random"]').click()
+        page.locator('section.curve [data-method="lexical_moving"]').click()
+        after = page.locator("section.curve polyline").count()
+        assert "NaN" not in page.locator("section.curve .chart").inner_html()
+        assert watched.errors == []
+    assert len({colour for colour, _ in lines}) == len(lines) == len(methods)
+    assert len(bars) == 4 * len(found.tables["features"])
+    assert min(contrast for _, contrast in [*lines, *bars]) >= 3
+    variants = [
+        name for name in methods if name.endswith(("_all", "_moving", "_uncentred")) or name == "self_contrast_svd"
+    ]
+    assert before == len(methods) - len(variants)
+    assert after == before + 1
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_an_atlas_sorts_what_is_missing_as_smallest(found, tmp_path, missing):
+    from browser import Watched, chromium
+
+    shared = {"directions": 1, "q": 0.01, "mass": 0.5, "top_weight": missing, "logit_share": 0.1,
+              "carried_key_pca": 0.1, "carried_random": missing, "relation": None,
+              "verdict": "above the null"}  # fmt: skip
+    rows = [{**shared, "head": f"L0H{i}", "layer": 0, "index": i, "carried": carried} for i, carried in
+            enumerate((0.2, missing, -0.3, 0.4))]  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(draw_atlas(replace(found, experiment="atlas", tables={"atlas": rows}))["report.html"])
+    table = path.read_text()
+    table = table[table.index('<section class="block atlas">') : table.index("</table>")]
+    assert "nan" not in table.lower()
+    assert "None" not in table
+    with chromium() as browser:
+        page = Watched(browser, path.as_uri()).page
+        orders = []
+        for _ in range(2):
+            page.get_by_role("button", name="first two").click()
+            orders.append(page.locator(".atlas tbody tr td:first-child").all_inner_texts())
+        assert page.locator(".atlas tbody td:nth-child(7)").all_inner_texts() == ["–", "-0.30", "0.20", "0.40"]
+    assert orders == [["L0H3", "L0H0", "L0H2", "L0H1"], ["L0H1", "L0H2", "L0H0", "L0H3"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["atlas", "binding"], "an atlas takes text files, or nothing for our corpus, and binding is a task: run "
+                               "qkscope discover binding --heads"),
+        (["atlas", "prompts.jsonl"], "prompts.jsonl is a task"),
+        (["atlas", "nothing.txt"], "there is no file 'nothing.txt': an atlas takes text files"),
+        (["discover", "binding", "--heads", "L1H1", "--n", "40"], "16 directions need 160 queries to fit on, but the "
+                                                                  "prompts of binding have 40"),
+        (["discover", "corpus", "--heads", "L1H1", "--n", "24"], "but 24 passages have at most 128"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_said_with_what_can_before_a_model_is_loaded(
+    arguments, said, tmp_path, capsys, monkeypatch
+):
+    from qkscope.cli import main
+
+    monkeypatch.setattr("sys.argv", ["qkscope", *arguments, "--out", str(tmp_path / "out"), "--model", "no/such/model"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_short_file_of_prompts_is_refused_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+    from qkscope.cli import main
+
+    keys = [{"text": "cat", "labels": {"kind": 1}}, {"text": "dog", "labels": {"kind": -1}}]
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}: cat or dog? The", "keys": keys}) for i in range(30)))
+    monkeypatch.setattr("sys.argv", ["qkscope", "discover", str(path), "--heads", "L1H1", "--directions", "2",
+                                     "--out", str(tmp_path / "out"), "--model", "no/such/model"])  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "2 directions need 20 queries" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_the_scripts_of_the_page_are_the_only_ones_it_may_run(verbs):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert "default-src &#39;none&#39;" in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    assert len(scripts) == 8
+    assert len(scripts) == 9
     for script in scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert html.escape(f"'sha256-{digest}'").replace("&#x27;", "&#39;") in policy

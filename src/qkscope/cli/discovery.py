@@ -49,18 +49,19 @@ def discover(
 ) -> None:  # fmt: skip
     """Find the features that some heads match on, without labels, with the evidence for each on held-out text."""
     from qkscope.heads import parse_heads
-    from qkscope.result import check_folder
+    from qkscope.result import check_folder, plain_value
 
     chosen = parse_heads(heads)
     check_folder(out)
     check_batch_size(batch_size)
     _check_options(n, directions, space, skip)
     source: Any
-    if len(sources) == 1 and (sources[0] in _TASKS or sources[0].endswith(".jsonl")):
+    if len(sources) == 1 and _is_task(sources[0]):
         source = make_task(sources[0], form, size, seed, chat)
         source.test(1)
     else:
         source = _texts(sources)
+    _check_queries(source, n, directions)
     named = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
     if named is not None:
         if isinstance(source, tuple):
@@ -82,7 +83,7 @@ def discover(
         return
     typer.echo(result.answer)
     for name in ("heads", "features", "curve"):
-        print_table(name, result.tables.get(name, []))
+        print_table(name, plain_value(result.tables.get(name, [])))
     typer.echo(f"The page: {out / 'report.html'}")
 
 
@@ -98,13 +99,19 @@ def atlas(
     seed: Seed = 0, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Look at every head in one pass: directions above the null, the logit they carry, examples."""
-    from qkscope.result import check_folder
+    from qkscope.result import check_folder, plain_value
 
     check_folder(out)
     check_batch_size(batch_size)
     _check_options(n, 1, space, skip)
     if test < 1:
         raise BadInput(f"--test is at least 1, but got {test}.")
+    for name in sources or ():
+        if _is_task(name):
+            raise BadInput(f"an atlas takes text files, or nothing for our corpus, and {name} is a task: run qkscope "
+                           f"discover {name} --heads … for tasks.")  # fmt: skip
+        if name != "corpus" and not Path(name).is_file():
+            raise BadInput(f"there is no file {name!r}: an atlas takes text files, or nothing for our corpus.")
     texts = _texts(sources or ["corpus"])
     from qkscope.analyses.atlas import atlas as run
 
@@ -119,8 +126,12 @@ def atlas(
         print_json(result.to_json())
         return
     typer.echo(result.answer)
-    print_table("atlas (the first 20)", result.tables["atlas"][:20])
+    print_table("atlas (the first 20)", plain_value(result.tables["atlas"][:20]))
     typer.echo(f"The page: {out / 'report.html'}")
+
+
+def _is_task(source: str) -> bool:
+    return source in _TASKS or source.endswith(".jsonl")
 
 
 def _texts(sources: list[str]) -> Any:
@@ -130,7 +141,7 @@ def _texts(sources: list[str]) -> Any:
     if sources == ["corpus"]:
         return corpus()
     for source in sources:
-        if source in _TASKS:
+        if _is_task(source):
             raise BadInput(f"{source} is a task: name it alone, or name text files.")
         if not Path(source).is_file():
             raise BadInput(
@@ -145,3 +156,23 @@ def _check_options(n: int, directions: int, space: str, skip: int) -> None:
     for name, value, least in (("--n", n, 1), ("--directions", directions, 1), ("--skip", skip, 0)):
         if value < least:
             raise BadInput(f"{name} is at least {least}, but got {value}.")
+
+
+def _check_queries(source: Any, n: int, directions: int) -> None:
+    """Refuse too few queries before a model is loaded: a prompt asks one, and a passage a few at most."""
+    from qkscope.analyses.discover import _PER_DIRECTION
+    from qkscope.analyses.texts import QUERIES
+    from qkscope.tasks.task import ANSWER
+
+    if isinstance(source, tuple):
+        passages = min(n, len(source))
+        most, said = QUERIES * max(2 * passages // 3, 1), f"{passages} passages have at most"
+    else:
+        try:
+            most = len(source.draw("fit", ANSWER, n))
+        except BadInput:  # a file that labels its right keys for other uses only
+            most = len(source.fit(next(iter(source.contrasts)), n))
+        said = f"the prompts of {source.name} have"
+    if most < _PER_DIRECTION * directions:
+        raise BadInput(f"{directions} directions need {_PER_DIRECTION * directions} queries to fit on, but {said} "
+                       f"{most}: give more with --n, or ask for fewer --directions.")  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def add_section(page: str, section: str, script: str = "") -> str:
 
 def feature_cards(result: Result) -> str:
     """One card per feature, under the head it belongs to."""
-    out = Markup("")
+    out = _marks(result.tables["examples"])
     for head in result.tables["heads"]:
         name = head["head"]
         features = [row for row in result.tables["features"] if row["head"] == name]
@@ -53,16 +54,36 @@ def feature_cards(result: Result) -> str:
     return str(out)
 
 
+def _known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _number(value: Any, how: str = ".2f") -> str:
+    """A number as text; a dash where there is none, as of a head that nothing could be swapped at."""
+    return format(value, how) if _known(value) else "–"
+
+
+def _marks(examples: Sequence[Row]) -> Markup:
+    """What the marks in the texts mean; nothing where there are no texts."""
+    if not examples:
+        return Markup("")
+    said = Markup(
+        '<mark class="query">query</mark> the token that asks, <mark class="key">key</mark> the one it attends to most'
+    )
+    if any(_span(row, "query") == _span(row, "key") for row in examples):
+        said += Markup(', <mark class="both">both</mark> one that attends to itself')
+    return Markup('<p class="words marks">In the texts: {}.</p>').format(said)
+
+
 def _head_words(head: Row) -> str:
     said = (
         f"{counted(head['directions'], 'direction')} above shuffled queries, {counted(head['features'], 'feature')}; "
-        f"{head['mass']:.0%} of its attention is off the first token; its features carry {head['logit_share']:.0%} of "
-        "the logit of the most attended key over another."
+        f"{_number(head['mass'], '.0%')} of its attention is off the first token; its features carry "
+        f"{_number(head['logit_share'], '.0%')} of the logit of the most attended key over another."
     )
-    if head["diagonal"] is not None:
-        said += (
-            f" Like meets like: {head['diagonal']:.0%} of the interaction (chance up to {head['diagonal_null']:.0%})."
-        )
+    if _known(head["diagonal"]):
+        chance = _number(head["diagonal_null"], ".0%")
+        said += f" Like meets like: {head['diagonal']:.0%} of the interaction (chance up to {chance})."
     if head["relation"] is not None:
         said += f" It attends most to {relation_words(head)}."
     return said
@@ -70,21 +91,24 @@ def _head_words(head: Row) -> str:
 
 def relation_words(row: Row) -> str:
     """What the attended token is to the asking one, beside chance."""
-    return f"{row['relation']} ({row['relation_rate']:.0%}, chance {row['relation_chance']:.0%})"
+    rate, chance = (_number(row[name], ".0%") for name in ("relation_rate", "relation_chance"))
+    return f"{row['relation']} ({rate}, chance {chance})"
 
 
 def _card(row: Row, examples: Sequence[Row]) -> Markup:
     kind = "card" if row["identifiable"] else "card loose"
     title = f"Feature {row['feature']}" + (f", {row['size']} dimensions" if row["size"] > 1 else "")
     facts = [
-        f"query and key agree {row['match']:.2f} (chance {row['match_null']:.2f})", f"stability {row['stability']:.2f}",
-        f"logit share {row['logit_share']:.0%}",
+        f"query and key agree {_number(row['match'])} (chance {_number(row['match_null'])})",
+        f"stability {_number(row['stability'])}", f"logit share {_number(row['logit_share'], '.0%')}",
     ]  # fmt: skip
     if not row["identifiable"]:
         facts.insert(0, "only the span is a finding: its directions are not identifiable")
     if row.get("nearest_contrast"):
-        facts.append(f"nearest contrast {row['nearest_contrast']} (cos {row['contrast_cos']:.2f})")
-    if row.get("singular_cos") is not None:
+        chance = row.get("contrast_cos_chance")
+        beside = f", chance {chance:.2f}" if _known(chance) else ""
+        facts.append(f"nearest contrast {row['nearest_contrast']} (cos {_number(row['contrast_cos'])}{beside})")
+    if _known(row.get("singular_cos")):
         facts.append(f"singular vector {row['singular_vector'] + 1} (cos {row['singular_cos']:.2f})")
     shown = Markup("").join(_example(example) for example in examples)
     return Markup('<article class="{}"><h3>{}</h3><p class="facts">{}</p>{}{}</article>').format(
@@ -95,7 +119,7 @@ def _card(row: Row, examples: Sequence[Row]) -> Markup:
 def _example(row: Row) -> Markup:
     """Text with the query and the key it attends to marked; they may be the same token."""
     text = row["text"]
-    query, key = (row["query_start"], row["query_stop"]), (row["key_start"], row["key_stop"])
+    query, key = _span(row, "query"), _span(row, "key")
     marks = [(*query, "both")] if query == key else sorted([(*query, "query"), (*key, "key")])
     out, last = Markup(""), 0
     for start, stop, kind in marks:
@@ -106,29 +130,42 @@ def _example(row: Row) -> Markup:
     return Markup("<blockquote>{}{}</blockquote>").format(out, text[last:])
 
 
+def _span(row: Row, side: str) -> tuple[int, int]:
+    return row[f"{side}_start"], row[f"{side}_stop"]
+
+
 def _causal(row: Row) -> Markup:
     """The part of the logit between two keys that a swap of the feature carries, beside baselines of the same size."""
-    bars = [("this feature", row["carried"], row["carried_low"], row["carried_high"], "var(--target)")]
+    bars = [("this feature", row["carried"], row["carried_low"], row["carried_high"])]
     bars += [
-        (name.replace("_", " "), row[f"carried_{name}"], None, None, "var(--rest)")
+        (name.replace("_", " "), row[f"carried_{name}"], None, None)
         for name in ("cov_qk", "key_pca", "random")
-        if row.get(f"carried_{name}") is not None
+        if f"carried_{name}" in row
     ]
-    widest = max(0.2, *(max(value, high or 0) for _, value, _, high, _ in bars))
-    out = Markup("")
-    for i, (name, value, low, high, colour) in enumerate(bars):
-        y, left, width = 4 + 17 * i, 90, 240 * max(value, 0) / widest
-        out += Markup('<text x="84" y="{}" text-anchor="end">{}</text><rect x="{}" y="{}" width="{:.1f}" height="11" '
-                      'fill="{}"/>').format(y + 10, name, left, y, width, colour)  # fmt: skip
-        if low is not None and high is not None:
-            a, b = (left + 240 * max(x, 0) / widest for x in (low, high))
-            out += Markup('<path d="M{:.1f} {}H{:.1f}" stroke="currentColor"/>').format(a, y + 5.5, b)
-        out += Markup('<text class="soft" x="{:.1f}" y="{}">{}</text>').format(
-            left + max(width, 240 * max(high or 0, 0) / widest) + 6, y + 10, f"{value:.2f}"
-        )
-    return Markup('<svg viewBox="0 0 380 {}" role="img" aria-label="logit carried by a swap">{}</svg>').format(
-        6 + 17 * len(bars), out
-    )
+    widest = max([0.2, *(end for _, value, _, high in bars for end in (value, high) if _known(end))])
+    out, left = Markup(""), 90.0
+
+    def along(value: float) -> float:
+        return left + 170 * max(value, 0) / widest
+
+    for i, (name, value, low, high) in enumerate(bars):
+        y, end, said = 4 + 17 * i, left, _number(value)
+        out += Markup('<text x="84" y="{}" text-anchor="end">{}</text>').format(y + 10, name)
+        if _known(value):
+            end = along(value)
+            out += Markup('<rect class="{}" x="{}" y="{}" width="{:.1f}" height="11"/>').format(
+                "baseline" if i else "feature", left, y, end - left
+            )
+        if _known(low) and _known(high):
+            end, said = max(end, along(high)), f"{said} [{low:.2f}, {high:.2f}]"  # bars end at 0, and it may be below
+            line = f"M{along(low):.1f} {y + 5.5}H{along(high):.1f}"
+            out += Markup('<path class="under" d="{0}"/><path d="{0}" stroke="currentColor"/>').format(line)
+        out += Markup('<text class="soft" x="{:.1f}" y="{}">{}</text>').format(end + 6, y + 10, said)
+    return Markup(
+        "<figure><figcaption>Logit between two keys that swapping it carries (95% interval), beside baselines of the "
+        'same size</figcaption><svg viewBox="0 0 380 {}" role="img" aria-label="logit carried by a swap">{}</svg>'
+        "</figure>"
+    ).format(6 + 17 * len(bars), out)
 
 
 def _spectrum(rows: Sequence[Row]) -> Markup:
@@ -147,7 +184,9 @@ def _spectrum(rows: Sequence[Row]) -> Markup:
         out += Markup('<text class="soft" x="{}" y="90" text-anchor="middle">{}</text>').format(x, row["component"])
     width = 26 * len(rows) + 8
     return Markup(
-        '<svg viewBox="0 0 {} 94" width="{}" role="img" aria-label="spectrum against the null">{}</svg>'
+        "<figure><figcaption>Singular values of the self-contrast; a dash is their 95% quantile under shuffled queries"
+        '</figcaption><svg viewBox="0 0 {} 94" width="{}" role="img" aria-label="spectrum against the null">{}</svg>'
+        "</figure>"
     ).format(width, width, out)
 
 
@@ -188,24 +227,28 @@ def atlas_table(result: Result) -> tuple[str, str]:
             "(false-discovery rate 5% over all heads), what they carry of the logit between the most attended key and "
             "another, what the first two carry beside as many key principal components and random directions, and what "
             "the most attended token is to the asking one. "
-            'Click a column to sort.</p><p class="choices"><input type="search" '
+            'Click a column to sort.</p>{}<p class="choices"><input type="search" '
             'aria-label="filter" placeholder="L18, Anna, ..."> <select aria-label="verdict"><option value="">all'
             '</option>{}</select> <output></output></p><div class="scroll" tabindex="0"><table><thead><tr>{}</tr>'
             "</thead><tbody>{}</tbody></table></div></section>"
-        ).format(options, head, body)
+        ).format(_marks(result.tables.get("examples", ())), options, head, body)
     ), asset("atlas.js")
 
 
 def _atlas_row(row: Row, example: Row | None) -> Markup:
-    order = row["layer"] * 1000 + row["index"]
-    cells = Markup('<td data-value="{}">{}</td>').format(order, row["head"])
+    cells = Markup('<td data-value="{}">{}</td>').format(row["layer"] * 1000 + row["index"], row["head"])
     for column in _COLUMNS[1:]:
         value = row[column]
-        shown = str(value) if isinstance(value, int) else f"{value:.2g}" if column == "q" else f"{value:.2f}"
-        cells += Markup('<td class="n" data-value="{}">{}</td>').format(value, shown)
+        shown = _number(value, "d" if isinstance(value, int) else ".2g" if column == "q" else ".2f")
+        cells += Markup('<td class="n" data-value="{}">{}</td>').format(_order(value), shown)
     known = row.get("relation") is not None
     cells += Markup('<td class="relation" data-value="{}">{}</td>').format(
-        row["relation_rate"] if known else 0, relation_words(row) if known else ""
+        _order(row["relation_rate"] if known else None), relation_words(row) if known else "–"
     )
     text = _example(example) if example is not None else Markup("")
     return Markup('<tr data-verdict="{}">{}<td class="text">{}</td></tr>').format(row["verdict"], cells, text)
+
+
+def _order(value: Any) -> Any:
+    """What the script sorts by: what is missing is smaller than any number."""
+    return value if _known(value) else "-Infinity"

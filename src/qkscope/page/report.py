@@ -27,7 +27,7 @@ from qkscope.result import Result, plain_value
 
 _HERE = Path(__file__).parent
 _ROWS = 400  # of a table written out; the chart's and the folder's data are whole
-_SCRIPTS = ("base.js", "map.js", "spectra.js", "swaps.js", "prompt.js", "cloud.js", "report.js")
+_SCRIPTS = ("base.js", "map.js", "spectra.js", "swaps.js", "curve.js", "prompt.js", "cloud.js", "report.js")
 _WIDGET_HEIGHT = 560
 
 
