@@ -26,7 +26,7 @@ from qkscope.analyses.safety import only_writer
 from qkscope.analyses.shards import merge, parse_shard, together, torchrun_shard
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import read_tensors
+from qkscope.maths.store import read_tensors, write_tensors
 from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -102,7 +102,9 @@ def test_what_does_not_belong_together_is_not_merged(scope, whole, tmp_path):
     fit_into(scope, first, (0, 2))
     fit_into(scope, second, (1, 2))
     fit_into(scope, other, (1, 2), n=32)
+    fit_into(scope, tmp_path / "third", (1, 3))
     for folders, says in (
+        ([first, tmp_path / "third"], "is of a split into 2, .* of one into 3: merge the shards of one split"),
         ([first], "shard 1/2 is missing"),
         ([first, first], "are the same shard 0/2"),
         ([first, other], "are not shards of one job \\(n differ\\)"),
@@ -251,7 +253,7 @@ def test_saving_waits_until_it_is_a_hundredth_of_the_run(scope, tmp_path, monkey
     """The clock is ours: a batch takes 1 s and a save a sixteenth, so that one comes every 7 batches."""
     now, saved = [0.0], []
 
-    def save(self, path, batches, of):
+    def save(self, path, batches, of, shard):
         now[0] += 0.0625
         saved.append(batches)
         return 0.0625
@@ -278,6 +280,97 @@ def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, who
     assert os.waitstatus_to_exitcode(status) == 130
     _, manifest = read_tensors(sums_file(out, "order"), "sums")
     assert 0 < manifest["batches"] < manifest["of"] == 1000
+
+
+def test_the_wait_between_saves_has_an_end(scope, tmp_path, monkeypatch):
+    """The clock is ours: a save takes an hour, on a disk like that, and a batch five minutes."""
+    now, saved = [0.0], []
+
+    def save(self, path, batches, of, shard):
+        now[0] += 3600
+        saved.append(batches)
+        return 3600.0
+
+    def rows(*given, real=sums.contrast_rows):
+        now[0] += 300
+        return real(*given)
+
+    monkeypatch.setattr(sums.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sums, "contrast_rows", rows)
+    monkeypatch.setattr(sums.Sums, "save", save)
+    decompose(scope, tasks.binding(4), HEADS, 20, contrasts=["order"], batch_size=4, replicates=3, out=tmp_path)
+    assert saved == [1, 3, 5]
+
+
+def edited(path: Path, change) -> None:
+    """A file of sums whose manifest somebody changed, with a checksum that is right again."""
+    tensors, manifest = read_tensors(path, "sums")
+    change(tensors, manifest)
+    write_tensors(path, "sums", tensors, manifest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, said: said.update(batches=60),
+        lambda tensors, said: said.update(batches=-1),
+        lambda tensors, said: said.update(batches="5"),
+        lambda tensors, said: said.update(batches=True),
+        lambda tensors, said: said.update(of=None),
+        lambda tensors, said: said.update(cut=7),
+        lambda tensors, said: said.update(cut=["a"]),
+        lambda tensors, said: said.update(moments=[]),
+        lambda tensors, said: said["moments"].update(about=None),
+        lambda tensors, said: said["moments"]["about"].pop("n"),
+        lambda tensors, said: said["moments"].update(replicates="many"),
+        lambda tensors, said: said.update(shard=[7, 2]),
+        lambda tensors, said: said.update(shard="0/1"),
+        lambda tensors, said: tensors.update({"sums/order": tensors["sums/order"].float()}),
+        lambda tensors, said: tensors["sums/order"].fill_(float("nan")),
+        lambda tensors, said: tensors.pop("cov_q"),
+    ],
+)
+def test_sums_that_no_run_writes_are_refused(scope, whole, tmp_path, change):
+    for index in (0, 1):
+        fit_into(scope, tmp_path / str(index), (index, 2))
+    shutil.copytree(whole, tmp_path / "whole")
+    for folder in (tmp_path / "whole", tmp_path / "1"):
+        edited(sums_file(folder, "order"), change)
+    for use in (
+        lambda: fit_into(scope, tmp_path / "whole"),
+        lambda: load_fit(tmp_path / "whole", scope),
+        lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
+    ):
+        with pytest.raises(BadInput, match=r"order\.safetensors (is damaged|was made by another job)"):
+            use()
+
+
+def test_a_flipped_bit_and_another_shards_sums_are_refused(scope, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "whole")
+    path = sums_file(tmp_path / "whole", "order")
+    content = bytearray(path.read_bytes())
+    content[-1001] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match="its checksum is not that of what it holds"):
+        load_fit(tmp_path / "whole", scope)
+    for index in (0, 1):
+        fit_into(scope, tmp_path / str(index), (index, 2))
+    shutil.copyfile(sums_file(tmp_path / "0", "order"), sums_file(tmp_path / "1", "order"))
+    for use in (
+        lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
+        lambda: fit_into(scope, tmp_path / "1", (1, 2)),
+    ):
+        with pytest.raises(BadInput, match="holds the sums of shard 0/2 and stands where those of 1/2 belong"):
+            use()
+
+
+def test_sums_may_be_read_by_whom_the_umask_lets(scope, tmp_path):
+    before = os.umask(0o022)
+    try:
+        fit_into(scope, tmp_path / "run")
+    finally:
+        os.umask(before)
+    assert sums_file(tmp_path / "run", "order").stat().st_mode & 0o777 == 0o644
 
 
 def test_two_runs_do_not_write_to_one_folder(scope, tmp_path):

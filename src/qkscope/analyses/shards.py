@@ -61,8 +61,11 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
     for folder, other in rest:
         named = sorted({*job, *other} - {"shard", *MADE})
         differs = [name for name in named if job.get(name) != other.get(name)]
-        if differs or other["shard"][1] != job["shard"][1]:
-            raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs) or 'shard'} differ).")
+        if other["shard"][1] != job["shard"][1]:
+            raise BadInput(f"{first} is of a split into {job['shard'][1]}, {folder} of one into {other['shard'][1]}: "
+                           "merge the shards of one split.")  # fmt: skip
+        if differs:
+            raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs)} differ).")
     missing = [index for index in range(job["shard"][1]) if index not in parts]
     if missing:
         raise BadInput(f"shard {missing[0]}/{job['shard'][1]} is missing: run it, and name its folder too.")
@@ -74,7 +77,12 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
     task = task_of(job, folders[0])
     sums, batches = {}, {}
     for name in checked_contrasts(task, job["contrasts"]):
-        read = [Sums.read(sums_file(folder, name)) for folder in folders]
+        read = [Sums.read(sums_file(folder, name), (i, len(folders))) for i, folder in enumerate(folders)]
+        for folder, (part, _) in zip(folders, read, strict=True):
+            differs = [fact for fact, value in part.moments.about.items() if job.get(fact, value) != value]
+            if differs:
+                raise BadInput(f"{sums_file(folder, name)} is not of the job that {folder} says "
+                               f"({', '.join(differs)} differ): run the shard again into another folder.")  # fmt: skip
         (one, *others), batches[name] = (part for part, _ in read), sum(count for _, count in read)
         sums[name] = one.merge(*others)
     about = dict(next(iter(sums.values())).moments.about)

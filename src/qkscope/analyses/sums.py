@@ -32,8 +32,10 @@ from qkscope.tasks.task import Contrast, Task
 log = logging.getLogger(__name__)
 
 Shard = tuple[int, int]
+MOST_SHARDS = 10**6
 
 _REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
+_LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
 _FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
 _FEW_TO_SHUFFLE = 4  # units in a batch
 
@@ -62,17 +64,18 @@ class Sums:
         """The state by name, sharing memory."""
         return {**self.moments.tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
 
-    def save(self, path: Path, batches: int, of: int) -> float:
-        """Write the state after this many batches of all; returns the seconds it took."""
+    def save(self, path: Path, batches: int, of: int, shard: Shard = (0, 1)) -> float:
+        """Write the state after this many batches of all of a shard's; returns the seconds it took."""
         start = time.monotonic()
-        manifest = {"moments": self.moments.manifest(), "batches": batches, "of": of, "cut": self.cut}
+        counts = {"batches": batches, "of": of, "cut": self.cut, "shard": list(shard)}
+        manifest = {"moments": self.moments.manifest(), **counts}
         write_tensors(path, "sums", self.tensors(), manifest)
         return time.monotonic() - start
 
-    def load(self, path: Path) -> int:
+    def load(self, path: Path, of: int | None = None, shard: Shard = (0, 1)) -> int:
         """Take up a saved state of the same job; returns how many batches it holds."""
-        tensors, manifest = read_tensors(path, "sums")
-        theirs = manifest.get("moments", {})
+        tensors, manifest = _read(path, shard)
+        theirs = manifest["moments"]
         for name, value in self.moments.manifest().items():
             if theirs.get(name) != value:
                 parts = (
@@ -81,25 +84,30 @@ class Sums:
                 raise BadInput(
                     f"{path} was made by another job ({', '.join(parts) or name} differs): use another folder."
                 )
+        if of not in (None, manifest["of"]):
+            raise BadInput(f"{path} is of {manifest['of']} batches, not of {of}: use another folder.")
         self._fill(tensors, path)
-        self.cut[:] = manifest.get("cut", [])
+        self.cut[:] = manifest["cut"]
         return int(manifest["batches"])
 
     @classmethod
-    def read(cls, path: Path) -> tuple[Sums, int]:
+    def read(cls, path: Path, shard: Shard = (0, 1)) -> tuple[Sums, int]:
         """Finished sums, of whatever job made them, and of how many batches; refused while some are missing."""
-        tensors, manifest = read_tensors(path, "sums")
-        if manifest.get("batches") != manifest.get("of"):
-            raise BadInput(f"{path} holds {manifest.get('batches')} of {manifest.get('of')} batches: run the command "
+        tensors, manifest = _read(path, shard)
+        if manifest["batches"] != manifest["of"]:
+            raise BadInput(f"{path} holds {manifest['batches']} of {manifest['of']} batches: run the command "
                            "that makes it again, it goes on where it stopped.")  # fmt: skip
         check_shapes(path, lambda: cls.empty(Moments.from_manifest(manifest["moments"], "meta")).tensors(), tensors)
         sums = cls.empty(Moments.from_manifest(manifest["moments"]))
         sums._fill(tensors, path)
-        sums.cut[:] = manifest.get("cut", [])
+        sums.cut[:] = manifest["cut"]
         return sums, int(manifest["of"])
 
     def _fill(self, tensors: dict[str, Tensor], path: Path) -> None:
         check_shapes(path, self.tensors, tensors)
+        odd = [name for name in self.moments.tensors() if not bool(tensors[name].isfinite().all())]
+        if odd:
+            raise BadInput(f"{path} is damaged: {odd[0]} holds numbers that are none; make it again, elsewhere.")
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
 
@@ -111,6 +119,33 @@ class Sums:
             self.cov_k.merge(*(other.cov_k for other in others)),
             [number for one in (self, *others) for number in one.cut],
         )
+
+
+def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A file of sums with a manifest that can be believed; refused where it is another shard's."""
+    tensors, manifest = read_tensors(path, "sums")
+    moments, cut, of, batches = (manifest.get(name) for name in ("moments", "cut", "of", "batches"))
+    fine = (
+        isinstance(moments, dict) and isinstance(moments.get("about"), dict)
+        and {"model", "space", "n"} <= set(moments["about"])
+        and type(of) is int and type(batches) is int and 0 <= batches <= of
+        and isinstance(cut, list) and all(type(number) is int and 0 <= number < of for number in cut)
+        and is_shard(manifest.get("shard"))
+    )  # fmt: skip
+    if not fine:
+        raise BadInput(f"{path} is damaged: its manifest is not what a run writes; make it again, elsewhere.")
+    if tuple(manifest["shard"]) != shard:
+        i, n = manifest["shard"]
+        raise BadInput(f"{path} holds the sums of shard {i}/{n} and stands where those of {shard[0]}/{shard[1]} "
+                       "belong: put it back, or run the shard again into another folder.")  # fmt: skip
+    return tensors, manifest
+
+
+def is_shard(value: Any) -> bool:
+    """Whether a file's word for its shard is one: ``[i, n]`` with 0 <= i < n."""
+    if not isinstance(value, list) or [type(part) for part in value] != [int, int]:
+        return False
+    return 0 <= value[0] < value[1] <= MOST_SHARDS
 
 
 def sums_file(folder: str | Path, contrast: str) -> Path:
@@ -149,7 +184,7 @@ def accumulate(
         replicates=replicates, seed=seed, about=about, device=scope.device,
     )  # fmt: skip
     sums = Sums.empty(moments)
-    done = sums.load(path) if path is not None and path.exists() else 0
+    done = sums.load(path, len(batches), shard) if path is not None and path.exists() else 0
     running = list(running_sum(map(len, batches)))
     ends = {units_done: count for count, units_done in enumerate(running, 1)}
     units_done = sum(map(len, batches[:done]))
@@ -183,9 +218,10 @@ def accumulate(
                 q, k, labels, prompts = whole_rows(parts)
                 sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
                 parts.clear()
-            due = interrupted() or time.monotonic() - saved >= _REST * cost or count == len(batches)
+            rest = min(_REST * cost, _LONGEST_REST)
+            due = interrupted() or time.monotonic() - saved >= rest or count == len(batches)
             if path is not None and count and due:
-                cost = sums.save(path, count, len(batches))
+                cost = sums.save(path, count, len(batches), shard)
                 saved = time.monotonic()
                 log.debug("saved %d of %d batches in %.3f s", count, len(batches), cost)
             if interrupted() and (count or path is None):

@@ -1,14 +1,19 @@
-"""Tensors and a manifest in one safetensors file, written whole or not at all, and never read as something else."""
+"""Tensors and a manifest in one safetensors file, written whole or not at all, and never read as something else.
+
+The header holds a checksum of both: a disk that gives back another bit is found out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,15 +26,19 @@ SCHEMA = 1
 def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
     """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
     path = Path(path)
-    header = {"schema": str(SCHEMA), "kind": kind, "manifest": json.dumps(manifest, sort_keys=True)}
+    temporary = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode & 0o777  # what the user's umask gives; safetensors makes a file private
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
-    os.close(handle)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    said = json.dumps(manifest, sort_keys=True)
+    header = {"schema": str(SCHEMA), "kind": kind, "manifest": said, "sha256": _checksum(plain, said)}
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, header)
+        save_file(plain, temporary, header)
+        temporary.chmod(mode)
         with open(temporary, "r+b") as written:
             os.fsync(written.fileno())  # else a power failure could leave the new name on an empty file
         os.replace(temporary, path)
@@ -37,7 +46,15 @@ def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], ma
         raise BadInput(f"{path} could not be written ({error}): make room and say the same again; an earlier state is "
                        "kept.") from None  # fmt: skip
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+def _checksum(tensors: Mapping[str, Tensor], manifest: str) -> str:
+    digest = hashlib.sha256(manifest.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_tensors(
@@ -50,12 +67,14 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            _check_header(path, kind, header)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            manifest = json.loads(header["manifest"])
-    except (SafetensorError, json.JSONDecodeError, KeyError):
+    except (OSError, SafetensorError):
         raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
-    about = manifest.get("about", {})
+    _check_header(path, kind, header)
+    manifest = _manifest(path, header)
+    if header.get("sha256", "") not in ("", _checksum(tensors, header["manifest"])):
+        raise BadInput(f"{path} is damaged: its checksum is not that of what it holds; make it again, elsewhere.")
+    about = manifest.get("about") or {}
     for field, want in (expect or {}).items():
         if about.get(field) != want:
             raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
@@ -64,14 +83,15 @@ def read_tensors(
 
 def check_shapes(path: str | Path, wanted: Callable[[], Mapping[str, Tensor]], tensors: Mapping[str, Tensor]) -> None:
     """What a manifest promises is what the file holds; asked of tensors without memory, as it may promise anything."""
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     try:
-        wrong = [
-            name for name, tensor in wanted().items() if name not in tensors or tensors[name].shape != tensor.shape
-        ]
+        wrong = [name for name, tensor in wanted().items() if found.get(name) != (tensor.shape, tensor.dtype)]
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         wrong = ["its manifest"]
     if wrong:
-        raise BadInput(f"{path} is damaged: {wrong[0]} is missing or of another shape; make it again, elsewhere.")
+        raise BadInput(
+            f"{path} is damaged: {wrong[0]} is missing or of another shape or type; make it again, elsewhere."
+        )
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -81,9 +101,20 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise BadInput(f"there is no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(json.loads((file.metadata() or {})["manifest"]))
-    except (SafetensorError, ValueError, KeyError, TypeError):
+            header = file.metadata() or {}
+    except (OSError, SafetensorError):
         raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
+    return _manifest(path, header)
+
+
+def _manifest(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        manifest = json.loads(header["manifest"])
+    except (ValueError, KeyError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("about") or {}, dict):
+        raise BadInput(f"{path} is damaged or not a qkscope file; make it again.")
+    return manifest
 
 
 def _check_header(path: Path, kind: str, header: Mapping[str, str]) -> None:
