@@ -14,7 +14,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -115,17 +116,18 @@ class Result:
             from safetensors.torch import save
 
             contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            for name, content in contents.items():
-                path = fresh / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(_encoded(content) if isinstance(content, str) else content)
-            fresh.chmod(0o755)
-            _replace_folder(fresh, folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+            try:
+                for name, content in contents.items():
+                    path = fresh / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(_encoded(content) if isinstance(content, str) else content)
+                fresh.chmod(0o755)
+                _replace_folder(fresh, folder)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
         return folder
 
 
@@ -189,6 +191,17 @@ def check_writable(folder: Path, place: Path | None = None) -> None:
         raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a sentence why something could not be written: a full disk, one that is read-only by now."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be written ({error.strerror or error}): make room, or choose another place."
+        ) from None
+
+
 def _encoded(text: str) -> bytes:
     """UTF-8; half a surrogate, which it has no place for, as JSON writes it."""
     return text.encode("utf-8", "backslashreplace")
@@ -197,11 +210,15 @@ def _encoded(text: str) -> bytes:
 def write_text(path: Path, text: str) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     part = path.with_suffix(path.suffix + ".part")
-    with part.open("wb") as file:
-        file.write(_encoded(text + "\n"))
-        file.flush()
-        os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
-    part.replace(path)
+    with writing(path):
+        try:
+            with part.open("wb") as file:
+                file.write(_encoded(text + "\n"))
+                file.flush()
+                os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _replace_folder(fresh: Path, folder: Path) -> None:

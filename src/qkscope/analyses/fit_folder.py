@@ -20,13 +20,13 @@ from qkscope.analyses.decompose import Fit, checked_contrasts, collect, decompos
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.find import job as job_of
 from qkscope.analyses.safety import only_writer
-from qkscope.analyses.sums import Shard
+from qkscope.analyses.sums import Shard, sums_file
 from qkscope.analyses.units import batches_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text
+from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text, writing
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -111,18 +111,21 @@ def run_decompose(
         "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
         "tokenizer": scope.tokenizer_hash, **plan,
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         check_place(folder, job)
-        for left_over in folder.glob("*.part"):  # what a killed run was writing
-            left_over.unlink(missing_ok=True)
+        with writing(folder):
+            for left_over in folder.glob("*.part"):  # what a killed run was writing
+                left_over.unlink(missing_ok=True)
         write_job(folder, job)
         copy_task(task, job, Path(), folder)
         same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "seed")}
         try:
             sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
         except KeyboardInterrupt:
-            log.info("What is done is saved in %s: say the same again, and it goes on from there.", folder)
+            if any(sums_file(folder, name).exists() for name in plan["contrasts"]):
+                log.info("What is done is saved in %s: say the same again, and it goes on from there.", folder)
             raise
         if shard is not None:
             return None
@@ -143,7 +146,10 @@ def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> No
     """Keep the file of a task that is one; it stands in ``source``, or where it was named."""
     if task.name not in tasks.BUILT_IN:
         name = Path(job["asked"]["file"])
-        shutil.copyfile(source / (name.name if source.name else name), folder / name.name)
+        own, copy = source / (name.name if source.name else name), folder / name.name
+        with writing(copy):
+            if not (copy.exists() and own.samefile(copy)):
+                shutil.copyfile(own, copy)
 
 
 def write_fit(folder: Path, fit: Fit) -> None:

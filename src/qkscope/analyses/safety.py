@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from qkscope.errors import BadInput
+from qkscope.result import writing
 
 
 @contextmanager
@@ -20,11 +21,16 @@ def only_writer(folder: Path) -> Iterator[None]:
     except ImportError:  # no such locks on this system
         yield
         return
-    with open(folder / ".lock", "w") as handle:
+    with writing(folder):
+        handle = open(folder / ".lock", "w")  # noqa: SIM115 (closed below; what is done under the lock may raise)
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise BadInput(f"another run is writing to {folder}: wait until it ends, or name another folder.") from None
+        except OSError as error:
+            raise BadInput(f"{folder} cannot be locked ({error.strerror}), so a second run could not be kept out: "
+                           "name a folder on another disk.") from None  # fmt: skip
         yield
 
 

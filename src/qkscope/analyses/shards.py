@@ -21,6 +21,7 @@ from qkscope.analyses.fit_folder import MADE, SHARDS, check_place, copy_task, re
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, Sums, sums_file
 from qkscope.errors import BadInput
+from qkscope.result import writing
 
 _LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
 
@@ -89,7 +90,8 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
     fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
     whole = {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)}
     check_place(out, whole)
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     with only_writer(out):
         write_job(out, whole)
         copy_task(task, whole, folders[0], out)

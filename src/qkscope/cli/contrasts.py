@@ -102,16 +102,18 @@ def decompose(
     if process is not None:
         fit = merge_together(out, process)
     if fit is not None:
-        _write_and_print(fit, as_json, out)
+        _print_and_write(fit, as_json, out)
     elif shard is not None and share is not None:
         typer.echo(f"Shard {share[0]}/{share[1]} is in {out}; when all are done: qkscope merge SHARDS... --out DIR")
 
 
-def _write_and_print(fit: Any, as_json: bool, out: Path) -> None:
+def _print_and_write(fit: Any, as_json: bool, out: Path) -> None:
     from qkscope.page.report import write_report
 
+    print_result(fit, as_json)  # first: it is computed, and the page may not fit on the disk
     write_report(out / "report.html", fit)
-    print_result(fit, as_json, out)
+    if not as_json:
+        typer.echo(f"Written to {out}.")
 
 
 @app.command()
@@ -123,7 +125,7 @@ def merge(
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.shards import merge as run_merge
 
-    _write_and_print(run_merge(folders, out), as_json, out)
+    _print_and_write(run_merge(folders, out), as_json, out)
 
 
 @app.command()
@@ -158,11 +160,11 @@ def swap(
             result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
             seconds=result.seconds + more.seconds,
         )  # fmt: skip
+    print_result(result, as_json)
     if os.access(folder, os.W_OK):  # the folder's page now tells this too
         from qkscope.page.report import write_report
 
         write_report(folder / "report.html", result, fit)
-    print_result(result, as_json)
 
 
 def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> None:

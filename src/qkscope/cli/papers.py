@@ -23,8 +23,8 @@ def demo(
     from qkscope.demo import demo as run_demo
 
     result, files = run_demo(n=n)
-    result.write(out, files=files)
     print_result(result, as_json)
+    result.write(out, files=files)
     if not as_json:
         print_table("claims", [claim.to_json() for claim in result.claims])
         typer.echo(f"The page: {out / 'report.html'}")

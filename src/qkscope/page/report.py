@@ -23,7 +23,7 @@ from markupsafe import Markup
 from qkscope.analyses.clouds import Cloud
 from qkscope.errors import BadInput
 from qkscope.page.blocks import Block, blocks_of, drawn_tables
-from qkscope.result import Result, plain_value
+from qkscope.result import Result, plain_value, writing
 
 _HERE = Path(__file__).parent
 _ROWS = 400  # of a table written out; the chart's and the folder's data are whole
@@ -54,18 +54,16 @@ def write_report(
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file for the page, like {path / 'report.html'}.")
     text = report_html(results, pictures, title=title)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate
-            file.write(text)
-        Path(part).chmod(0o644)
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate
+                file.write(text)
+            Path(part).chmod(0o644)
+            os.replace(part, path)
+        finally:
+            Path(part).unlink(missing_ok=True)
     return path
 
 
