@@ -229,7 +229,16 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
 
 
-@pytest.mark.parametrize(("text", "says"), [('{"schema": 99, "edges": []}', "newer qkscope"), ("{", "is damaged")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"schema": 99, "edges": []}', "newer qkscope"),
+        ("{", "is damaged"),
+        ('{"schema": Infinity, "edges": []}', "is damaged"),
+        ('{"schema": 1, "edges": 7}', "is damaged"),
+        ('{"schema": 1, "edges": [{"head": "L0H0"}]}', "is damaged"),
+    ],
+)
 def test_a_sweep_of_a_newer_version_is_told_from_a_damaged_one(run_folder, tmp_path, text, says):
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(BadInput, match=says):

@@ -27,6 +27,11 @@ from qkscope.rules import rule_holds
 
 SCHEMA = 1
 _LARGEST_JSON = 1 << 28  # bytes
+Kinds = tuple[type, ...]
+_SAID: dict[str, Kinds] = {
+    "command": (str, type(None)), "versions": (dict,), "threads": (int, type(None)), "asked": (dict,),
+}  # fmt: skip
+"""What a file of a run says of how it was made, where it says it."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +148,24 @@ def read_text(path: Path) -> str:
     return text
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
+def read_json(path: Path, fields: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
+    """A JSON file of a run folder; refused if it is damaged or of a newer qkscope, or a field is of another kind."""
     text = read_text(path)
     try:
-        stored: dict[str, Any] = json.loads(text)
-        schema = int(stored["schema"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.") from None
-    if schema > SCHEMA:
+        stored = json.loads(text)
+    except (ValueError, RecursionError):  # cut off, or nested without end
+        stored = None
+    schema = stored.get("schema") if isinstance(stored, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
         raise BadInput(
             f"{path.parent} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
         )
-    return stored
+    whole = isinstance(stored, dict) and type(schema) is int
+    wanted = {**{name: kinds for name, kinds in _SAID.items() if whole and name in stored}, **(fields or {})}
+    # type, not isinstance: True is no number of prompts
+    if not whole or any(type(stored.get(name)) not in kinds for name, kinds in wanted.items()):
+        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
+    return dict(stored)
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, checked_contrasts, collect, decompose, fit_of
+from qkscope.analyses.decompose import Fit, checked_contrasts, collect, fit_of
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.find import job as job_of
 from qkscope.analyses.safety import only_writer
-from qkscope.analyses.sums import Shard, sums_file
-from qkscope.analyses.units import batches_of
+from qkscope.analyses.sums import Shard, Sums, is_shard, sums_file
+from qkscope.analyses.units import batches_of, units_hash
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text, writing
+from qkscope.result import SCHEMA, check_writable, provenance, read_json, write_text, writing
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,10 @@ SHARDS = "shards"
 JOB = "job.json"
 MADE = ("command", "versions", "threads")
 """What a job's file says besides the job: two shards may differ in it."""
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "weights": str, "tokenizer": (str, type(None)), "model": str, "task": str, "asked": dict, "task_seed": int,
-    "heads": list, "n": int, "contrasts": list, "space": str, "batch_size": int, "seed": int,
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "weights": (str,), "tokenizer": (str, type(None)), "model": (str,), "task": (str,), "asked": (dict,),
+    "task_seed": (int,), "heads": (list,), "n": (int,), "contrasts": (list,), "space": (str,), "batch_size": (int,),
+    "seed": (int,),
 }  # fmt: skip
 
 
@@ -163,22 +164,10 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / JOB
     if not path.is_file():
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
-    text = read_text(path)
-    try:
-        job = json.loads(text)
-        schema = int(job["schema"])
-        wrong = [name for name, kind in _FIELDS.items() if not isinstance(job.get(name), kind)]
-        listed = [*job["heads"], *job["contrasts"]] if not wrong else []
-        share = job.get("shard")
-        whole = share is None or (isinstance(share, list) and [type(part) for part in share] == [int, int])
-        if schema <= SCHEMA and (wrong or not whole or not all(isinstance(name, str) for name in listed)):
-            raise KeyError(wrong)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"{path} is damaged: run decompose again into another folder.") from None
-    if schema > SCHEMA:
-        raise BadInput(
-            f"{folder} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
-        )
+    job = read_json(path, _FIELDS)
+    named = all(isinstance(name, str) for name in [*job["heads"], *job["contrasts"]])
+    if not named or not job["heads"] or not (job.get("shard") is None or is_shard(job["shard"])):
+        raise BadInput(f"{path} is damaged: run decompose again into another folder.")
     return job
 
 
@@ -191,11 +180,31 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
     if not (Path(folder) / "results.json").exists():
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
     task = task_of(job, folder)
-    fit = decompose(
-        scope, task, job["heads"], job["n"], contrasts=job["contrasts"], space=job["space"],
-        batch_size=job["batch_size"], seed=job["seed"], out=folder,
-    )  # fmt: skip
-    return fit, task
+    read = finished_sums(Path(folder), job, task, device=scope.device)
+    for name, (one, _) in read.items():
+        if one.moments.about.get("examples") != units_hash(task.fit(name, job["n"])):
+            raise BadInput(f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose "
+                           "again into another folder.")  # fmt: skip
+    return fit_of({name: one for name, (one, _) in read.items()}, task, job_of(scope, task, job["space"])), task
+
+
+def finished_sums(
+    folder: Path, job: dict[str, Any], task: Task, shard: Shard = (0, 1), device: Any = "cpu"
+) -> dict[str, tuple[Sums, int]]:
+    """The sums of every contrast of a folder's job, and their numbers of batches; never made anew."""
+    found = {}
+    for name in checked_contrasts(task, job["contrasts"]):
+        path = sums_file(folder, name)
+        if not path.is_file():
+            again = f"`{job['command']}`" if job.get("command") else "the same decompose command"
+            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run {again} again to make it.")
+        found[name] = sums, _ = Sums.read(path, shard, device)
+        said = {**sums.moments.about, "heads": [str(head) for head in sums.moments.heads], "seed": sums.moments.seed}
+        differs = [fact for fact, value in said.items() if job.get(fact, value) != value]
+        if differs or sums.moments.contrasts != [name]:
+            raise BadInput(f"{path} was made by another job than {folder} says ({', '.join(differs) or 'contrast'} "
+                           "differs): run decompose again into another folder.")  # fmt: skip
+    return found
 
 
 def task_of(job: dict[str, Any], folder: str | Path) -> Task:
@@ -203,10 +212,15 @@ def task_of(job: dict[str, Any], folder: str | Path) -> Task:
     asked, seed = dict(job["asked"]), job["task_seed"]
     if job["task"] in tasks.BUILT_IN:
         try:
-            return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
-        except (TypeError, AttributeError):
+            task = tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+            list(task.fit(next(iter(task.contrasts)), 1))
+        except BadInput:
+            raise
+        except Exception:  # whatever numbers for words, or words for numbers, lead to
             raise BadInput(f"{Path(folder) / JOB} is damaged: run decompose again into another folder.") from None
-    if not all(isinstance(asked.get(name), str) for name in ("file", "hash", "center")):
+        return task
+    texts = all(isinstance(asked.get(name), str) for name in ("file", "hash", "center"))
+    if not texts or not isinstance(asked.get("chat"), bool):
         raise BadInput(f"{Path(folder) / JOB} names no task that can be made: run decompose again.")
     kept = Path(folder) / Path(asked["file"]).name
     if not kept.is_file():

@@ -31,9 +31,10 @@ def made(path: str | Path, *, check: bool = False) -> list[Row]:
     compared = {**{name: found.get("versions", {}).get(name) for name in here["versions"]}, "threads": found["threads"]}
     now = {**here["versions"], "threads": here["threads"]}
     if check:
-        if not isinstance(asked.get("model"), str) or not isinstance(asked.get("weights"), str):
+        model, weights, revision = (asked.get(name) for name in ("model", "weights", "revision"))
+        if not isinstance(model, str) or not isinstance(weights, str) or not isinstance(revision, str | None):
             raise BadInput(f"{path} names no single model that could be compared: leave out --check.")
-        scope = Scope.load(asked["model"], revision=asked.get("revision"))
+        scope = Scope.load(model, revision=revision)
         now |= {"weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
     order = [name for name in _FIRST if name in asked] + [name for name in asked if name not in _FIRST]
     there = {"command": found.get("command"), **{name: asked[name] for name in order}, **compared}
@@ -47,7 +48,11 @@ def made(path: str | Path, *, check: bool = False) -> list[Row]:
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         manifest = read_manifest(path)
-        return {"asked": manifest.get("about") or manifest.get("moments", {}).get("about"), "threads": None}
+        moments = manifest.get("moments")
+        asked = manifest.get("about") or (moments.get("about") if isinstance(moments, dict) else None)
+        if not isinstance(asked, dict | None):
+            raise BadInput(f"{path} is damaged or not a qkscope file; make it again.")
+        return {"asked": asked, "threads": None}
     if (path / "manifest.json").is_file():
         return {"threads": None, **read_json(path / "manifest.json")}
     if (path / JOB).is_file():

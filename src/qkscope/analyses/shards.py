@@ -16,10 +16,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from qkscope.analyses.decompose import Fit, checked_contrasts, fit_of
-from qkscope.analyses.fit_folder import MADE, SHARDS, check_place, copy_task, read_job, task_of, write_fit, write_job
+from qkscope.analyses.decompose import Fit, fit_of
+from qkscope.analyses.fit_folder import (
+    MADE,
+    SHARDS,
+    check_place,
+    copy_task,
+    finished_sums,
+    read_job,
+    task_of,
+    write_fit,
+    write_job,
+)
 from qkscope.analyses.safety import only_writer
-from qkscope.analyses.sums import Shard, Sums, sums_file
+from qkscope.analyses.sums import Shard, sums_file
 from qkscope.errors import BadInput
 from qkscope.result import writing
 
@@ -76,16 +86,11 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
 
 def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
     task = task_of(job, folders[0])
+    read = [finished_sums(folder, job, task, (i, len(folders))) for i, folder in enumerate(folders)]
     sums, batches = {}, {}
-    for name in checked_contrasts(task, job["contrasts"]):
-        read = [Sums.read(sums_file(folder, name), (i, len(folders))) for i, folder in enumerate(folders)]
-        for folder, (part, _) in zip(folders, read, strict=True):
-            differs = [fact for fact, value in part.moments.about.items() if job.get(fact, value) != value]
-            if differs:
-                raise BadInput(f"{sums_file(folder, name)} is not of the job that {folder} says "
-                               f"({', '.join(differs)} differ): run the shard again into another folder.")  # fmt: skip
-        (one, *others), batches[name] = (part for part, _ in read), sum(count for _, count in read)
-        sums[name] = one.merge(*others)
+    for name in read[0]:
+        one, *others = (part[name][0] for part in read)
+        sums[name], batches[name] = one.merge(*others), sum(part[name][1] for part in read)
     about = dict(next(iter(sums.values())).moments.about)
     fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
     whole = {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)}

@@ -91,14 +91,14 @@ class Sums:
         return int(manifest["batches"])
 
     @classmethod
-    def read(cls, path: Path, shard: Shard = (0, 1)) -> tuple[Sums, int]:
+    def read(cls, path: Path, shard: Shard = (0, 1), device: Any = "cpu") -> tuple[Sums, int]:
         """Finished sums, of whatever job made them, and of how many batches; refused while some are missing."""
         tensors, manifest = _read(path, shard)
         if manifest["batches"] != manifest["of"]:
             raise BadInput(f"{path} holds {manifest['batches']} of {manifest['of']} batches: run the command "
                            "that makes it again, it goes on where it stopped.")  # fmt: skip
         check_shapes(path, lambda: cls.empty(Moments.from_manifest(manifest["moments"], "meta")).tensors(), tensors)
-        sums = cls.empty(Moments.from_manifest(manifest["moments"]))
+        sums = cls.empty(Moments.from_manifest(manifest["moments"], device))
         sums._fill(tensors, path)
         sums.cut[:] = manifest["cut"]
         return sums, int(manifest["of"])

@@ -37,7 +37,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import SCHEMA, check_writable, provenance, read_text, write_text
+from qkscope.result import SCHEMA, check_writable, provenance, read_json, write_text
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -235,12 +235,9 @@ def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
 
 
 def _read_job(folder: Path) -> dict[str, Any]:
-    text = read_text(folder / _JOB)
-    try:
-        job = json.loads(text)
-        schema, _ = int(job["schema"]), job["edges"]
-    except (ValueError, KeyError, TypeError):
-        raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.") from None
-    if schema > SCHEMA:
-        raise BadInput(f"{folder} was written by a newer qkscope (schema {schema}): update qkscope.")
-    return dict(job)
+    job = read_json(folder / _JOB, {"edges": (list,)})
+    kinds = {"head": str, "role": str, "from": str, "to": str, "circuit": bool}
+    for edge in job["edges"]:
+        if not isinstance(edge, dict) or any(type(edge.get(name)) is not kind for name, kind in kinds.items()):
+            raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.")
+    return job

@@ -1,0 +1,134 @@
+"""Facts about run folders that somebody edited or lost a part of: a sentence, and nothing is made anew in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qkscope import BadInput, tasks
+from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_of
+from qkscope.analyses.made import made
+from qkscope.analyses.shards import merge
+from qkscope.analyses.sums import sums_file
+from qkscope.capture.scope import Scope
+from qkscope.maths.store import read_manifest, read_tensors, write_tensors
+from qkscope.result import Result
+from tiny_llama import write_tiny_llama
+
+DEEP = "[" * 100_000 + "]" * 100_000
+JOB = {"contrasts": ["order"], "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def scope(tmp_path_factory: pytest.TempPathFactory) -> Scope:
+    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def kept(scope, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("fits") / "fit"
+    run_decompose(scope, tasks.binding(4), ["L1H3"], 16, out, **JOB)
+    return out
+
+
+@pytest.fixture
+def fit(kept, tmp_path) -> Path:
+    return Path(shutil.copytree(kept, tmp_path / "fit"))
+
+
+def edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monkeypatch):
+    edit(fit / "job.json", command="qkscope decompose binding --out fit")
+    before = load_fit(fit, scope)[0].table()
+    with monkeypatch.context() as patched:
+        patched.setattr(Scope, "capture_inputs", None)  # nor does a whole one run the model
+        assert load_fit(fit, scope)[0].table() == before
+    sums_file(fit, "order").unlink()
+    says = r"order\.safetensors is missing, .* run `qkscope decompose binding --out fit` again to make it"
+    with pytest.raises(BadInput, match=says):
+        load_fit(fit, scope)
+    assert not sums_file(fit, "order").exists()
+    edit(fit / "job.json", command=None)
+    with pytest.raises(BadInput, match="run the same decompose command again"):
+        load_fit(fit, scope)
+
+
+def test_a_job_and_sums_that_disagree_are_refused(scope, fit):
+    for name, value in {"n": 10**15, "batch_size": 8, "seed": 3, "heads": ["L0H1"], "task_seed": 1}.items():
+        before = (fit / "job.json").read_text()
+        edit(fit / "job.json", **{name: value})
+        with pytest.raises(BadInput, match=rf"was made by another job than .* says \({name} differs\)"):
+            load_fit(fit, scope)
+        (fit / "job.json").write_text(before)
+    tensors, manifest = read_tensors(sums_file(fit, "order"), "sums")
+    manifest["moments"]["about"]["examples"] = "0"  # as if another version had drawn other prompts
+    write_tensors(sums_file(fit, "order"), "sums", tensors, manifest)
+    with pytest.raises(BadInput, match="was fitted on other prompts of order"):
+        load_fit(fit, scope)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"schema": float("inf")}, {"schema": float("nan")}, {"schema": "1"}, {"schema": True}, {"n": True},
+        {"n": "16"}, {"batch_size": 4.0}, {"asked": []}, {"asked": None}, {"asked": {"words": 7}},
+        {"asked": {"entities": 4, "words": [1] * 60}}, {"asked": {"entities": [4]}}, {"versions": []},
+        {"versions": "1.0"}, {"threads": "two"}, {"command": 7}, {"heads": []}, {"heads": [1]}, {"contrasts": [None]},
+        {"weights": None}, {"tokenizer": 1}, {"shard": [7, 2]}, {"shard": [0, 10**7]}, {"shard": [-1, 2]},
+        {"shard": [False, 2]},
+    ],
+)  # fmt: skip
+def test_a_job_that_no_run_writes_is_refused(scope, fit, fields):
+    edit(fit / "job.json", **fields)
+    for use in (
+        lambda: task_of(read_job(fit), fit),
+        lambda: load_fit(fit, scope),
+        lambda: merge([fit], fit.parent / "out"),
+        lambda: run_decompose(scope, tasks.binding(4), ["L1H3"], 16, fit, **JOB),
+    ):
+        with pytest.raises(BadInput):
+            use()
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"schema": ' + DEEP + "}", '{"schema": 1e999}', '{"schema": 1', "7", "null"])
+def test_json_without_end_or_sense_is_refused(fit, text):
+    for name in ("job.json", "manifest.json", "results.json"):
+        (fit / name).write_text(text)
+    for use in (lambda: read_job(fit), lambda: made(fit), lambda: Result.read(fit)):
+        with pytest.raises(BadInput, match="is damaged or half-written"):
+            use()
+    path = sums_file(fit, "order")
+    tensors, _ = read_tensors(path, "sums")
+    write_tensors(path, "sums", tensors, {"about": 7})
+    for use in (lambda: read_tensors(path, "sums"), lambda: read_manifest(path), lambda: made(path)):
+        with pytest.raises(BadInput, match="is damaged or not a qkscope file"):
+            use()
+    write_tensors(path, "sums", tensors, {"moments": {"about": [7]}})
+    with pytest.raises(BadInput, match="is damaged or not a qkscope file"):
+        made(path)
+
+
+@pytest.mark.parametrize("fields", [{"versions": []}, {"asked": [1]}, {"threads": {}}, {"command": []}])
+def test_a_manifest_that_no_run_writes_is_refused(fit, fields):
+    edit(fit / "manifest.json", **fields)
+    with pytest.raises(BadInput, match=r"manifest\.json is damaged or half-written"):
+        made(fit)
+
+
+def test_a_task_of_a_file_says_whether_it_is_a_chat(scope, tmp_path):
+    keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
+    lines = [json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in ("hat", "cup", "red", "blue") * 3]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    fit = tmp_path / "fit"
+    run_decompose(scope, tasks.from_jsonl(tmp_path / "mine.jsonl"), ["L0H1"], 4, fit, batch_size=4)
+    asked = json.loads((fit / "job.json").read_text())["asked"]
+    for odd in ({name: value for name, value in asked.items() if name != "chat"}, {**asked, "chat": "no"}):
+        edit(fit / "job.json", asked=odd)
+        with pytest.raises(BadInput, match="names no task that can be made"):
+            load_fit(fit, scope)
