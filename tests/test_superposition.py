@@ -215,7 +215,7 @@ def test_a_singular_dictionary_works():
     ({"positional": (Positional(0, 1, 1.0, 1),)}, "set rope"),
     ({"rope": True, "d_head": 9}, "make it even"),
     ({"rope": True, "positional": (Positional(0, 1, 1.0, 5),)}, "bands 0 to 4"),
-    ({"dictionary": ((0.0,) * 20,) * 9}, "is 10×20, but got 9×20"),
+    ({"dictionary": ((0.0,) * 20,) * 9}, "10 rows of 20, but got 9 rows of"),
 ])  # fmt: skip
 def test_bad_settings_get_a_sentence(options, says):
     with pytest.raises(BadInput, match=says):
