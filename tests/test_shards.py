@@ -249,22 +249,28 @@ def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path, mo
         shutil.rmtree(out)
 
 
-def test_saving_waits_until_it_is_a_hundredth_of_the_run(scope, tmp_path, monkeypatch):
-    """The clock is ours: a batch takes 1 s and a save a sixteenth, so that one comes every 7 batches."""
+def saves_by_our_clock(monkeypatch, batch: float, save: float) -> list[int]:
+    """After which batches a run saves when a batch and a save take this many seconds; filled as it runs."""
     now, saved = [0.0], []
 
-    def save(self, path, batches, of, shard):
-        now[0] += 0.0625
+    def saving(self, path, batches, of, shard):
+        now[0] += save
         saved.append(batches)
-        return 0.0625
+        return save
 
     def rows(*given, real=sums.contrast_rows):
-        now[0] += 1.0
+        now[0] += batch
         return real(*given)
 
     monkeypatch.setattr(sums.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sums, "contrast_rows", rows)
-    monkeypatch.setattr(sums.Sums, "save", save)
+    monkeypatch.setattr(sums.Sums, "save", saving)
+    return saved
+
+
+def test_saving_waits_until_it_is_a_hundredth_of_the_run(scope, tmp_path, monkeypatch):
+    """A batch takes 1 s and a save a sixteenth, so that one comes every 7 batches."""
+    saved = saves_by_our_clock(monkeypatch, batch=1.0, save=0.0625)
     run = {"contrasts": ["order"], "batch_size": 4, "replicates": 3, "out": tmp_path}
     decompose(scope, tasks.binding(4), HEADS, 80, **run)
     assert saved == [2, 9, 16, 20]  # 0.01 s and a few bytes were guessed: 2 s; then 100 times 0.0625 s; the end
@@ -283,21 +289,8 @@ def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, who
 
 
 def test_the_wait_between_saves_has_an_end(scope, tmp_path, monkeypatch):
-    """The clock is ours: a save takes an hour, on a disk like that, and a batch five minutes."""
-    now, saved = [0.0], []
-
-    def save(self, path, batches, of, shard):
-        now[0] += 3600
-        saved.append(batches)
-        return 3600.0
-
-    def rows(*given, real=sums.contrast_rows):
-        now[0] += 300
-        return real(*given)
-
-    monkeypatch.setattr(sums.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sums, "contrast_rows", rows)
-    monkeypatch.setattr(sums.Sums, "save", save)
+    """A save takes an hour, on a disk like that, and a batch five minutes."""
+    saved = saves_by_our_clock(monkeypatch, batch=300, save=3600)
     decompose(scope, tasks.binding(4), HEADS, 20, contrasts=["order"], batch_size=4, replicates=3, out=tmp_path)
     assert saved == [1, 3, 5]
 

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.capture.pool import Pooled, pool
+from qkscope.capture.pool import pool
+from qkscope.capture.pooled import Pooled
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream

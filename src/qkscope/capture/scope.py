@@ -17,16 +17,8 @@ import transformers
 from jaxtyping import Int
 from torch import Tensor
 
+from qkscope.capture import cache
 from qkscope.capture import load as loading
-from qkscope.capture.cache import (
-    cache_dir,
-    model_hash,
-    read_json,
-    tensors_hash,
-    tensors_trace,
-    tokenizer_hash,
-    write_json,
-)
 from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
@@ -149,12 +141,12 @@ class Scope(Shape):
             str(self.model.dtype),
             self.model.config._attn_implementation,
         ]
-        place = cache_dir("checks", f"{self._weights_hash}.json")
-        known = read_json(place)
+        place = cache.cache_dir("checks", f"{self._weights_hash}.json")
+        known = cache.read_json(place)
         passed = known if isinstance(known, dict) else {}
         key = " ".join(map(str, setting))
         if key not in passed:
-            write_json(place, {**passed, key: self.self_check().as_dict()})
+            cache.write_json(place, {**passed, key: self.self_check().as_dict()})
 
     @property
     def device(self) -> torch.device:
@@ -162,8 +154,8 @@ class Scope(Shape):
         return input_device(self.model)
 
     def _trace(self) -> tuple[object, ...]:
-        config = model_hash("", self.model.config.to_diff_dict())  # parts of it are read anew at every run
-        return config, *tensors_trace(self.model.state_dict().items())
+        config = cache.model_hash("", self.model.config.to_diff_dict())  # parts of it are read anew at every run
+        return config, *cache.tensors_trace(self.model.state_dict().items())
 
     @property
     def weights_hash(self) -> str:
@@ -175,12 +167,12 @@ class Scope(Shape):
         return self._hashed[1]
 
     def _hash_in_memory(self) -> str:
-        return model_hash(tensors_hash(self.model.state_dict().items()), self.model.config.to_diff_dict())
+        return cache.model_hash(cache.tensors_hash(self.model.state_dict().items()), self.model.config.to_diff_dict())
 
     @cached_property
     def tokenizer_hash(self) -> str | None:
         """Fingerprint of the tokenizer and its chat template; None without a tokenizer."""
-        return tokenizer_hash(self.tokenizer)
+        return cache.tokenizer_hash(self.tokenizer)
 
     def encode(
         self,

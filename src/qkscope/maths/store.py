@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,9 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file of this kind; refuse another kind, a newer schema, or one made from something else than expected."""
     path = Path(path)
-    if not path.is_file():
-        raise BadInput(f"there is no file {path}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError):
-        raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
+    with _opened(path) as file:
+        header = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     _check_header(path, kind, header)
     manifest = _manifest(path, header)
     if header.get("sha256", "") not in ("", _checksum(tensors, header["manifest"])):
@@ -97,14 +93,19 @@ def check_shapes(path: str | Path, wanted: Callable[[], Mapping[str, Tensor]], t
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """What a file of any kind says of itself; its tensors are left where they are."""
     path = Path(path)
+    with _opened(path) as file:
+        return _manifest(path, file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise BadInput(f"there is no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            yield file
     except (OSError, SafetensorError):
         raise BadInput(f"{path} is damaged or not a qkscope file; make it again.") from None
-    return _manifest(path, header)
 
 
 def _manifest(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
