@@ -1,9 +1,9 @@
 """The user's cache, and fingerprints: what was measured on which weights.
 
-A fingerprint of files is the SHA-256 of their contents (files in the hub's cache are already named by theirs). Without
-files it is a checksum of the tensors' bits, ``Σ x_i`` and ``Σ i·x_i`` over them as integers: exact, so the same on
-every device and with any number of threads. Weights alone are not a model: its config (RoPE's base, softcaps, the
-window) is hashed beside them, ``WEIGHTS-CONFIG``, so whoever compares the one compares the other.
+A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the tensors' bits, ``Σ x_i``
+and ``Σ i·x_i`` over them as integers: exact, so the same on every device and with any number of threads. Weights alone
+are not a model: its config (RoPE's base, softcaps, the window) is hashed beside them, ``WEIGHTS-CONFIG``, so whoever
+compares the one compares the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkscope.errors import BadInput
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
+_TICK = 3 * 10**9  # ns: the coarsest clock of a file system counts in two seconds
 _NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
@@ -56,20 +59,36 @@ def read_json(path: Path) -> Any | None:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file; large files are read once and remembered until they change."""
+    """SHA-256 of a file; it is read once and remembered until it changes.
+
+    Size and times of writing can be put back; the inode's own clock (ctime) cannot. A file written in the last moments
+    is not remembered: the next write could fall into the same tick of that clock.
+    """
     path = path.resolve()
-    if re.fullmatch(r"[0-9a-f]{64}", path.name):  # a blob of the hub's cache, named by its own hash
-        return path.name
-    status = path.stat()
-    stamp = [str(path), status.st_size, status.st_mtime_ns]
     memo = cache_dir("hashes", hashlib.sha256(str(path).encode()).hexdigest()[:32] + ".json")
-    known = read_json(memo)
-    if isinstance(known, dict) and known.get("stamp") == stamp:
-        return str(known["sha256"])
     with path.open("rb") as file:
+        stamp = _stamp(path, file.fileno())
+        known = read_json(memo)
+        if isinstance(known, dict) and known == _record(stamp, known.get("sha256")):
+            return str(known["sha256"])
+        settled = time.time_ns() - max(stamp[2:4]) > _TICK
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_json(memo, {"stamp": stamp, "sha256": digest})
+        if _stamp(path, file.fileno()) != stamp:
+            raise BadInput(f"{path} changed while it was read: try again when it is written.")
+    if settled:
+        write_json(memo, _record(stamp, digest))
     return digest
+
+
+def _stamp(path: Path, opened: int) -> list[Any]:
+    status = os.fstat(opened)
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+
+
+def _record(stamp: list[Any], digest: Any) -> dict[str, Any]:
+    """What is remembered of a file, with a checksum of its own: a damaged record is no record."""
+    check = hashlib.sha256(json.dumps([stamp, digest]).encode()).hexdigest()
+    return {"stamp": stamp, "sha256": digest, "check": check}
 
 
 def files_hash(files: Iterable[Path]) -> str:
