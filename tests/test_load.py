@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from gguf_writer import write_gguf
 from qkscope.analyses.find import check_same_model
 from qkscope.capture.cache import cache_dir, files_hash, tensors_hash, weights_part
 from qkscope.capture.families import tiny_model
@@ -165,43 +166,6 @@ def test_settings_that_cannot_be_had(folder: Path) -> None:
     missing = f"cuda:{torch.cuda.device_count() + 7}"
     with pytest.raises(BadInput, match=f"there is no device '{missing}'"):
         Scope.load(folder, device=missing)
-
-
-def write_gguf(path: Path) -> dict[str, torch.Tensor]:
-    """A tiny Llama as GGUF in float32; the names on the left are GGUF's, those returned transformers'."""
-    gguf = pytest.importorskip("gguf")
-    generator = torch.Generator().manual_seed(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(40)
-    shapes = {
-        "token_embd.weight": (40, 32),
-        "output_norm.weight": (32,),
-        "blk.0.attn_norm.weight": (32,),
-        "blk.0.attn_q.weight": (32, 32),
-        "blk.0.attn_k.weight": (16, 32),
-        "blk.0.attn_v.weight": (16, 32),
-        "blk.0.attn_output.weight": (32, 32),
-        "blk.0.ffn_norm.weight": (32,),
-        "blk.0.ffn_gate.weight": (48, 32),
-        "blk.0.ffn_up.weight": (48, 32),
-        "blk.0.ffn_down.weight": (32, 48),
-    }
-    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
 
 
 def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:

