@@ -97,8 +97,8 @@ TRICKS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool]]:
-    """What one process said of every trick, and whether the code of it ran."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool, bool]]:
+    """What one process said of every trick, whether it asked for leave, and whether the code ran."""
     base = tmp_path_factory.mktemp("tricks")
     places = {}
     for number, (trick, (plant, _)) in enumerate(TRICKS.items()):
@@ -113,16 +113,17 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool]
         input="y\n" * 100, capture_output=True, text=True, timeout=300, env=os.environ | own, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "custom code? [y/N]" not in done.stdout  # nobody was asked
-    answers = json.loads(done.stdout.splitlines()[-1])
-    return {
-        trick: (answers[str(place)], any(folder.exists() for folder in (place / "ran", place.parent / "ran")))
-        for trick, place in places.items()
+    answers = json.loads(done.stdout.splitlines()[-1].partition("? [y/N] ")[2] or done.stdout.splitlines()[-1])
+    asked = {trick: f"{place} contains" in done.stdout for trick, place in places.items()}
+    ran = {
+        trick: (place if place.is_dir() else place.parent).joinpath("ran").exists() for trick, place in places.items()
     }
+    return {trick: (answers[str(place)], asked[trick], ran[trick]) for trick, place in places.items()}
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_no_code_of_a_model_runs(said: dict[str, tuple[str, bool]], trick: str) -> None:
-    answer, ran = said[trick]
+def test_no_code_of_a_model_runs(said: dict[str, tuple[str, bool, bool]], trick: str) -> None:
+    answer, asked, ran = said[trick]
     assert not ran, f"{trick}: its code ran"
+    assert not asked, f"{trick}: somebody was asked whether it may run"
     assert TRICKS[trick][1] in answer
