@@ -232,3 +232,47 @@ def test_a_family_that_always_has_a_first_token_misses_it(tmp_path: Path, caplog
         assert not caplog.messages
         scope.encode([Example(ids=(5, 6))])
     assert "as the first token" in caplog.text
+
+
+HUB = """
+import json, os, sys
+from pathlib import Path
+from qkscope import BadInput, Scope
+
+commit = Path(sys.argv[1])
+scope = Scope.load("some/tiny", device="cpu", check=False)
+same = Scope.load(commit, device="cpu", check=False)
+said = [scope.revision, scope.weights_hash == same.weights_hash, scope.tokenizer_hash == same.tokenizer_hash]
+config = json.loads((commit / "config.json").read_text())
+for change in ({"num_hidden_layers": 10**9}, {"architectures": ["AutoModel"]}):
+    (commit / "config.json").write_text(json.dumps(config | change))
+    try:
+        Scope.load("some/tiny", device="cpu", check=False)
+    except BadInput as refusal:
+        said.append(str(refusal))
+os.truncate(commit / "config.json", 10 << 30)
+try:
+    Scope.load("some/tiny", device="cpu", check=False)
+except BadInput as refusal:
+    said.append(str(refusal))
+print(json.dumps(said))
+"""
+
+
+def test_a_hub_model_is_held_to_the_same_rules(tmp_path: Path) -> None:
+    """A real process with a hub cache of its own, so that nothing is downloaded."""
+    model = tmp_path / "hub" / "models--some--tiny"
+    commit = write_tiny_llama(model / "snapshots" / ("ab" * 20))
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit.name)
+    own = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", HUB, str(commit)], capture_output=True, text=True, timeout=120, env=os.environ | own,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    revision, weights, tokens, layers, auto, large = json.loads(done.stdout.splitlines()[-1])
+    assert (revision, weights, tokens) == (commit.name, True, True)
+    assert "1,000,000,000 as its num_hidden_layers" in layers
+    assert "AutoModel, which is no model of transformers" in auto
+    assert "has 10,240 MB, more than any such file" in large

@@ -115,16 +115,15 @@ def _from_folder(folder: Path, options: dict[str, Any]) -> tuple[Any, Any | None
 
 
 def _from_hub(name: str, revision: str | None, options: dict[str, Any]) -> Loaded:
-    from transformers import PreTrainedConfig
+    from transformers.utils import cached_file
 
     with told(f"{name} could not be loaded", name, revision), quiet():
-        raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-        check_config(raw, name)
-        config = _config(name, revision)
-        model = _build(config, name, {**options, "revision": revision})
-    commit = getattr(config, "_commit_hash", None)
-    tokenizer, found = _tokenizer(name, revision), hub_hash(name, commit or revision or "main")
-    return Loaded(model, tokenizer, name, commit or revision, found)
+        place = Path(cached_file(name, "config.json", revision=revision))
+        read_config(place)  # before transformers makes a config of it
+        # the rest comes from the same commit, whatever happens to the branch meanwhile
+        commit = place.parent.name if place.parent.parent.name == "snapshots" else revision
+        model = _build(_config(name, commit), name, {**options, "revision": commit})
+    return Loaded(model, _tokenizer(name, commit), name, commit, hub_hash(name, commit or "main"))
 
 
 def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
