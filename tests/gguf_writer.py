@@ -21,6 +21,8 @@ def write_gguf(
     drop: tuple[str, ...] = (),
     extra: Mapping[str, tuple[int, ...]] | None = None,
     blocks: int | None = None,
+    theta: float = 10000.0,
+    values: Mapping[str, torch.Tensor] | None = None,
     more: Callable[[Any], None] = lambda writer: None,
 ) -> dict[str, torch.Tensor]:
     """A tiny Llama in float32; the names on the left are GGUF's. `more` writes what else the file says."""
@@ -34,7 +36,7 @@ def write_gguf(
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(theta)
     writer.add_vocab_size(40)
     more(writer)
     shapes = {"token_embd.weight": (40, 32), "output_norm.weight": (32,)}
@@ -53,6 +55,7 @@ def write_gguf(
         shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in own.items()}
     shapes = {name: shape for name, shape in (shapes | dict(extra or {})).items() if name not in drop}
     tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    tensors |= dict(values or {})
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()

@@ -63,6 +63,20 @@ def test_an_output_matrix_of_its_own_is_welcome(own_cache: Path, tmp_path: Path)
     assert torch.equal(load(tmp_path / "x.gguf").model.lm_head.weight, tensors["output.weight"])
 
 
+def test_rope_stretched_as_in_llama3_is_heard(own_cache: Path, tmp_path: Path) -> None:
+    """Wavelengths under 8192/4 stay, those over 8192 are 32 times as long, and the one between is blended."""
+    waves = 2 * torch.pi * 500_000 ** (torch.arange(4) / 4)
+    blend = (8192 / waves - 1) / 3
+    between = 1 / ((1 - blend) / 32 + blend)
+    factors = torch.where(waves < 2048, 1.0, torch.where(waves > 8192, 32.0, between))
+    assert (waves < 2048).tolist() == [True, True, False, False]
+    assert 1 < factors[2] < 32
+    write_gguf(tmp_path / "x.gguf", theta=500_000.0, values={"rope_freqs.weight": factors})
+    for _ in range(2):
+        found = load(tmp_path / "x.gguf").model.model.rotary_emb.inv_freq
+        assert torch.allclose(found, 2 * torch.pi / (waves * factors), rtol=1e-5, atol=0)
+
+
 def _edit_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] += 1

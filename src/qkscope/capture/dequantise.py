@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from qkscope.capture.cache import cache_dir, file_hash, read_json, write_json
 from qkscope.capture.files import check_report
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _LAYOUT = 2  # 1 kept neither the hashes nor the tokenizer's first token
 _MANIFEST = "made.json"
 _DAY = 86_400
+_STRETCH = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class _Told:
     architecture: str
     fields: Mapping[str, Any]
     sizes: Mapping[str, int]  # how many numbers each tensor holds
+    stretch: Tensor | None  # by how much each of RoPE's wavelengths is longer
 
 
 def dequantised(file: Path, digest: str) -> Path:
@@ -132,22 +135,45 @@ def _read(file: Path) -> _Told:
         raise BadInput(
             f"{file} says that it has {layers} layers, but holds weights such as {over[0]}: download it again."
         )
-    return _Told(architecture, fields, sizes)
+    stretch = next((torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _STRETCH), None)
+    sizes.pop(_STRETCH, None)
+    return _Told(architecture, fields, sizes, stretch)
 
 
 def _check_whole(file: Path, said: _Told, model: Any) -> None:
     """Every number of the file is in the model, and what it says of RoPE was heard."""
-    sizes = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
-    theirs, ours = sum(said.sizes.values()), sum(sizes.values())
     scaling = said.fields.get(f"{said.architecture}.rope.scaling.type", "none")
     rope = getattr(model.config, "rope_parameters", None) or {}
     heard = scaling == "none" or rope.get("rope_type", "default") != "default"
-    if "rope_freqs.weight" in said.sizes or not heard:
-        raise BadInput(f"{file} stretches RoPE, which transformers leaves out when it reads GGUF, so its attention "
-                       "would be wrong: give the model as a folder or a hub id.")  # fmt: skip
+    if not heard or (said.stretch is not None and not _stretched_as_llama3(model.config, said.stretch)):
+        raise BadInput(f"{file} stretches RoPE in a way that transformers leaves out when it reads GGUF, so its "
+                       "attention would be wrong: give the model as a folder or a hub id.")  # fmt: skip
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    theirs, ours = sum(said.sizes.values()), sum(sizes.values())
     if theirs != ours:
         raise BadInput(f"{file} holds {theirs:,} numbers, but the model that transformers makes of it has {ours:,}, so "
                        "it would compute something else: give the model as a folder or a hub id.")  # fmt: skip
+
+
+def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
+    """Whether a file's factors for RoPE's wavelengths are those of Llama 3; the config then says so too.
+
+    Such a file holds the factors alone. Llama 3's rule makes them of the largest one and three numbers that all of its
+    releases share; what the rule makes is compared with what the file holds.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain = dict(config.rope_parameters)
+    if plain.get("rope_type", "default") != "default":
+        return False
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    given = plain["rope_theta"] ** (-torch.arange(0, width, 2) / width) / factors
+    config.rope_parameters = plain | {
+        "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    ruled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    return ruled.shape == given.shape and bool(torch.allclose(ruled, given, rtol=1e-3, atol=0))
 
 
 def _hashes(folder: Path) -> dict[str, str]:
