@@ -83,3 +83,23 @@ def sentencepiece(**said: bool) -> Callable[[Any], None]:
             writer.add_add_eos_token(said["eos"])
 
     return write
+
+
+BYTES = ["<|first|>", "<|last|>", "a", "b", "ab", "Ġ", "Ġa", *(f"<|{i}|>" for i in range(33))]
+
+
+def byte_level(before: str, **said: bool) -> Callable[[Any], None]:
+    """A vocabulary as of GPT-2 or Llama 3, named by how it cuts a text before it merges; "ab" has no merge."""
+
+    def write(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(before)
+        writer.add_token_list(BYTES)
+        writer.add_token_types([3 if token.startswith("<|") else 1 for token in BYTES])
+        writer.add_token_merges(["Ġ a"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        if "bos" in said:
+            writer.add_add_bos_token(said["bos"])
+
+    return write

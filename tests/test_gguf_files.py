@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gguf_writer import SENTENCEPIECE, sentencepiece, write_gguf
+from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
 from qkscope.capture.cache import cache_dir, file_hash, read_json, write_json
 
@@ -192,6 +192,26 @@ def test_first_and_last_tokens_are_as_the_file_says(
         ids = [getattr(scope.tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos")]
         assert ids == [0, 1, 2]
         assert scope.tokenizer.convert_tokens_to_ids(SENTENCEPIECE) == list(range(len(SENTENCEPIECE)))
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "ids"),
+    [
+        ("smollm", {}, [2, 3, 6]),
+        ("smollm", {"bos": True}, [0, 2, 3, 6]),
+        ("llama-bpe", {}, [0, 4, 6]),  # the first token, and whole words of the vocabulary, as llama.cpp has it
+        ("llama-bpe", {"bos": False}, [4, 6]),
+    ],
+)
+def test_byte_level_vocabularies_are_read_by_their_kind(
+    own_cache: Path, tmp_path: Path, before: str, said: dict[str, bool], ids: list[int]
+) -> None:
+    write_gguf(tmp_path / "x.gguf", more=byte_level(before, **said))
+    for _ in range(2):
+        scope = load(tmp_path / "x.gguf")
+        assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == ids
+        assert scope.tokenizer("<|7|>", add_special_tokens=False)["input_ids"] == [BYTES.index("<|7|>")]
+        assert (scope.tokenizer.bos_token_id, scope.tokenizer.eos_token_id) == (0, 1)
 
 
 def check_rules(path: Path, scope: Scope, texts: list[str]) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from qkscope import BadInput, Example, Scope
 from qkscope.capture.cache import file_hash
 from qkscope.capture.families import tiny_model
+from qkscope.capture.files import check_config
 from tiny_llama import write_tiny_llama
 
 
@@ -112,14 +113,19 @@ def test_weights_that_the_config_has_no_place_for_are_refused(folder: Path) -> N
 
 
 def test_a_config_that_asks_for_more_than_there_can_be_is_refused_at_once(folder: Path) -> None:
+    whole = (folder / "config.json").read_text()
     for changes, said in (
         ({"num_hidden_layers": 10**9}, "1,000,000,000 as its num_hidden_layers, more than any model has"),
         ({"num_hidden_layers": 9_000}, r"9,000 as its num_hidden_layers, but the weights are \d+ tensors"),
         ({"num_attention_heads": 10**12}, "as its num_attention_heads, more than any model has"),
+        ({"text_config": {"n_routed_experts": 10**7}}, "as its n_routed_experts, more than any model has"),
     ):
-        edit(folder, **{"num_hidden_layers": 2} | changes)
+        (folder / "config.json").write_text(whole)
+        edit(folder, **changes)
         with pytest.raises(BadInput, match=said):
             load(folder)
+    sizes = {"shared_expert_intermediate_size": 20_480, "vocab_size": 262_144, "block_size": 131_072}
+    check_config(sizes, "a large model", tensors=9)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

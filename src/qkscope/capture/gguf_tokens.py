@@ -27,6 +27,7 @@ class TokenRules:
     tokens: Sequence[str]
     add_bos: bool
     add_eos: bool
+    whole: bool  # a word of the vocabulary is one token, whether its merges lead there or not
 
     def broken_by(self, tokenizer: Any) -> str | None:
         """The first rule that a tokenizer does not follow; None where it follows all."""
@@ -52,12 +53,14 @@ def token_rules(fields: Mapping[str, Any]) -> TokenRules | None:
         id = fields.get(f"tokenizer.ggml.{word}_token_id", _UNSAID.get(str(kind), {}).get(name))
         if isinstance(id, int) and 0 <= id < len(tokens):
             ids[name] = id
-    starts = kind in _SENTENCEPIECE or (kind == "gpt2" and before in _BPE_WITH_FIRST)
+    late = kind == "gpt2" and before in _BPE_WITH_FIRST
+    starts = kind in _SENTENCEPIECE or late
     return TokenRules(
         ids=ids,
         tokens=tokens,
         add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", starts)) and "bos" in ids,
         add_eos=bool(fields.get("tokenizer.ggml.add_eos_token", kind == "t5")) and "eos" in ids,
+        whole=late and before != "chameleon",
     )
 
 
@@ -67,3 +70,5 @@ def follow_rules(tokenizer: Any, rules: TokenRules) -> None:
         if getattr(tokenizer, f"{name}_token_id") != id:
             setattr(tokenizer, f"{name}_token", rules.tokens[id])
     tokenizer.add_bos_token, tokenizer.add_eos_token = rules.add_bos, rules.add_eos
+    if rules.whole:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
