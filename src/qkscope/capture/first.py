@@ -41,7 +41,7 @@ def vocabulary_size(model: Any) -> int | None:
     """How many ids a model knows; None where it does not say."""
     try:
         embedding = model.get_input_embeddings()
-    except NotImplementedError:
+    except (NotImplementedError, AttributeError):  # models of sounds and pictures may have none
         return None
     size = getattr(embedding, "num_embeddings", None)
     return size if isinstance(size, int) else None
