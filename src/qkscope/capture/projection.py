@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from qkscope.capture.probe import forward_arguments, short_inputs
+from qkscope.capture.inputs import forward_arguments, short_inputs
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 
