@@ -150,9 +150,7 @@ def _difference(scope: Scope, views: Views, single: Views, example: int) -> str 
     return None
 
 
-def _attention_error(
-    scope: Scope, views: Views, single: Views, reported: tuple[Tensor, ...], example: int
-) -> float:
+def _attention_error(scope: Scope, views: Views, single: Views, reported: tuple[Tensor, ...], example: int) -> float:
     worst = 0.0
     for (width, space), batch in views.items():
         if space != "post_rope":

@@ -205,9 +205,7 @@ def _trim(example: Example, span: Span) -> Span:
     return span
 
 
-def choose_side(
-    wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str
-) -> PaddingSide:
+def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:
     """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
     if wanted is not None and wanted not in SIDES:
         raise BadInput(f"padding_side is 'left' or 'right', not {wanted!r}.")

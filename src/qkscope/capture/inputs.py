@@ -28,8 +28,12 @@ def input_device(model: Any) -> torch.device:
 
 
 def forward_arguments(module: Any) -> set[str]:
-    """Names of the arguments a module's forward takes."""
-    return set(inspect.signature(module.forward).parameters)
+    """Names of the arguments a module's forward takes; a wrapper that hands all of them on takes those of its inside."""
+    taken = inspect.signature(module.forward).parameters
+    inside = list(module.children())
+    if len(inside) == 1 and set(taken) == {"args", "kwargs"}:
+        return forward_arguments(inside[0])
+    return set(taken)
 
 
 def model_pad_id(model: Any) -> int | None:

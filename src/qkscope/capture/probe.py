@@ -172,8 +172,8 @@ def _check_every_layer(model: Any, calls: list[Call]) -> None:
         return
     if any("cross" in name for block in silent for name, _ in block.named_children()):
         raise BadInput(
-            f"{kind} cannot be looked into: {len(silent)} of its {expected} layers attend to an image"
-            " (cross-attention), and qkscope gives it text alone."
+            f"{kind} cannot be looked into: its cross-attention layers ({len(silent)} of {expected}) run only beside an"
+            " image, and qkscope gives it text alone."
         )
     if len(calls) > expected:
         raise BadInput(
@@ -264,9 +264,7 @@ def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
     return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
 
 
-def _counting(
-    model: Any, inputs: dict[str, Tensor], calls: list[Call]
-) -> tuple[bool, int, tuple[PaddingSide, ...]]:
+def _counting(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> tuple[bool, int, tuple[PaddingSide, ...]]:
     """How a model counts positions: whether 0, 1, 2, ... may be passed, where it begins, and where it can be padded.
 
     Nothing is believed that was not seen: positions that are accepted but change nothing (Bart's decoder counts

@@ -47,6 +47,8 @@ class LayerCall:
         The module's arguments in the recorded forward.
     input_norm : nn.Module or None
         The norm whose output enters the attention; None where the residual stream enters as it is (post-norm models).
+    stream_norm : nn.Module or None
+        Where the residual stream enters as it is: the norm before the layer that made it, if one did.
     qk_norms : dict
         Norms that run inside the attention module before its attention function, with the width they normalise.
     """
@@ -56,6 +58,7 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     input_norm: nn.Module | None
+    stream_norm: nn.Module | None
     qk_norms: dict[nn.Module, int]
 
     @property
@@ -108,6 +111,10 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     try:
         with torch.no_grad(), tap(model, visit):
             model.base_model(**_one_token(model))
+    except BadInput:
+        raise
+    except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
+        raise BadInput(f"{model.config.model_type} has no weights to read: one token failed with {error!r}.") from error
     finally:
         stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
         for hook in hooks:
@@ -117,14 +124,19 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
 
     calls = []
     for attention, norms in qk_norms.items():
-        call = LayerCall(model.config.model_type, attention, *inputs[attention], input_norm=None, qk_norms=norms)
+        call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, qk_norms=norms)
         block = _block(names[attention], model)
         inside = set(block.modules())
-        makers = [module for module in made_by.get(id(call.hidden), []) if module in inside]
+        made = made_by.get(id(call.hidden), [])
+        makers = [module for module in made if module in inside]
         block_args, block_kwargs = inputs[block]
         if not makers and not any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
-            raise BadInput(f"{names[attention]} is fed neither by a norm of its layer nor by the residual stream.")
-        calls.append(replace(call, input_norm=makers[0] if makers else None))
+            raise BadInput(
+                f"{call.family} has no weights to read: what enters {names[attention]} is neither a norm's output nor"
+                " the residual stream, but something made of them."
+            )
+        before_it = next((module for module in made if _is_norm(module)), None) if not makers else None
+        calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
     return calls
 
 
@@ -166,10 +178,20 @@ def project(
     try:
         with tap(call.attention, take):
             call.attention(*args, **kwargs)
+    except Exception as error:  # as above
+        raise BadInput(
+            f"{call.family} has no weights to read: {type(call.attention).__name__}, asked for its queries and keys"
+            f" alone, failed with {error!r}."
+        ) from error
     finally:
-        stop.__traceback__ = None  # as above
+        stop.__traceback__ = None  # its frames hold tensors too
         for hook in hooks:
             hook.remove()
+    if len(found[0].k) != len(z):
+        raise BadInput(
+            f"{call.family} has no weights to read in every layer: some layers have no keys of their own and read those"
+            " of a layer before them; ask for heads of the others."
+        )
     return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
 
 
@@ -196,6 +218,12 @@ def norm_affine(
     return gain, bias[0] if bias else torch.zeros_like(gain)
 
 
+def norm_centres(norm: nn.Module, width: int, device: torch.device) -> bool:
+    """Whether a norm subtracts the mean (LayerNorm): of a constant vector nothing is left."""
+    gain, _ = norm_affine(norm, width, device)
+    return bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+
+
 def _norm_at(norm: nn.Module, x: Tensor, gain: float | None) -> Tensor:
     """The norm with zero bias and its gain parameter filled with a number (None: as it is), in float32."""
     parameters = {}
@@ -215,7 +243,7 @@ def _gain_names(norm: nn.Module) -> list[str]:
 
 def _linear_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
     gain, _ = norm_affine(norm, width, device)
-    centred = bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+    centred = norm_centres(norm, width, device)
 
     def linear(_norm: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         x = args[0].float()
