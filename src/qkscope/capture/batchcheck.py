@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,39 +31,53 @@ Views = dict[tuple[int, Space], Captured]
 """One pass, by the width of the heads and the space."""
 
 
+class Alone(NamedTuple):
+    """One prompt on its own: what we see of the pass, the attention the model reports of it, and its logits."""
+
+    views: Views
+    reported: tuple[Tensor, ...]
+    logits: Tensor | None
+
+
 @torch.no_grad()
 def check_batches(scope: Scope) -> float:
     """The largest error of attention in padded batches; refuses a model whose prompts change in a batch."""
+    kind = scope.model.config.model_type
     prompts = [
-        Example(ids=row.tolist(), queries=[(2, 3), (len(row) - 1, len(row))], keys=[Key((i, i + 1)) for i in range(3)])
+        Example(
+            ids=tuple(row.tolist()),
+            queries=((2, 3), (len(row) - 1, len(row))),
+            keys=tuple(Key((i, i + 1)) for i in range(3)),
+        )
         for row in short_ids(scope.model, (9, 5))
     ]
     singles = [scope.encode([prompt]) for prompt in prompts]
     alone = [_alone(scope, encoded) for encoded in singles]
-    kind = scope.model.config.model_type
     worst = 0.0
     for side in scope.facts.sides:
         encoded = scope.encode(prompts, padding_side=side)
-        views = _views(scope, encoded.places, encoded.example, lambda e=encoded: scope._body(e.inputs))  # type: ignore[misc]
-        for i, (single, reported) in enumerate(alone):
-            what = _difference(scope, views, single, i)
-            if what is None:
-                error = _attention_error(scope, views, single, reported, i)
-                worst = max(worst, error)
-                what = None if error <= _attention_tolerance(scope, single) else f"attention (off by {error:.2g})"
+        views = _views(scope, encoded, SPACES)
+        logits = _logits(scope, encoded.inputs, encoded.places)
+        for i, single in enumerate(alone):
+            error = _attention_error(scope, views, single, i)
+            worst = max(worst, error)
+            what = _difference(scope, views, single.views, i)
+            if what is None and not error <= _attention_tolerance(scope, single.views):
+                what = f"attention (off by {error:.2g})"
+            if what is None and logits is not None and single.logits is not None:
+                what = _logits_difference(scope, logits[encoded.example == i], single.logits)
             if what is not None:
                 raise BadInput(
-                    f"{kind} cannot be looked into: padded on the {side} beside a longer prompt, its {what} is not that"
-                    " of the same prompt alone, so it counts positions or hides padding in a way of its own."
+                    f"{kind} cannot be looked into: padded on the {side} beside a longer prompt, its {what} are not"
+                    " those of the same prompt alone, so it counts positions or hides padding in a way of its own."
                 )
     if scope.facts.takes_positions and any(layer.offset is not None for layer in scope.facts.layers):
-        places, inputs = singles[0].places, dict(singles[0].inputs)
-        inputs["position_ids"] = inputs["position_ids"] + _SHIFT
-        shifted = _views(scope, places, singles[0].example, lambda: scope._body(inputs), ("query_frame",))
-        what = _difference(scope, shifted, alone[0][0], 0)
+        inputs = singles[0].inputs | {"position_ids": singles[0].inputs["position_ids"] + _SHIFT}
+        shifted = _views(scope, replace(singles[0], inputs=inputs), ("query_frame",))
+        what = _difference(scope, shifted, alone[0].views, 0)
         if what is not None:
             raise BadInput(
-                f"{kind} cannot be looked into: with every position {_SHIFT} further on, its {what} changes, although"
+                f"{kind} cannot be looked into: with every position {_SHIFT} further on, its {what} change, although"
                 " only offsets should count there."
             )
     return worst
@@ -85,25 +100,31 @@ def eager_attention(
             config._attn_implementation_internal = names[key]
     if attentions is None or len(attentions) != scope.n_layers or any(layer is None for layer in attentions):
         raise BadInput(f"{model.config.model_type} does not report its attention, so the tap cannot be checked on it.")
-    return tuple(attentions)
+    return tuple(layer.to(scope.device) for layer in attentions)
 
 
-def _alone(scope: Scope, encoded: Encoded) -> tuple[Views, tuple[Tensor, ...]]:
-    """One prompt as bare ids: our views of the pass, and the attention the model reports from it."""
-    reported: list[tuple[Tensor, ...]] = []
+def _alone(scope: Scope, encoded: Encoded) -> Alone:
+    """One prompt as bare ids: nobody but the model counts its positions."""
     bare = {"input_ids": encoded.inputs["input_ids"]}
     pickers = _pickers(scope, encoded.places, SPACES)
-    reported.append(eager_attention(scope, bare, lambda call: _show(pickers, call), rotary=True))
-    return {key: picker.finish(encoded.example, {}) for key, picker in pickers.items()}, reported[0]
+    reported = eager_attention(scope, bare, lambda call: _show(pickers, call), rotary=True)
+    views = {key: picker.finish(encoded.example, {}) for key, picker in pickers.items()}
+    return Alone(views, reported, _logits(scope, bare, encoded.places))
 
 
-def _views(
-    scope: Scope, places: Places, example: Tensor, run: Callable[[], Any], spaces: tuple[Space, ...] = SPACES
-) -> Views:
-    pickers = _pickers(scope, places, spaces)
+def _views(scope: Scope, encoded: Encoded, spaces: tuple[Space, ...]) -> Views:
+    pickers = _pickers(scope, encoded.places, spaces)
     with tap(scope.model, lambda call: _show(pickers, call), scope.facts.layer_of, rotary=True):
-        run()
-    return {key: picker.finish(example, {}) for key, picker in pickers.items()}
+        scope._body(encoded.inputs)
+    return {key: picker.finish(encoded.example, {}) for key, picker in pickers.items()}
+
+
+def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor | None:
+    """The model's output at the queries, None where it gives none for each token."""
+    try:
+        return scope._logits(inputs, places)
+    except BadInput:
+        return None
 
 
 def _pickers(scope: Scope, places: Places, spaces: tuple[Space, ...]) -> dict[tuple[int, Space], Picker]:
@@ -150,20 +171,26 @@ def _difference(scope: Scope, views: Views, single: Views, example: int) -> str 
     return None
 
 
-def _attention_error(scope: Scope, views: Views, single: Views, reported: tuple[Tensor, ...], example: int) -> float:
-    worst = 0.0
+def _logits_difference(scope: Scope, ours: Tensor, theirs: Tensor) -> str | None:
+    """In half precision only what is far off counts: the last layer has gathered the rounding of all."""
+    off = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
+    return None if off <= (0.5 if _is_half(scope) else 1e-3) else f"logits (off by {off:.2g} of the largest)"
+
+
+def _attention_error(scope: Scope, views: Views, single: Alone, example: int) -> float:
+    errors = []
     for (width, space), batch in views.items():
         if space != "post_rope":
             continue
-        own, rows = single[width, space], batch.example == example
+        own, rows = single.views[width, space], batch.example == example
         ours, alone = batch.attention()[rows], own.attention()
         for slot, head in enumerate(batch.heads):
             if head.layer in _layers(scope):
-                # the model rounds its logits to its own precision, we do not
-                theirs = reported[head.layer][0, head.index, own.query_positions].float().gather(-1, own.key_positions)
-                wanted = alone[:, slot] if _is_half(scope) else theirs
-                worst = max(worst, float((ours[:, slot] - wanted).abs().max()))
-    return worst
+                theirs = single.reported[head.layer][0, head.index, own.query_positions].float()
+                theirs = theirs.gather(-1, own.key_positions)
+                # in half precision the model rounds its logits and we do not: there it is our own rows
+                errors.append((ours[:, slot] - (alone[:, slot] if _is_half(scope) else theirs)).abs().max())
+    return float(torch.stack(errors).max()) if errors else 0.0
 
 
 def _attention_tolerance(scope: Scope, single: Views) -> float:

@@ -57,7 +57,7 @@ class Encoder:
 
     @property
     def pad_id(self) -> int:
-        """The id in padded places: the model's own, or the tokenizer's, or any where neither names one (it is masked)."""
+        """The id in padded places: the model's own, the tokenizer's, or any where neither names one (it is masked)."""
         if self._pad_id is not None:  # some models count positions from the ids that are not this one
             return self._pad_id
         for name in ("pad_token_id", "eos_token_id"):

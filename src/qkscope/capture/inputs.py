@@ -28,7 +28,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def forward_arguments(module: Any) -> set[str]:
-    """Names of the arguments a module's forward takes; a wrapper that hands all of them on takes those of its inside."""
+    """Names of the arguments a module's forward takes; a wrapper that hands all on takes those of its inside."""
     taken = inspect.signature(module.forward).parameters
     inside = list(module.children())
     if len(inside) == 1 and set(taken) == {"args", "kwargs"}:

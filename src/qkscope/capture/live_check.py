@@ -1,8 +1,8 @@
 """Which architectures can be looked into: answered by looking into a tiny random model of each, never from a list.
 
 A family is supported when `Scope` takes its tiny model and the self-check holds; the error shown is
-``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads, of the same padded batch and of each
-prompt alone.
+``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads: of a padded batch against itself,
+and against each prompt alone.
 """
 
 from __future__ import annotations

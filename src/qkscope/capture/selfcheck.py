@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qkscope.capture.patch import Edit
 from qkscope.capture.batchcheck import check_batches, eager_attention
 from qkscope.capture.inputs import positions_of, short_inputs
+from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Picker, Places
 from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
@@ -73,7 +73,7 @@ def check_model(scope: Scope) -> Check:
     if output_error > tolerance * max(1.0, float(plain.abs().max())):
         raise BadInput(f"{kind} cannot be looked into: its output changes by {output_error:.2g} under the tap.")
 
-    attention_error, largest = 0.0, 0.0
+    errors, largest = [], 0.0
     for width in sorted({layer.d_head for layer in scope.facts.layers}):
         heads = [head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width]
         picker = Picker(scope.facts, heads, places, stop=False)
@@ -88,7 +88,8 @@ def check_model(scope: Scope) -> Check:
         for slot, head in enumerate(captured.heads):
             weights = reference[head.layer][places.row, head.index, places.query].float()
             wanted = weights.gather(-1, places.keys)
-            attention_error = max(attention_error, float((ours[:, slot] - wanted).abs().max()))
+            errors.append((ours[:, slot] - wanted).abs().max())
+    attention_error = float(torch.stack(errors).max())
     # the model rounds its logits to its own precision, we do not
     if not attention_error <= max(tolerance, 1e-3) + largest * torch.finfo(scope.model.dtype).eps:
         raise BadInput(
