@@ -18,7 +18,7 @@ COUNT_IDS = ["roberta", "xlm-roberta"]
 OTHERS = [
     "glm4", "exaone4", "nemotron", "seed_oss", "ernie4_5", "helium", "persimmon", "gpt_bigcode", "modernbert",
     "qwen2_vl", "gemma3", "gemma3n_text", "hunyuan_v1_dense", "deepseek_v3", "falcon_h1", "whisper", "gpt2", "opt",
-    "bert",
+    "bert", "layoutlm", "ctrl", "jetmoe",
 ]  # fmt: skip
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0}
 LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}

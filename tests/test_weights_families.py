@@ -17,6 +17,7 @@ OWN_ATTENTION = ["falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba"
 NOT_EVERY_LAYER = ["qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", "t5"]  # the probe refuses them
 NOT_OF_THE_FORM = {
     "gemma3n_text": "a layer before them",
+    "jetmoe": "no linear function",
     "falcon_h1": "neither a norm's output nor the residual stream",
     "deepseek_v3": "normalised in parts",
     "hunyuan_v1_dense": "after the rotation",

@@ -116,6 +116,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "gpt_bigcode": {},
     "biogpt": {},
+    "ctrl": {"dff": 96},
+    "jetmoe": {"kv_channels": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "apertus": {"rope_parameters": _DEFAULT_ROPE},
     "nanochat": {},
     "diffllama": {},
@@ -144,6 +146,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "layoutlm": {},
     "electra": {"embedding_size": 64},
     "distilbert": {"hidden_dim": 96},
     "modernbert": {"local_attention": 2 * _WINDOW, "cls_token_id": 1, "sep_token_id": 2},
@@ -241,7 +244,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "supported_aspect_ratios": [[1, 1]],
     },
 }
-_TEXT_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "electra", "distilbert", "modernbert"})
+_TEXT_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert"})
 _IMAGE_ENCODERS = frozenset({"vit", "dinov2"})
 
 

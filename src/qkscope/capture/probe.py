@@ -247,10 +247,15 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
     """Where the rotated part sits in the vectors the dot product sees: at the front, at the end, or not as it was."""
     width = rotary.q_rotated.shape[-1]
     for offset in (0, call.q.shape[-1] - width):
-        q, k = (x[..., offset : offset + width] for x in (call.q, call.k))
-        if torch.equal(q, rotary.q_rotated.expand_as(q)) and torch.equal(k, rotary.k_rotated.expand_as(k)):
+        pairs = ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
+        if all(_holds(seen[..., offset : offset + width], rotated) for seen, rotated in pairs):
             return offset
     return None
+
+
+def _holds(seen: Tensor, rotated: Tensor) -> bool:
+    """Whether heads are the rotated ones: each its own, or all the same one (latent attention)."""
+    return rotated.shape[1] in (1, seen.shape[1]) and torch.equal(seen, rotated.expand_as(seen))
 
 
 def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:

@@ -111,10 +111,6 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     try:
         with torch.no_grad(), tap(model, visit):
             model.base_model(**_one_token(model))
-    except BadInput:
-        raise
-    except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise BadInput(f"{model.config.model_type} has no weights to read: one token failed with {error!r}.") from error
     finally:
         stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
         for hook in hooks:
@@ -157,13 +153,11 @@ def project(
     rotated : bool
         Keep the rotation of the recorded position, without any scaling it carries; otherwise none.
     """
-    args, kwargs = call.args, dict(call.kwargs)
+    hidden = call.hidden  # some are given it once for each of q, k and v
+    args = tuple(z[:, None] if value is hidden else value for value in call.args)
+    kwargs = {name: z[:, None] if value is hidden else value for name, value in call.kwargs.items()}
     if "position_embeddings" in kwargs:
         kwargs["position_embeddings"] = _rotation(kwargs["position_embeddings"], rotated)
-    if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = z[:, None]
-    else:
-        args = (z[:, None], *args[1:])
     found: list[Call] = []
     stop = Stop()
 
@@ -178,19 +172,14 @@ def project(
     try:
         with tap(call.attention, take):
             call.attention(*args, **kwargs)
-    except Exception as error:  # as above
-        raise BadInput(
-            f"{call.family} has no weights to read: {type(call.attention).__name__}, asked for its queries and keys"
-            f" alone, failed with {error!r}."
-        ) from error
     finally:
-        stop.__traceback__ = None  # its frames hold tensors too
+        stop.__traceback__ = None  # as above
         for hook in hooks:
             hook.remove()
     if len(found[0].k) != len(z):
         raise BadInput(
-            f"{call.family} has no weights to read in every layer: some layers have no keys of their own and read those"
-            " of a layer before them; ask for heads of the others."
+            f"{call.family} has no weights to read in every layer: some have no keys of their own but read those of a"
+            " layer before them; ask for heads of the others."
         )
     return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
 

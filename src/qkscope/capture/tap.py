@@ -82,7 +82,12 @@ class Call:
             shown = torch.arange(keys, device=query.device)
             last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
             return additive(shown <= last, dtype)[:, None]
-        rows = self.mask[batch if self.mask.shape[0] > 1 else torch.zeros_like(batch), :, query]
+        # a mask that is the same for every sequence, or for every query, may come without that axis' length
+        batch, query = (
+            index if length > 1 else torch.zeros_like(index)
+            for index, length in ((batch, self.mask.shape[0]), (query, self.mask.shape[2]))
+        )
+        rows = self.mask[batch, :, query]
         return additive(rows[..., :keys], dtype)
 
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:

@@ -13,7 +13,8 @@ each is picked out by a one-hot vector, at no more memory than the factors thems
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,25 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
     """
     model = _model_of(model)
     wanted = None if heads is None else parse_heads(heads)
+    with _in_one_sentence(model):
+        return _read_weights(model, wanted)
+
+
+@contextmanager
+def _in_one_sentence(model: PreTrainedModel) -> Iterator[None]:
+    """A layer asked for its queries and keys alone may fail in any way: that it has no weights is then the news."""
+    try:
+        yield
+    except (BadInput, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"{model.config.model_type} has no weights to read: a layer, asked for its queries and keys alone, failed"
+            f" with {error!r}."
+        ) from error
+
+
+def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeights:
     calls = record_calls(model, last=None if wanted is None else max(head.layer for head in wanted))
     layers = range(len(calls)) if wanted is None else {head.layer for head in wanted if head.layer < len(calls)}
     shapes = {layer: _Shape.of(calls[layer]) for layer in layers}
@@ -268,13 +288,14 @@ def _check_form(call: LayerCall, layer: int) -> None:
     z = torch.randn((8, call.hidden.shape[-1]), generator=generator).to(call.hidden)
     tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
     whole, turned = project(call, z), project(call, z, rotated=True)
-    linear = project(call, torch.cat([0 * z, z, 2 * z]), qk_norm="linear")
+    linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0)]), qk_norm="linear")
     seen = zip(("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), _scales(call, z), strict=True)
     for what, vector, rotated, parts, offset, s in seen:
         vector, rotated = vector.float(), rotated.float()
-        zero, once, twice = parts.float().chunk(3)
+        zero, once, both = parts.float().chunk(3)
         size = vector.norm(dim=-1).mean()
-        straight = (twice - 2 * once + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
+        # of two different inputs: a layer that routes them to other weights is straight along each
+        straight = (both - once - once.roll(1, 0) + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
         one_scalar = (vector - s[..., None] * once - offset).norm(dim=-1).max() <= tolerance * size
         turns = (vector.norm(dim=-1) - rotated.norm(dim=-1)).abs().max() <= tolerance * size
         kind = f"{call.family} layer {layer}: its {what}"
