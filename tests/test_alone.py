@@ -166,6 +166,16 @@ def test_dynamic_rope_goes_beyond_its_length_and_yarn_to_its_factor() -> None:
         scope.capture([Example(ids=ids(129, 0))])
 
 
+def test_longer_prompts_before_leave_no_trace_in_a_dynamic_rotation() -> None:
+    family, settings = LENGTH_DEPENDENT["dynamic"]
+    model, (prompt,) = tiny_model(family, **settings), every_key((40,))
+    scope = Scope.from_model(model, check=False)
+    with torch.no_grad():
+        model(torch.tensor([ids(100, 0)]))
+    (batch,) = scope.capture([prompt])
+    assert error(tiny_model(family, **settings), batch, [prompt]) < 1e-5
+
+
 def test_looking_leaves_a_dynamic_rotation_as_it_was() -> None:
     model = tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32)
     rotation = model.model.rotary_emb

@@ -189,14 +189,13 @@ def _depends_on_length(module: nn.Module) -> bool:
 def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rotate)
     def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _forget_lengths(module)
         if position_ids.ndim != 2 or len(position_ids) == 1:
-            _forget_lengths(module)
             return rotate(x, position_ids, *args, **kwargs)
         tables: list[Tensor] = []
         ends = position_ids.amax(-1)
-        for end in ends.unique():
+        for end in ends.unique():  # from short to long: what dynamic RoPE keeps is then outgrown each time
             own = ends == end
-            _forget_lengths(module)
             for i, table in enumerate(rotate(x[own], position_ids[own], *args, **kwargs)):
                 if i == len(tables):
                     tables.append(table.new_empty((len(ends), *table.shape[1:])))
