@@ -146,7 +146,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "layoutlm": {},
+    "layoutlm": {"hidden_size": 128},
     "electra": {"embedding_size": 64},
     "distilbert": {"hidden_dim": 96},
     "modernbert": {"local_attention": 2 * _WINDOW, "cls_token_id": 1, "sep_token_id": 2},
