@@ -228,7 +228,7 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
     if call.rotary is not None:
         offset = _offset(call, call.rotary)
         if offset is None:
-            reason = "the vectors are changed again (normalised or rescaled) after they are rotated"
+            reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
             refusals |= {"pre_rope": reason, "query_frame": reason}
         elif not _turns_back(call, call.rotary, offset):
             refusals["query_frame"] = "the rotary function is more than a rotation, so it cannot be turned back"
