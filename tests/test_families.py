@@ -27,8 +27,19 @@ MUST_PASS = [
     "granite",
     "smollm3",
     "bert",
+    "roberta",
+    "xlm-roberta",
     "vit",
+    "qwen2_vl",
+    "bart",
+    "mbart",
+    "pegasus",
+    "marian",
+    "blenderbot",
+    "blenderbot-small",
+    "whisper",
 ]
+NO_ROWS = ["mamba", "t5", "mllama", "jamba", "qwen3_next", "lfm2", "granitemoehybrid"]  # no attention in every layer
 
 
 def test_same_seed_same_weights_and_the_global_rng_is_untouched():
@@ -44,7 +55,7 @@ def test_no_parameter_is_left_at_a_constant(family):
     assert all(weight.std() > 0.1 for weight in tiny_model(family).parameters())
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mamba"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_ROWS])
 def test_tiny_models_run_and_their_attention_is_far_from_uniform(family):
     model = tiny_model(family)
     if model.config._attn_implementation != "eager":

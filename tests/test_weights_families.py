@@ -13,14 +13,19 @@ from qkscope.capture.weights import head_weights, normalised_input, qk_norm_scal
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
-OWN_ATTENTION = ["falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba"]
+OWN_ATTENTION = ["falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba", "xglm"]
+NOT_EVERY_LAYER = ["qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", "t5"]  # the probe refuses them
 NOT_OF_THE_FORM = {
+    "gemma3n_text": "a layer before them",
+    "jetmoe": "no linear function",
+    "falcon_h1": "neither a norm's output nor the residual stream",
     "deepseek_v3": "normalised in parts",
     "hunyuan_v1_dense": "after the rotation",
     "diffllama": "more than once",
 }
 ROTATION_OUT_OF_SIGHT = ["llama4_text"]  # rotates by complex numbers, in a function of its own
-SUPPORTED = [f for f in FAMILIES if f not in [*OWN_ATTENTION, *NOT_OF_THE_FORM, *ROTATION_OUT_OF_SIGHT]]
+OTHERS = [*OWN_ATTENTION, *NOT_EVERY_LAYER, *NOT_OF_THE_FORM, *ROTATION_OUT_OF_SIGHT]
+SUPPORTED = [family for family in FAMILIES if family not in OTHERS]
 VARIANTS = [
     ("cohere", {"use_qk_norm": False}),
     ("stablelm", {"qk_layernorm": False}),

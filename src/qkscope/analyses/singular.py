@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 1 << 28  # numbers of W_Q and W_K decomposed together: 2 GiB in float64
 _CACHED = 1 << 28  # numbers of a basis that is worth keeping: 1 GiB
-_VERSION = 1
+_VERSION = 2
 
 
 def singular_basis(
@@ -27,8 +27,9 @@ def singular_basis(
 ) -> SingularBasis:
     """Singular vectors of ``Ω = W_Qᵀ W_K`` of some heads, all by default.
 
-    Norm gains, biases (as a last coordinate, a constant 1) and QK-norm's gain are folded into W; under RoPE it is the
-    basis of the un-rotated Ω, over which a logit splits exactly in the query's frame (`qkscope.maths.singular`).
+    Norm gains, biases (as a last coordinate, a constant 1) and QK-norm's gain are folded into W; where a norm centres,
+    the part of W that reads the mean is taken out, as it reads nothing. Under RoPE it is the basis of the un-rotated
+    Ω, over which a logit splits exactly in the query's frame (`qkscope.maths.singular`).
 
     Parameters
     ----------

@@ -16,14 +16,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from qkscope.capture.inputs import SIDES, PaddingSide, pad_rows, positions_of
 from qkscope.capture.pick import Places
-from qkscope.capture.probe import positions_of
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
 log = logging.getLogger(__name__)
 
-PaddingSide = Literal["left", "right"]
 Token = Literal["first", "last"]
 
 _SENTINEL = "qkscope content"
@@ -56,15 +55,23 @@ class Encoder:
     """Tokenises examples with one tokenizer (or none, for examples that are ids)."""
 
     def __init__(
-        self, tokenizer: Any | None, max_length: int | None, vocabulary: int | None = None, first: int | None = None
+        self,
+        tokenizer: Any | None,
+        max_length: int | None,
+        pad_id: int | None = None,
+        vocabulary: int | None = None,
+        first: int | None = None,
     ) -> None:
-        self.tokenizer, self.max_length, self.vocabulary, self.first = tokenizer, max_length, vocabulary, first
+        self.tokenizer, self.max_length, self._pad_id = tokenizer, max_length, pad_id
+        self.vocabulary, self.first = vocabulary, first
         self._said = False
         self._frame: tuple[str, str] | None = None
 
     @property
     def pad_id(self) -> int:
-        """The id in padded places; masked, so any id does where the tokenizer names none."""
+        """The id in padded places: the model's own, the tokenizer's, or any where neither names one (it is masked)."""
+        if self._pad_id is not None:  # some models count positions from the ids that are not this one
+            return self._pad_id
         for name in ("pad_token_id", "eos_token_id"):
             value = getattr(self.tokenizer, name, None)
             if isinstance(value, int) and (self.vocabulary is None or value < self.vocabulary):
@@ -229,6 +236,22 @@ def _trim(example: Example, span: Span) -> Span:
     return span
 
 
+def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:
+    """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
+    if wanted is not None and wanted not in SIDES:
+        raise BadInput(f"padding_side is 'left' or 'right', not {wanted!r}.")
+    if not padded or wanted in harmless:
+        return wanted or "left"
+    if not harmless:
+        raise BadInput(f"padding changes what {name} sees: give it prompts of one length, or one at a time.")
+    if wanted is None:
+        return harmless[0]
+    raise BadInput(
+        f"{name} counts positions by columns, so padding on the {wanted} would move its prompts: leave padding_side"
+        f" out, or say {harmless[0]!r}."
+    )
+
+
 def collate(
     tokens: Sequence[Tokens],
     examples: Sequence[Example],
@@ -237,7 +260,7 @@ def collate(
     pad_id: int,
     device: torch.device,
     positions: bool,
-    padding_side: PaddingSide = "left",
+    padding_side: PaddingSide,
 ) -> Encoded:
     """Pad some of the tokenised examples to one batch.
 
@@ -258,20 +281,14 @@ def collate(
     padding_side : str
         `left` or `right`.
     """
-    if padding_side not in ("left", "right"):
-        raise BadInput(f"padding_side is 'left' or 'right', not {padding_side!r}.")
-    width = max(len(tokens[i].ids) for i in indices)
-    ids = torch.full((len(indices), width), pad_id)
-    mask = torch.zeros((len(indices), width), dtype=torch.long)
-    rows: list[tuple[int, int, int]] = []  # batch row, example, column of the query
-    shifts = []
-    for row, i in enumerate(indices):
-        length = len(tokens[i].ids)
-        shift = width - length if padding_side == "left" else 0
-        ids[row, shift : shift + length] = torch.tensor(tokens[i].ids)
-        mask[row, shift : shift + length] = 1
-        shifts.append(shift)
-        rows.extend((row, i, shift + query) for query in tokens[i].queries)
+    batch = pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, padding_side)
+    mask = batch["attention_mask"]
+    shifts = mask.argmax(dim=1).tolist()
+    rows = [  # batch row, example, column of the query
+        (row, i, shift + query)
+        for row, (i, shift) in enumerate(zip(indices, shifts, strict=True))
+        for query in tokens[i].queries
+    ]
     slots = max((len(tokens[i].keys) for _, i, _ in rows), default=0)
     keys = torch.zeros((len(rows), slots), dtype=torch.long)
     key_mask = torch.zeros((len(rows), slots), dtype=torch.bool)
@@ -282,7 +299,7 @@ def collate(
         key_mask[r, : len(own)] = True
         for name in contrasts:
             labels[name][r, : len(own)] = torch.tensor([k.label(name) for k in examples[i].keys], dtype=torch.int8)
-    inputs = {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions_of(mask)} if positions else {})
+    inputs = batch | ({"position_ids": positions_of(mask)} if positions else {})
     row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
     return Encoded(
         inputs={name: value.to(device) for name, value in inputs.items()},

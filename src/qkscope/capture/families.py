@@ -18,11 +18,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from qkscope.capture.inputs import model_pad_id
 from qkscope.errors import BadInput
 
 _SIZES: dict[str, Any] = {
@@ -43,6 +46,9 @@ _LOCAL_GLOBAL = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
+_HYBRID = {"num_hidden_layers": 4, "head_dim": 16}
+_ROBERTA = {"pad_token_id": 1, "bos_token_id": 0}  # positions are counted from the ids that are not the padding id
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -110,13 +116,37 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "gpt_bigcode": {},
     "biogpt": {},
-    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "ctrl": {"dff": 96},
+    "jetmoe": {"kv_channels": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "apertus": {"rope_parameters": _DEFAULT_ROPE},
     "nanochat": {},
     "diffllama": {},
     "hunyuan_v1_dense": {"head_dim": 12},
+    "qwen2_vl": {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
+    "gemma3n_text": {
+        **_HYBRID,
+        "num_kv_shared_layers": 2,
+        "layer_types": 2 * _LOCAL_GLOBAL,
+        "sliding_window": _WINDOW,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 100,
+        "laurel_rank": 4,
+    },
+    "falcon_h1": {
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
     "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
     "bert": {},
-    "roberta": {},
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "layoutlm": {"hidden_size": 128},
     "electra": {"embedding_size": 64},
     "distilbert": {"hidden_dim": 96},
     "modernbert": {"local_attention": 2 * _WINDOW, "cls_token_id": 1, "sep_token_id": 2},
@@ -129,6 +159,37 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "mpt": {},
     "mamba": {},
+    "qwen3_next": {
+        **_HYBRID,
+        **_EXPERTS,
+        "layer_types": 2 * ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": 2 * ["conv", "full_attention"]},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": 2 * ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1], "rope_parameters": _DEFAULT_ROPE},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": 8,
@@ -145,25 +206,68 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-_TEXT_PART = {"gemma3": "gemma3_text"}  # families that carry a vision tower beside a text model
+_SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": 100,
+    "d_model": 64,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_OWN_NAMES: dict[str, dict[str, Any]] = {  # families whose configs call their sizes otherwise
+    **{name: _SEQ2SEQ for name in ("bart", "mbart", "pegasus", "blenderbot", "blenderbot-small", "plbart")},
+    "marian": _SEQ2SEQ | {"pad_token_id": 99, "decoder_start_token_id": 99},
+    "whisper": _SEQ2SEQ | {"max_target_positions": 128, "max_source_positions": 32, "num_mel_bins": 8},
+    "xglm": {"vocab_size": 100, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
+    "t5": {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+}
+_TEXT_PART = {"gemma3": "gemma3_text"}  # families that carry a vision tower beside a text model of another name
 _TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
-_TEXT_ENCODERS = frozenset({"bert", "roberta", "electra", "distilbert", "modernbert"})
+_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": _TOWER | _IMAGE,
+    "qwen2_vl": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 4},
+    "mllama": _IMAGE
+    | {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 32,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]],
+    },
+}
+_TEXT_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert"})
 _IMAGE_ENCODERS = frozenset({"vit", "dinov2"})
 
 
 def _config(family: str, **overrides: Any) -> PretrainedConfig:
+    if family in _OWN_NAMES:
+        return AutoConfig.for_model(family, **_OWN_NAMES[family] | overrides)
     if family in _TEXT_PART:
         text = _config(_TEXT_PART[family], **overrides).to_dict()
         return AutoConfig.for_model(
-            family, text_config=text, vision_config=_TOWER | _IMAGE, mm_tokens_per_image=4, image_token_id=99
+            family, text_config=text, vision_config=_TOWERS[family], mm_tokens_per_image=4, image_token_id=99
         )
+    if family in _TOWERS:
+        text = {**_SIZES, **_OVERRIDES[family], **overrides}
+        return AutoConfig.for_model(family, text_config=text, vision_config=_TOWERS[family])
     settings = {**_SIZES, **_OVERRIDES[family], **overrides}
     if family in _TEXT_ENCODERS | _IMAGE_ENCODERS:  # encoders know no KV heads and no cache
         settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "use_cache")}
     return AutoConfig.for_model(family, **settings)
 
 
-FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {family: partial(_config, family) for family in _OVERRIDES}
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    family: partial(_config, family) for family in [*_OVERRIDES, *_OWN_NAMES]
+}
 """Every family we try, in the order of the table: ``FAMILIES[name](**overrides)`` makes its tiny config."""
 
 
@@ -191,6 +295,10 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         build = AutoModelForMaskedLM
     elif family in _IMAGE_ENCODERS:
         build = AutoModelForImageClassification
+    elif family in _TOWERS and family not in _TEXT_PART:
+        build = AutoModelForImageTextToText
+    elif family == "t5":
+        build = AutoModelForSeq2SeqLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build.from_config(FAMILIES[family](**overrides), dtype=torch.float32).eval()
@@ -235,5 +343,5 @@ def tiny_batch(model: PreTrainedModel, seed: int = 0, lengths: tuple[int, ...] =
     mask = (torch.arange(width) >= start).long()
     if config.model_type in _TEXT_ENCODERS:
         mask = mask.flip(-1)
-    ids = ids * mask  # the padding id is 0 in every tiny model, and padded places are masked in any case
+    ids = ids.masked_fill(mask == 0, model_pad_id(model) or 0)
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}

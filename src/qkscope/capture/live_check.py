@@ -1,7 +1,8 @@
 """Which architectures can be looked into: answered by looking into a tiny random model of each, never from a list.
 
-A family is supported when `Scope` takes its tiny model and the self-check holds on a padded batch; the error shown is
-``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads and real tokens.
+A family is supported when `Scope` takes its tiny model and the self-check holds; the error shown is
+``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads: of a padded batch against itself,
+and against each prompt alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def check_family(family: str) -> FamilyRow:
     """Build one tiny model, look into it, and say what came out."""
     try:
         scope = Scope.from_model(tiny_model(family), check=False)
-        error = scope.self_check().attention_error
+        check = scope.self_check()
+        error = max(check.attention_error, check.padding_error)
     except BadInput as refusal:
         if family not in FAMILIES:
             raise

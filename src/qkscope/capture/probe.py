@@ -7,13 +7,26 @@ of which width, and where its rotation sits in the vector. A model whose layers 
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qkscope.capture.inputs import (
+    SIDES,
+    PaddingSide,
+    context_limit,
+    forward_arguments,
+    input_device,
+    model_pad_id,
+    pad_rows,
+    positions_of,
+    short_ids,
+    short_inputs,
+    text_config,
+)
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
@@ -34,98 +47,153 @@ class Layer:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the probe found: the layers, which module is which layer, and whether positions may be passed."""
+    """What the probe found.
+
+    Attributes
+    ----------
+    layers : tuple of Layer
+        Each layer's attention.
+    layer_of : dict
+        ``id(attention module) -> layer``.
+    takes_positions : bool
+        Whether the positions 0, 1, 2, ... may be passed.
+    first_position : int
+        What the model itself calls the position of a first token: 0 in nearly every family.
+    sides : tuple of str
+        Where prompts can be padded without a change to their vectors, the best side first.
+    """
 
     layers: tuple[Layer, ...]
     layer_of: dict[int, int]
     takes_positions: bool
-
-
-def text_config(model: Any) -> Any:
-    """The config of the part that reads text (the config itself for a plain model)."""
-    return model.config.get_text_config()
-
-
-def short_inputs(model: Any, lengths: tuple[int, ...] = (6,)) -> dict[str, Tensor]:
-    """Inputs for a check: ids that are no special tokens, padded on the left, or an image for an image encoder."""
-    device = input_device(model)
-    generator = torch.Generator().manual_seed(0)
-    if model.main_input_name == "pixel_values":
-        sizes = model.config.image_size
-        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-        pixels = torch.randn((len(lengths), model.config.num_channels, height, width), generator=generator)
-        return {"pixel_values": pixels.to(device, model.dtype)}
-    vocabulary = text_config(model).vocab_size
-    width = max(lengths)
-    ids = torch.randint(min(10, vocabulary // 2), vocabulary, (len(lengths), width), generator=generator)
-    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    # some families count positions from ids that are not the padding id, so padded places must hold that id
-    pad = getattr(text_config(model), "pad_token_id", None)
-    ids = ids.masked_fill(~mask, pad if isinstance(pad, int) and 0 <= pad < vocabulary else 0)
-    return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
-
-
-def input_device(model: Any) -> torch.device:
-    """Where inputs go: the device of the embedding, which for a model split over devices is not the model's."""
-    try:
-        return model.get_input_embeddings().weight.device
-    except (AttributeError, NotImplementedError):
-        return next(model.parameters()).device
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Position ids that count real tokens from 0, whatever the padding side."""
-    return (mask.long().cumsum(-1) - 1).clamp_min(0)
-
-
-def forward_arguments(module: Any) -> set[str]:
-    """Names of the arguments a module's forward takes."""
-    return set(inspect.signature(module.forward).parameters)
+    first_position: int
+    sides: tuple[PaddingSide, ...]
 
 
 @torch.no_grad()
 def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
     kind = model.config.model_type
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
+    _check_kind(model)
     if model.training:
         model.eval()
-    calls: list[Call] = []
     inputs = short_inputs(model)
+    implementation = model.config._attn_implementation
+    calls = _calls(model, inputs, lambda call: _check_honoured(implementation, call))
+    if not calls:
+        raise BadInput(
+            f"{kind} cannot be looked into: its layers never call transformers' attention interface"
+            f" ({_replaced(model) or 'they hold their own attention code, or none'})."
+        )
+    modules = [id(call.module) for call in calls]
+    if len(set(modules)) < len(modules):
+        raise BadInput(f"{kind} cannot be looked into: one attention module is called several times in a pass.")
+    _check_every_layer(model, calls)
+    if calls[0].biases:
+        raise BadInput(
+            f"{kind} cannot be looked into: its attention call adds a learned {calls[0].biases[0]} to its logits, so"
+            " they are not scale q·k + mask."
+        )
+    family = _family_refusals(model, inputs, calls)
+    takes_positions, first_position, sides = _counting(model, inputs, calls)
+    return Facts(
+        layers=tuple(_layer(call, family) for call in calls),
+        layer_of={module: layer for layer, module in enumerate(modules)},
+        takes_positions=takes_positions,
+        first_position=first_position,
+        sides=sides,
+    )
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse what cannot be fed: two stacks of layers, or neither ids nor pixels."""
+    kind, read = model.config.model_type, model.main_input_name
+    has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
+    if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
+        raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
+    if read not in ("input_ids", "pixel_values"):
+        raise BadInput(
+            f"{kind} cannot be looked into: {type(model).__name__} reads {read}, and qkscope can give a model only"
+            " token ids or an image."
+        )
+
+
+def _calls(
+    model: Any, inputs: dict[str, Tensor], look: Callable[[Call], None] | None = None, last: int | None = None
+) -> list[Call]:
+    """Every attention call of one forward, or those up to one layer."""
+    calls: list[Call] = []
 
     def visit(call: Call) -> None:
-        _check_honoured(implementation, call)
+        if look is not None:
+            look(call)
         calls.append(call)
+        if call.layer == last:
+            raise Stop
 
-    implementation = model.config._attn_implementation
     try:
         with tap(model, visit, rotary=True):
             model.base_model(**inputs)
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise BadInput(f"{kind} cannot be looked into: a short forward failed with {error!r}.") from error
-    expected = getattr(text_config(model), "num_hidden_layers", None)
-    if not calls:
+        reason = _replaced(model) or f"a short forward failed with {error!r}"
+        raise BadInput(f"{model.config.model_type} cannot be looked into: {reason}.") from error
+    return calls
+
+
+def _replaced(model: Any) -> str | None:
+    """Say so where the forward of an attention (or of what holds one) is not of its class's own file."""
+    for part in model.modules():
+        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
+            continue
+        forward = vars(part).get("forward", type(part).forward)  # wrappers, as accelerate's, keep the name of the file
+        if forward.__module__ not in {kind.__module__ for kind in type(part).__mro__}:
+            return (
+                f"the forward of {type(part).__name__} was replaced by {forward.__qualname__}, which bypasses"
+                " transformers' attention interface: load the model without that patch"
+            )
+    return None
+
+
+def _check_every_layer(model: Any, calls: list[Call]) -> None:
+    """Refuse a model some of whose layers did not call: what they do is no attention, or needs what was not given."""
+    kind = model.config.model_type
+    names = {id(module): name for name, module in model.named_modules()}
+    stack = _stack(model, names.get(id(calls[0].module), ""))
+    if stack is None:
+        expected = getattr(text_config(model), "num_hidden_layers", len(calls))
+        silent = []
+    else:
+        expected = len(stack)
+        called = {id(call.module) for call in calls}
+        silent = [block for block in stack if not any(id(part) in called for part in block.modules())]
+    if len(calls) == expected and not silent:
+        return
+    if any("cross" in name for block in silent for name, _ in block.named_children()):
         raise BadInput(
-            f"{kind} cannot be looked into: its layers never call transformers' attention interface"
-            " (they hold their own attention code, or none)."
+            f"{kind} cannot be looked into: its cross-attention layers ({len(silent)} of {expected}) run only beside an"
+            " image, and qkscope gives it text alone."
         )
-    modules = [id(call.module) for call in calls]
-    if len(set(modules)) < len(modules):
-        raise BadInput(f"{kind} cannot be looked into: one attention module is called several times in a pass.")
-    if len(calls) != expected:
+    if len(calls) > expected:
         raise BadInput(
-            f"{kind} cannot be looked into: only {len(calls)} of its {expected} layers call transformers' attention"
-            " interface."
+            f"{kind} cannot be looked into: {len(calls)} attention calls come from {expected} layers, so which layer is"
+            " which is not known."
         )
-    family = _family_refusals(model, calls)
-    return Facts(
-        layers=tuple(_layer(call, family) for call in calls),
-        layer_of={module: layer for layer, module in enumerate(modules)},
-        takes_positions=_takes_positions(model, inputs),
+    raise BadInput(
+        f"{kind} cannot be looked into: only {len(calls)} of its {expected} layers call transformers' attention"
+        " interface."
     )
+
+
+def _stack(model: Any, name: str) -> nn.ModuleList | None:
+    """The outermost list of layers a module stands in."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        found = model.get_submodule(".".join(parts[:end]))
+        if isinstance(found, nn.ModuleList):
+            return found
+    return None
 
 
 def _check_honoured(implementation: str, call: Call) -> None:
@@ -135,15 +203,23 @@ def _check_honoured(implementation: str, call: Call) -> None:
             raise BadInput(f"{implementation} attention drops this model's {what}: load the model with attn='eager'.")
 
 
-def _family_refusals(model: Any, calls: list[Call]) -> dict[Space, str]:
+def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
     kind, types = model.config.model_type, rotary_types(text_config(model))
-    if types and not any(call.rotary for call in calls):
+    if types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
         return {"pre_rope": reason, "query_frame": reason}
     varying = sorted(types & set(LENGTH_DEPENDENT))
-    if varying:
+    if varying and any(call.rotary for call in calls):
         return {"query_frame": f"{kind}'s {varying[0]} rotation depends on the length of the prompt"}
     return {}
+
+
+def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
+    """Whether a model has no positions at all, whatever its config says: other ones change nothing."""
+    if "position_ids" not in forward_arguments(model.base_model) or "attention_mask" not in inputs:
+        return False
+    elsewhere = {"position_ids": 2 * positions_of(inputs["attention_mask"]) + 3}
+    return _same_vectors(calls, _calls(model, inputs | elsewhere))
 
 
 def _layer(call: Call, family: dict[Space, str]) -> Layer:
@@ -152,7 +228,7 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
     if call.rotary is not None:
         offset = _offset(call, call.rotary)
         if offset is None:
-            reason = "the vectors are changed again (normalised or rescaled) after they are rotated"
+            reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
             refusals |= {"pre_rope": reason, "query_frame": reason}
         elif not _turns_back(call, call.rotary, offset):
             refusals["query_frame"] = "the rotary function is more than a rotation, so it cannot be turned back"
@@ -171,10 +247,15 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
     """Where the rotated part sits in the vectors the dot product sees: at the front, at the end, or not as it was."""
     width = rotary.q_rotated.shape[-1]
     for offset in (0, call.q.shape[-1] - width):
-        q, k = (x[..., offset : offset + width] for x in (call.q, call.k))
-        if torch.equal(q, rotary.q_rotated.expand_as(q)) and torch.equal(k, rotary.k_rotated.expand_as(k)):
+        pairs = ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
+        if all(_holds(seen[..., offset : offset + width], rotated) for seen, rotated in pairs):
             return offset
     return None
+
+
+def _holds(seen: Tensor, rotated: Tensor) -> bool:
+    """Whether heads are the rotated ones: each its own, or all the same one (latent attention)."""
+    return rotated.shape[1] in (1, seen.shape[1]) and torch.equal(seen, rotated.expand_as(seen))
 
 
 def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
@@ -188,21 +269,51 @@ def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
     return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
 
 
-def _takes_positions(model: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether position ids may be passed: the argument exists, and 0, 1, 2, ... is what the model counts itself.
+def _counting(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> tuple[bool, int, tuple[PaddingSide, ...]]:
+    """How a model counts positions: whether 0, 1, 2, ... may be passed, where it begins, and where it can be padded.
 
-    RoBERTa, for one, counts from 2. The first layer's queries show it, so the passes end there.
+    Nothing is believed that was not seen: positions that are accepted but change nothing (Bart's decoder counts
+    columns), or that the model counts from another number (RoBERTa from behind its padding id), leave it to the padded
+    prompts themselves, compared with the same prompt alone in every layer, to say which side is right.
     """
-    body = model.base_model
-    if "position_ids" not in forward_arguments(body) or "attention_mask" not in inputs:
-        return False
-    seen: list[Tensor] = []
+    if "attention_mask" not in inputs:  # an image has no padding
+        return False, 0, SIDES
+    counted = positions_of(inputs["attention_mask"])
 
-    def first(call: Call) -> None:
-        seen.append(call.q)
-        raise Stop
+    def same_at(positions: Tensor) -> bool:
+        return _same_vectors(calls, _calls(model, inputs | {"position_ids": positions}, last=0))
 
-    for extra in ({}, {"position_ids": positions_of(inputs["attention_mask"])}):
-        with tap(model, first):
-            body(**inputs, **extra)
-    return torch.allclose(seen[0], seen[1], rtol=1e-3, atol=1e-3)
+    takes, first = False, 0
+    if "position_ids" in forward_arguments(model.base_model):
+        takes = same_at(counted)
+        if takes and not same_at(counted + counted % 2):
+            return True, 0, SIDES
+        behind = (model_pad_id(model) or 0) + 1
+        limit = context_limit(model)
+        if not takes and (limit is None or behind + counted.shape[1] < limit) and same_at(counted + behind):
+            first = behind
+    return takes, first, tuple(side for side in SIDES if _padding_is_harmless(model, calls, side, takes))
+
+
+def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
+    (alone,) = short_ids(model, (6,))
+    longer, _ = short_ids(model, (9, 6))
+    batch = pad_rows([longer, alone], model_pad_id(model) or 0, side)
+    batch = {name: value.to(input_device(model)) for name, value in batch.items()}
+    if takes_positions:
+        batch["position_ids"] = positions_of(batch["attention_mask"])
+    own = slice(3, None) if side == "left" else slice(None, 6)
+    # in half precision rounding grows from layer to layer, so there the first two have to tell
+    last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
+    return _same_vectors(calls, _calls(model, batch, last=last), own)
+
+
+def _same_vectors(calls: list[Call], others: list[Call], columns: slice = slice(None)) -> bool:
+    """Whether two forwards gave the same queries and keys, the second in its last row and some of its columns."""
+    close = 5e-2 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    for call, other in zip(calls, others, strict=False):
+        for ours, theirs in ((call.q, other.q), (call.k, other.k)):
+            apart = (theirs[-1:, :, columns] - ours).float().norm() / ours.float().norm().clamp_min(1e-12)
+            if not float(apart) <= close:
+                return False
+    return True

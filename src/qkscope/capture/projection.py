@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from qkscope.capture.probe import forward_arguments, short_inputs
+from qkscope.capture.inputs import forward_arguments, short_inputs
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 
@@ -47,6 +47,8 @@ class LayerCall:
         The module's arguments in the recorded forward.
     input_norm : nn.Module or None
         The norm whose output enters the attention; None where the residual stream enters as it is (post-norm models).
+    stream_norm : nn.Module or None
+        Where the residual stream enters as it is: the norm before the layer that made it, if one did.
     qk_norms : dict
         Norms that run inside the attention module before its attention function, with the width they normalise.
     """
@@ -56,6 +58,7 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     input_norm: nn.Module | None
+    stream_norm: nn.Module | None
     qk_norms: dict[nn.Module, int]
 
     @property
@@ -117,14 +120,19 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
 
     calls = []
     for attention, norms in qk_norms.items():
-        call = LayerCall(model.config.model_type, attention, *inputs[attention], input_norm=None, qk_norms=norms)
+        call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, qk_norms=norms)
         block = _block(names[attention], model)
         inside = set(block.modules())
-        makers = [module for module in made_by.get(id(call.hidden), []) if module in inside]
+        made = made_by.get(id(call.hidden), [])
+        makers = [module for module in made if module in inside]
         block_args, block_kwargs = inputs[block]
         if not makers and not any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
-            raise BadInput(f"{names[attention]} is fed neither by a norm of its layer nor by the residual stream.")
-        calls.append(replace(call, input_norm=makers[0] if makers else None))
+            raise BadInput(
+                f"{call.family} has no weights to read: what enters {names[attention]} is neither a norm's output nor"
+                " the residual stream, but something made of them."
+            )
+        before_it = next((module for module in made if _is_norm(module)), None) if not makers else None
+        calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
     return calls
 
 
@@ -145,13 +153,11 @@ def project(
     rotated : bool
         Keep the rotation of the recorded position, without any scaling it carries; otherwise none.
     """
-    args, kwargs = call.args, dict(call.kwargs)
+    hidden = call.hidden  # some are given it once for each of q, k and v
+    args = tuple(z[:, None] if value is hidden else value for value in call.args)
+    kwargs = {name: z[:, None] if value is hidden else value for name, value in call.kwargs.items()}
     if "position_embeddings" in kwargs:
         kwargs["position_embeddings"] = _rotation(kwargs["position_embeddings"], rotated)
-    if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = z[:, None]
-    else:
-        args = (z[:, None], *args[1:])
     found: list[Call] = []
     stop = Stop()
 
@@ -170,6 +176,11 @@ def project(
         stop.__traceback__ = None  # as above
         for hook in hooks:
             hook.remove()
+    if len(found[0].k) != len(z):
+        raise BadInput(
+            f"{call.family} has no weights to read in every layer: some have no keys of their own but read those of a"
+            " layer before them; ask for heads of the others."
+        )
     return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
 
 
@@ -196,6 +207,12 @@ def norm_affine(
     return gain, bias[0] if bias else torch.zeros_like(gain)
 
 
+def norm_centres(norm: nn.Module, width: int, device: torch.device) -> bool:
+    """Whether a norm subtracts the mean (LayerNorm): of a constant vector nothing is left."""
+    gain, _ = norm_affine(norm, width, device)
+    return bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+
+
 def _norm_at(norm: nn.Module, x: Tensor, gain: float | None) -> Tensor:
     """The norm with zero bias and its gain parameter filled with a number (None: as it is), in float32."""
     parameters = {}
@@ -215,7 +232,7 @@ def _gain_names(norm: nn.Module) -> list[str]:
 
 def _linear_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
     gain, _ = norm_affine(norm, width, device)
-    centred = bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+    centred = norm_centres(norm, width, device)
 
     def linear(_norm: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         x = args[0].float()

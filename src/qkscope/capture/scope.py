@@ -19,11 +19,12 @@ from torch import Tensor
 
 from qkscope.capture import cache
 from qkscope.capture import load as loading
-from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
+from qkscope.capture.encode import Encoded, Encoder, Token, Tokens, choose_side, collate
 from qkscope.capture.first import first_token, vocabulary_size
+from qkscope.capture.inputs import PaddingSide, context_limit, forward_arguments, input_device, model_pad_id
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
-from qkscope.capture.probe import forward_arguments, input_device, probe, text_config
+from qkscope.capture.probe import probe
 from qkscope.capture.selfcheck import Check, check_model
 from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
@@ -33,7 +34,7 @@ from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example
 from qkscope.heads import Head
 
-_CHECK_VERSION = 1
+_CHECK_VERSION = 2
 
 
 class Scope(Shape):
@@ -65,9 +66,13 @@ class Scope(Shape):
         self._weights_hash = weights_hash
         self._as_loaded = self._trace()
         self._hashed: tuple[tuple[object, ...], str] | None = None
-        limit = getattr(text_config(model), "max_position_embeddings", None)
-        limit = limit if isinstance(limit, int) and limit > 0 else None
-        self._encoder = Encoder(tokenizer, limit, vocabulary_size(model), first_token(model, tokenizer))
+        self._encoder = Encoder(
+            tokenizer,
+            context_limit(model, self.facts.first_position),
+            model_pad_id(model),
+            vocabulary_size(model),
+            first_token(model, tokenizer),
+        )
 
     @classmethod
     def load(
@@ -181,7 +186,7 @@ class Scope(Shape):
         examples: Sequence[Example | str],
         *,
         chat: bool = False,
-        padding_side: PaddingSide = "left",
+        padding_side: PaddingSide | None = None,
         token: Token = "last",
     ) -> Encoded:
         """Turn examples into one padded batch with token positions found on the ids the model sees.
@@ -192,8 +197,9 @@ class Scope(Shape):
             A plain string is an example without marks.
         chat : bool
             Whether to put each text into the tokenizer's chat template, as the user's turn.
-        padding_side : str
-            ``left`` or ``right``; the captured numbers are the same.
+        padding_side : str, optional
+            ``left`` or ``right``; the captured numbers are the same. If not given it is ``left``, or ``right`` for a
+            model that counts positions by columns of the batch.
         token : str
             Which token stands for a word of several: ``last`` or ``first``.
         """
@@ -213,8 +219,10 @@ class Scope(Shape):
         return listed, self._encoder.tokenise(listed, chat, token)
 
     def _collate(
-        self, examples: list[Example], tokens: list[Tokens], indices: Sequence[int], padding_side: PaddingSide
+        self, examples: list[Example], tokens: list[Tokens], indices: Sequence[int], padding_side: PaddingSide | None
     ) -> Encoded:
+        padded = len({len(tokens[i].ids) for i in indices}) > 1
+        side = choose_side(padding_side, self.facts.sides, padded, self.name)
         contrasts = sorted({name for example in examples for key in example.keys for name in key.labels})
         return collate(
             tokens,
@@ -224,7 +232,7 @@ class Scope(Shape):
             self._encoder.pad_id,
             self.device,
             self.facts.takes_positions,
-            padding_side,
+            side,
         )
 
     def capture(
@@ -237,7 +245,7 @@ class Scope(Shape):
         rest: bool = True,
         logits: bool = False,
         chat: bool = False,
-        padding_side: PaddingSide = "left",
+        padding_side: PaddingSide | None = None,
         token: Token = "last",
         shard: tuple[int, int] = (0, 1),
         progress: bool | None = None,
@@ -385,7 +393,10 @@ class Scope(Shape):
         given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
-            raise BadInput("generation needs prompts that end together: encode with padding_side='left'.")
+            raise BadInput(
+                "generation needs prompts that end together: "
+                + ("encode with padding_side='left'." if "left" in self.facts.sides else "generate from one at a time.")
+            )
         given.pop("position_ids", None)  # generation counts on from the mask
         with self.patched(edits):
             # without a cache every step is a whole patched forward, so edits hold wherever they point

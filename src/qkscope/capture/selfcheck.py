@@ -1,24 +1,25 @@
-"""A model is trusted after four facts hold on a short padded batch.
+"""A model is trusted after five facts hold on short prompts.
 
 Every layer is called (the probe refuses otherwise); the output under the tap is the output without it;
-``softmax([cap(scale · q·k) + bias, rest])`` is the attention the model itself reports when run eagerly; and writing
-another key into a head changes what comes out, while writing the same key does not.
+``softmax([cap(scale · q·k) + bias, rest])`` is the attention the model itself reports when run eagerly; a prompt padded
+in a batch is the prompt alone, on either side and in every space, and stays so in the query's frame when its positions
+are shifted; and writing another key into a head changes what comes out, while writing the same key does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from qkscope.capture.batchcheck import check_batches, eager_attention
+from qkscope.capture.inputs import positions_of, short_inputs
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Picker, Places
-from qkscope.capture.probe import positions_of, short_inputs
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -36,12 +37,15 @@ class Check:
         Output under the tap against output without it.
     attention_error : float
         Attention rebuilt from captured q, k and rest against the model's own eager attention, all heads.
+    padding_error : float
+        Attention in padded batches against the attention the model reports for each prompt alone.
     write_effect : float
         How far the output moves when a key of the first head is replaced; must not be 0.
     """
 
     output_error: float
     attention_error: float
+    padding_error: float
     write_effect: float
 
     def as_dict(self) -> dict[str, float]:
@@ -69,14 +73,14 @@ def check_model(scope: Scope) -> Check:
     if output_error > tolerance * max(1.0, float(plain.abs().max())):
         raise BadInput(f"{kind} cannot be looked into: its output changes by {output_error:.2g} under the tap.")
 
-    attention_error, largest = 0.0, 0.0
+    errors, largest = [], 0.0
     for width in sorted({layer.d_head for layer in scope.facts.layers}):
         heads = [head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width]
         picker = Picker(scope.facts, heads, places, stop=False)
         # rounding in half precision grows from layer to layer, so there both sides come from one and the same pass
         with tap(scope.model, picker.visit, scope.facts.layer_of) if not half else nullcontext():
             scope.model.base_model(**inputs)
-        reference = _eager_attention(scope, inputs, picker.visit if half else None)
+        reference = eager_attention(scope, inputs, picker.visit if half else None)
         captured = picker.finish(places.row, {})
         ours = captured.attention()
         logits = captured.attention_logits()
@@ -84,7 +88,8 @@ def check_model(scope: Scope) -> Check:
         for slot, head in enumerate(captured.heads):
             weights = reference[head.layer][places.row, head.index, places.query].float()
             wanted = weights.gather(-1, places.keys)
-            attention_error = max(attention_error, float((ours[:, slot] - wanted).abs().max()))
+            errors.append((ours[:, slot] - wanted).abs().max())
+    attention_error = float(torch.stack(errors).max())
     # the model rounds its logits to its own precision, we do not
     if not attention_error <= max(tolerance, 1e-3) + largest * torch.finfo(scope.model.dtype).eps:
         raise BadInput(
@@ -92,8 +97,9 @@ def check_model(scope: Scope) -> Check:
             f" call is given (off by {attention_error:.2g})."
         )
 
+    padding_error = check_batches(scope) if "input_ids" in inputs else 0.0
     write_effect = _write_effect(scope, inputs, places, plain, None if half else tolerance)
-    return Check(output_error, attention_error, write_effect)
+    return Check(output_error, attention_error, padding_error, write_effect)
 
 
 def _places(inputs: dict[str, Tensor], scope: Scope) -> Places:
@@ -117,26 +123,6 @@ def _output(scope: Scope, inputs: dict[str, Tensor]) -> Tensor:
     values = output.logits if getattr(output, "logits", None) is not None else output[0]
     mask = inputs.get("attention_mask")
     return values.float() if mask is None or values.ndim < 3 else values[mask.bool()].float()
-
-
-def _eager_attention(
-    scope: Scope, inputs: dict[str, Tensor], visit: Callable[[Call], None] | None
-) -> tuple[Tensor, ...]:
-    """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass."""
-    model: Any = scope.model
-    before = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    names = {key: getattr(config, "_attn_implementation_internal", None) for key, config in before.items()}
-    try:
-        for config in before.values():
-            config._attn_implementation_internal = "eager"
-        with tap(model, visit, scope.facts.layer_of) if visit is not None else nullcontext():
-            attentions = model.base_model(**inputs, output_attentions=True).attentions
-    finally:
-        for key, config in before.items():
-            config._attn_implementation_internal = names[key]
-    if attentions is None or len(attentions) != scope.n_layers or any(layer is None for layer in attentions):
-        raise BadInput(f"{model.config.model_type} does not report its attention, so the tap cannot be checked on it.")
-    return tuple(attentions)
 
 
 def _write_effect(

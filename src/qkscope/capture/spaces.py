@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkscope.errors import BadInput
 
@@ -143,17 +143,77 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[Recorder]:
             setattr(file, name, function)
 
 
-def rotary_types(config: Any) -> set[str]:
-    """The rotary types a config names, at any depth (some families have one per kind of layer)."""
-    found: set[str] = set()
+def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
+    """What a config says about its rotations, at any depth (some families have one per kind of layer)."""
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
             if isinstance(part.get("rope_type"), str):
-                found.add(part["rope_type"])
+                yield part
             todo.extend(part.values())
-    return found
+
+
+def rotary_types(config: Any) -> set[str]:
+    """The rotary types a config names."""
+    return {settings["rope_type"] for settings in rotary_settings(config)}
+
+
+@contextmanager
+def rows_rotate_alone(model: nn.Module) -> Iterator[None]:
+    """Frequencies that depend on the length come from each row's own length, for the duration of a ``with`` block.
+
+    transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the longest batch before
+    it; a prompt in a batch would then not be the prompt alone.
+    """
+    modules = [part for part in model.modules() if _depends_on_length(part)]
+    before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
+    try:
+        for module in modules:
+            module.forward = _row_by_row(module, module.forward)
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            vars(module).pop("forward")
+            if own is not None:
+                module.forward = own
+            _forget_lengths(module)
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    named = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(word in kind for kind in named if isinstance(kind, str) for word in LENGTH_DEPENDENT)
+
+
+def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rotate)
+    def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _forget_lengths(module)
+        if position_ids.ndim != 2 or len(position_ids) == 1:
+            return rotate(x, position_ids, *args, **kwargs)
+        tables: list[Tensor] = []
+        ends = position_ids.amax(-1)
+        for end in ends.unique():  # from short to long: what dynamic RoPE keeps is then outgrown each time
+            own = ends == end
+            for i, table in enumerate(rotate(x[own], position_ids[own], *args, **kwargs)):
+                if i == len(tables):
+                    tables.append(table.new_empty((len(ends), *table.shape[1:])))
+                tables[i][own] = table
+        return tuple(tables)
+
+    return rotate_rows
+
+
+def _forget_lengths(module: nn.Module) -> None:
+    """Put a rotation back to where it was before its first prompt."""
+    ending = "original_inv_freq"
+    for name in [*module._buffers, *vars(module)]:
+        if name.endswith(ending):
+            buffer = name.removesuffix(ending) + "inv_freq"
+            module.register_buffer(buffer, getattr(module, name).to(getattr(module, buffer).device), persistent=False)
+        elif name.endswith("max_seq_len_cached"):
+            setattr(module, name, module.original_max_seq_len)
 
 
 def check_space(space: str) -> None:

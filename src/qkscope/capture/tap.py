@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkscope.capture.spaces import Rotary, record_rotary
+from qkscope.capture.spaces import Rotary, record_rotary, rows_rotate_alone
 from qkscope.errors import BadInput
 
 SERVED = ("sdpa", "eager")
@@ -50,7 +50,8 @@ class Call:
     """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
 
     A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and `logits_set`; it then names
-    the query heads concerned in `redo`, and their output is computed again from this record.
+    the query heads concerned in `redo`, and their output is computed again from this record. `biases` names what else
+    the call adds to its logits: the probe refuses a model where there is any.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class Call:
     softcap: float | None
     sinks: Float[Tensor, "h"] | None
     causal: bool
+    biases: tuple[str, ...] = ()
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
     logits_set: list[SetLogits] = field(default_factory=list)
@@ -80,7 +82,12 @@ class Call:
             shown = torch.arange(keys, device=query.device)
             last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
             return additive(shown <= last, dtype)[:, None]
-        rows = self.mask[batch if self.mask.shape[0] > 1 else torch.zeros_like(batch), :, query]
+        # a mask that is the same for every sequence, or for every query, may come without that axis' length
+        batch, query = (
+            index if length > 1 else torch.zeros_like(index)
+            for index, length in ((batch, self.mask.shape[0]), (query, self.mask.shape[2]))
+        )
+        rows = self.mask[batch, :, query]
         return additive(rows[..., :keys], dtype)
 
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
@@ -149,6 +156,7 @@ def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, .
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         causal=causal,
+        biases=tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor)),
     )
 
 
@@ -178,6 +186,7 @@ def tap(
     calls = itertools.count()
 
     with ExitStack() as stack:
+        stack.enter_context(rows_rotate_alone(model))
         recorder = None
         if rotary:
             files = {modelling_file(part) for part in {type(part): part for part in model.modules()}.values()}

@@ -4,7 +4,8 @@ With ``x̂`` the layer's normalised input *without* gain and a constant 1 append
 
     ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale · (R_m q)·(R_n k)``,
 
-where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring; s is
+where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
+the norm centres, ``1ᵀ x̂ = 0`` for every token: a part of W's rows along **1** changes nothing and is taken out. s is
 1, or the one scalar per token and head that QK-norm leaves (`qk_norm_scale`); c is 0, or QK-norm's own bias. The rows
 of W are gradients of the layer's own projections at ``z = 0``: ``W_j = ∂q_j/∂z``, exact in the model's dtype because
 each is picked out by a one-hot vector, at no more memory than the factors themselves.
@@ -12,7 +13,8 @@ each is picked out by a one-hot vector, at no more memory than the factors thems
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qkscope.capture.projection import LayerCall, norm_affine, norm_unit, project, record_calls
+from qkscope.capture.projection import LayerCall, norm_affine, norm_centres, norm_unit, project, record_calls
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 
@@ -86,14 +88,34 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
     ------
     BadInput
         If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
-        a norm on a part of the key, a gain applied after the rotation, clipped projections).
+        a norm on a part of the key, a gain applied after the rotation, clipped projections, keys of another layer).
     """
     model = _model_of(model)
     wanted = None if heads is None else parse_heads(heads)
+    with _in_one_sentence(model):
+        return _read_weights(model, wanted)
+
+
+@contextmanager
+def _in_one_sentence(model: PreTrainedModel) -> Iterator[None]:
+    """A layer asked for its queries and keys alone may fail in any way: that it has no weights is then the news."""
+    try:
+        yield
+    except (BadInput, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"{model.config.model_type} has no weights to read: a layer, asked for its queries and keys alone, failed"
+            f" with {error!r}."
+        ) from error
+
+
+def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeights:
     calls = record_calls(model, last=None if wanted is None else max(head.layer for head in wanted))
-    shapes = [_Shape.of(call) for call in calls]
+    layers = range(len(calls)) if wanted is None else {head.layer for head in wanted if head.layer < len(calls)}
+    shapes = {layer: _Shape.of(calls[layer]) for layer in layers}
     if wanted is None:
-        wanted = [Head(layer, index) for layer, shape in enumerate(shapes) for index in range(shape.heads)]
+        wanted = [Head(layer, index) for layer, shape in shapes.items() for index in range(shape.heads)]
     for head in wanted:
         if head.layer >= len(calls):
             raise BadInput(f"{head} does not exist: the model has {len(calls)} layers, counted from 0.")
@@ -210,8 +232,30 @@ def _fold(call: LayerCall, blocks: list[int], width: int) -> tuple[Tensor, Tenso
         gain, bias = norm_affine(call.input_norm, A.shape[-1], A.device)
         a = a + A @ bias[:, None]
         A = A * gain
+    A, a = _without_what_is_constant(call, A, a)
     offsets = torch.cat([c.flatten() for c in _offsets(call)])[rows]
     return torch.cat([A, a], dim=-1).unflatten(0, (-1, width)), offsets.unflatten(0, (-1, width))
+
+
+@torch.no_grad()
+def _without_what_is_constant(call: LayerCall, A: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the part of ``A`` that every token reads alike to the constant ``a``: no token can say which it is.
+
+    A norm that centres leaves ``n·x`` the same for all tokens: ``n = 1`` with value 0 behind it, without gain; and
+    ``n = 1/gain`` with value ``n·bias`` where the stream that enters is its output as it is (post-norm models).
+    """
+    norm = call.input_norm or call.stream_norm
+    if norm is None or not norm_centres(norm, A.shape[-1], A.device):
+        return A, a
+    normal, bias = torch.ones_like(A[0]), torch.zeros_like(A[0])
+    if call.input_norm is None:
+        gain, bias = norm_affine(norm, A.shape[-1], A.device)
+        if bool((gain.abs() < 1e-6 * gain.abs().max()).any()):  # a dead coordinate: its value is constant by itself
+            return A, a
+        normal = 1 / gain
+    normal = (normal / normal.norm())[:, None]
+    along = A @ normal
+    return A - along @ normal.T, a + along * (bias @ normal)
 
 
 @torch.no_grad()
@@ -244,13 +288,14 @@ def _check_form(call: LayerCall, layer: int) -> None:
     z = torch.randn((8, call.hidden.shape[-1]), generator=generator).to(call.hidden)
     tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
     whole, turned = project(call, z), project(call, z, rotated=True)
-    linear = project(call, torch.cat([0 * z, z, 2 * z]), qk_norm="linear")
+    linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0)]), qk_norm="linear")
     seen = zip(("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), _scales(call, z), strict=True)
     for what, vector, rotated, parts, offset, s in seen:
         vector, rotated = vector.float(), rotated.float()
-        zero, once, twice = parts.float().chunk(3)
+        zero, once, both = parts.float().chunk(3)
         size = vector.norm(dim=-1).mean()
-        straight = (twice - 2 * once + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
+        # of two different inputs: a layer that routes them to other weights is straight along each
+        straight = (both - once - once.roll(1, 0) + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
         one_scalar = (vector - s[..., None] * once - offset).norm(dim=-1).max() <= tolerance * size
         turns = (vector.norm(dim=-1) - rotated.norm(dim=-1)).abs().max() <= tolerance * size
         kind = f"{call.family} layer {layer}: its {what}"

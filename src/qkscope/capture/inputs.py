@@ -1,0 +1,104 @@
+"""What a model is fed: ids or pixels, the id of padded places, positions, and how long a prompt may be."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qkscope.capture.spaces import rotary_settings
+
+PaddingSide = Literal["left", "right"]
+SIDES: tuple[PaddingSide, ...] = ("left", "right")
+
+
+def text_config(model: Any) -> Any:
+    """The config of the part that reads text (the config itself for a plain model)."""
+    return model.config.get_text_config()
+
+
+def input_device(model: Any) -> torch.device:
+    """Where inputs go: the device of the embedding, which for a model split over devices is not the model's."""
+    try:
+        return model.get_input_embeddings().weight.device
+    except (AttributeError, NotImplementedError):
+        return next(model.parameters()).device
+
+
+def forward_arguments(module: Any) -> set[str]:
+    """Names of the arguments a module's forward takes; a wrapper that hands all on takes those of its inside."""
+    taken = inspect.signature(module.forward).parameters
+    inside = list(module.children())
+    if len(inside) == 1 and set(taken) == {"args", "kwargs"}:
+        return forward_arguments(inside[0])
+    return set(taken)
+
+
+def model_pad_id(model: Any) -> int | None:
+    """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are not it."""
+    config = text_config(model)
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0) else None
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Position ids that count real tokens from 0, whatever the padding side."""
+    return (mask.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide) -> dict[str, Tensor]:
+    """Sequences of ids as one padded batch."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for i, row in enumerate(rows):
+        own = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, own], mask[i, own] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Random prompts for a check, of ids that are no special tokens."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = text_config(model).vocab_size
+    ids = torch.randint(min(10, vocabulary // 2), vocabulary, (len(lengths), max(lengths)), generator=generator)
+    pad = model_pad_id(model)
+    if pad is not None:  # the padding id may stand anywhere in the vocabulary, and is no part of a prompt
+        ids = torch.where(ids == pad, pad - 1 if pad else vocabulary - 1, ids)
+    return [row[len(row) - length :] for row, length in zip(ids, lengths, strict=True)]
+
+
+def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), side: PaddingSide = "left") -> dict[str, Tensor]:
+    """Inputs for a check: padded ids, or an image for an image encoder."""
+    device = input_device(model)
+    if model.main_input_name == "pixel_values":
+        sizes = model.config.image_size
+        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn((len(lengths), model.config.num_channels, height, width), generator=generator)
+        return {"pixel_values": pixels.to(device, model.dtype)}
+    batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, side)
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def context_limit(model: Any, first_position: int = 0) -> int | None:
+    """How many tokens a prompt may have, None where there is no end.
+
+    It is the config's length, less the positions that are never given out (`first_position`). Dynamic RoPE is made for
+    what lies beyond it, and YaRN and LongRoPE reach ``factor`` times the length they were extended from.
+    """
+    config = text_config(model)
+    names = ("max_position_embeddings", "max_target_positions")
+    known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
+    if not known:
+        return None
+    limit = known[0] - first_position
+    for settings in rotary_settings(config):
+        kind, factor = settings["rope_type"], settings.get("factor")
+        if "dynamic" in kind:
+            return None
+        if kind in ("yarn", "longrope") and factor:
+            limit = max(limit, int(factor * (settings.get("original_max_position_embeddings") or limit)))
+    return limit

@@ -1,0 +1,187 @@
+"""A prompt in a padded batch is the prompt alone: in families that count their own way, and the check sees it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkscope import Scope
+from qkscope.capture.families import tiny_model
+from qkscope.capture.pick import Captured
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+COUNT_COLUMNS = ["bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart"]
+COUNT_IDS = ["roberta", "xlm-roberta"]
+OTHERS = [
+    "glm4", "exaone4", "nemotron", "seed_oss", "ernie4_5", "helium", "persimmon", "gpt_bigcode", "modernbert",
+    "qwen2_vl", "gemma3", "gemma3n_text", "hunyuan_v1_dense", "deepseek_v3", "falcon_h1", "whisper", "gpt2", "opt",
+    "bert", "layoutlm", "ctrl", "jetmoe",
+]  # fmt: skip
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0}
+LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return torch.randint(5, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def every_key(lengths: tuple[int, ...]) -> list[Example]:
+    prompts = [ids(length, seed) for seed, length in enumerate(lengths)]
+    return [Example(ids=prompt, keys=[Key((i, i + 1)) for i in range(len(prompt))]) for prompt in prompts]
+
+
+def attention_alone(model, prompt: Example) -> list[torch.Tensor]:
+    """What the model itself reports for one prompt: bare ids, no mask, no positions, no tap; [layer][h, key]."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model.base_model(input_ids=torch.tensor([prompt.ids]), output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    return [layer[0, :, -1] for layer in attentions]
+
+
+def error(model, batch: Captured, prompts: list[Example]) -> float:
+    alone = [attention_alone(model, prompt) for prompt in prompts]
+    worst = 0.0
+    for row, i in enumerate(batch.example.tolist()):
+        for slot, head in enumerate(batch.heads):
+            wanted = alone[i][head.layer][head.index]
+            worst = max(worst, float((batch.attention()[row, slot, : len(wanted)] - wanted).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("family", [*COUNT_IDS, *OTHERS])
+def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str, side: str | None) -> None:
+    model, prompts = tiny_model(family), every_key((12, 7, 9))
+    (batch,) = Scope.from_model(model, check=False).capture(prompts, padding_side=side)
+    assert error(model, batch, prompts) < 1e-5
+
+
+@pytest.mark.parametrize("family", COUNT_COLUMNS)
+def test_where_columns_are_positions_padding_is_on_the_right_or_refused(family: str) -> None:
+    model, prompts = tiny_model(family), every_key((12, 7, 9))
+    scope = Scope.from_model(model)
+    assert scope.facts.sides == ("right",)
+    for side in (None, "right"):
+        (batch,) = scope.capture(prompts, padding_side=side)
+        assert error(model, batch, prompts) < 1e-5
+    with pytest.raises(BadInput, match="counts positions by columns, so padding on the left"):
+        list(scope.capture(prompts, padding_side="left"))
+    (alone,) = scope.capture(prompts[:1], padding_side="left")  # nothing to pad
+    assert error(model, alone, prompts[:1]) < 1e-5
+    with pytest.raises(BadInput, match="generate from one at a time"):
+        scope.generate(scope.encode(prompts))
+
+
+@pytest.mark.parametrize("family", COUNT_COLUMNS)
+def test_the_check_sees_left_padding_where_columns_are_positions(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    scope.facts = replace(scope.facts, sides=("left", "right"))
+    with pytest.raises(BadInput, match="padded on the left beside a longer prompt, its post_rope"):
+        scope.self_check()
+
+
+@pytest.mark.parametrize("family", COUNT_IDS)
+def test_the_check_sees_a_padding_id_that_is_not_the_models(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    scope._encoder._pad_id = 0
+    with pytest.raises(BadInput, match="padded on the left beside a longer prompt, its post_rope"):
+        scope.self_check()
+
+
+def test_the_check_sees_a_query_frame_that_holds_the_absolute_position() -> None:
+    model = tiny_model("llama")
+    scope = Scope.from_model(model)
+    places = torch.nn.Embedding(128, 64)
+    seen: list[torch.Tensor] = []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + places(seen[-1]), *args[1:]))
+    with pytest.raises(BadInput, match="every position 3 further on, its query_frame"):
+        scope.self_check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "bart", "roberta", "qwen3_moe"])
+def test_half_precision_passes_the_check(family: str, dtype: torch.dtype) -> None:
+    scope = Scope.from_model(tiny_model(family).to(dtype))
+    assert scope.facts.sides == (("right",) if family == "bart" else ("left", "right"))
+
+
+def test_half_precision_sees_left_padding_too() -> None:
+    scope = Scope.from_model(tiny_model("bart").to(torch.bfloat16), check=False)
+    scope.facts = replace(scope.facts, sides=("left", "right"))
+    with pytest.raises(BadInput, match="padded on the left"):
+        scope.self_check()
+
+
+def test_a_prompt_ends_where_the_positions_of_the_model_end() -> None:
+    scope = Scope.from_model(tiny_model("roberta"), check=False)  # 128 positions, the first two never given out
+    next(iter(scope.capture([Example(ids=ids(126, 0))])))
+    with pytest.raises(BadInput, match="127 tokens, but the model's context ends at 126"):
+        scope.capture([Example(ids=ids(127, 0))])
+    with pytest.raises(BadInput, match="context ends at 128"):
+        Scope.from_model(tiny_model("whisper"), check=False).capture([Example(ids=ids(129, 0))])
+
+
+LENGTH_DEPENDENT = {
+    "longrope": ("phi3", {"rope_parameters": LONGROPE}),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_frequencies_that_depend_on_the_length_come_from_the_prompt_itself(kind: str, side: str) -> None:
+    family, settings = LENGTH_DEPENDENT[kind]
+    scope = Scope.from_model(tiny_model(family, **settings))
+    prompts = every_key((40, 20, 33, 32, 36))  # on both sides of 32
+    (batch,) = scope.capture(prompts, padding_side=side)
+    for i, prompt in enumerate(prompts):
+        (row,) = (batch.example == i).nonzero()[:, 0].tolist()
+        alone = attention_alone(tiny_model(family, **settings), prompt)  # a model that has seen nothing before
+        for slot, head in enumerate(batch.heads):
+            ours = batch.attention()[row, slot, : len(prompt.ids)]
+            assert float((ours - alone[head.layer][head.index]).abs().max()) < 1e-5
+        single = next(iter(scope.capture([prompt])))  # after longer ones: nothing is kept of them
+        assert float((batch.q[row] - single.q[0]).abs().max() / single.q.abs().max()) < 1e-5
+        assert float((batch.k[row, :, : len(prompt.ids)] - single.k[0]).abs().max() / single.k.abs().max()) < 1e-5
+    with pytest.raises(BadInput, match="depends on the length"):
+        next(iter(scope.capture(prompts, space="query_frame")))
+
+
+def test_dynamic_rope_goes_beyond_its_length_and_yarn_to_its_factor() -> None:
+    dynamic = Scope.from_model(tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32), check=False)
+    next(iter(dynamic.capture([Example(ids=ids(200, 0))])))
+    yarn = {**ROPE, "rope_type": "yarn"}
+    scope = Scope.from_model(tiny_model("llama", rope_parameters=yarn, max_position_embeddings=32), check=False)
+    next(iter(scope.capture([Example(ids=ids(128, 0))])))
+    with pytest.raises(BadInput, match="context ends at 128"):
+        scope.capture([Example(ids=ids(129, 0))])
+
+
+def test_longer_prompts_before_leave_no_trace_in_a_dynamic_rotation() -> None:
+    family, settings = LENGTH_DEPENDENT["dynamic"]
+    model, (prompt,) = tiny_model(family, **settings), every_key((40,))
+    scope = Scope.from_model(model, check=False)
+    with torch.no_grad():
+        model(torch.tensor([ids(100, 0)]))
+    (batch,) = scope.capture([prompt])
+    assert error(tiny_model(family, **settings), batch, [prompt]) < 1e-5
+
+
+def test_looking_leaves_a_dynamic_rotation_as_it_was() -> None:
+    model = tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32)
+    rotation = model.model.rotary_emb
+    before = rotation.inv_freq.clone()
+    scope = Scope.from_model(model, check=False)
+    next(iter(scope.capture([Example(ids=ids(100, 0))])))
+    assert torch.equal(rotation.inv_freq, before)
+    assert rotation.max_seq_len_cached == 32
+    assert "forward" not in vars(rotation)

@@ -1,0 +1,87 @@
+"""A model that cannot be looked into is refused with the true cause, in one sentence."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from transformers import AutoConfig, T5EncoderModel, WhisperForAudioClassification, WhisperForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from qkscope import Scope
+from qkscope.capture.families import FAMILIES, tiny_model
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+TRUE_CAUSES = {
+    **dict.fromkeys(["xglm", "codegen", "gptj", "gpt_neo", "bloom", "falcon", "mpt"], "never call .* own attention"),
+    **dict.fromkeys(["qwen3_next", "lfm2", "jamba", "granitemoehybrid"], "only 2 of its 4 layers call"),
+    "t5": "encoder-decoder",
+    "mllama": r"cross-attention layers \(1 of 4\) run only beside an image",
+}
+
+
+@pytest.mark.parametrize("family", TRUE_CAUSES)
+def test_families_are_refused_for_their_true_cause(family: str) -> None:
+    with pytest.raises(BadInput, match=TRUE_CAUSES[family]):
+        Scope.from_model(tiny_model(family))
+
+
+def test_sound_is_refused_as_sound_and_two_stacks_as_two() -> None:
+    config = FAMILIES["whisper"](pad_token_id=1, decoder_start_token_id=1)
+    with pytest.raises(BadInput, match="WhisperForAudioClassification reads input_features"):
+        Scope.from_model(WhisperForAudioClassification(config))
+    with pytest.raises(BadInput, match="encoder-decoder"):
+        Scope.from_model(WhisperForConditionalGeneration(config))
+
+
+def test_a_learned_position_bias_is_named() -> None:
+    with pytest.raises(BadInput, match="adds a learned position_bias to its logits"):
+        Scope.from_model(T5EncoderModel(AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)))
+
+
+def test_a_model_without_positions_has_all_three_spaces_alike() -> None:
+    attention = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2}
+    plain = tiny_model("granitemoehybrid", **attention, position_embedding_type="nope")
+    scope = Scope.from_model(plain)
+    made = [
+        Example(ids=tuple(range(10, 19)), keys=(Key((2, 3)),)),
+        Example(ids=tuple(range(30, 35)), keys=(Key((1, 2)),)),
+    ]
+    post, pre, frame = (
+        next(iter(scope.capture(made, space=space))) for space in ("post_rope", "pre_rope", "query_frame")
+    )
+    assert torch.equal(pre.k, post.k)
+    assert torch.equal(frame.k, post.k)
+    turned = Scope.from_model(tiny_model("granitemoehybrid", **attention, position_embedding_type="rope"))
+    assert not torch.equal(*(next(iter(turned.capture(made, space=space))).k for space in ("post_rope", "pre_rope")))
+
+
+def own_code(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+    """A forward as analysis scripts put it in: its own softmax, no interface."""
+    return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2)), None
+
+
+def broken_code(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+    raise TypeError("'NoneType' object is not subscriptable")
+
+
+@pytest.mark.parametrize("code", [own_code, broken_code])
+def test_a_forward_that_somebody_replaced_is_named(code, monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = rf"forward of LlamaAttention was replaced by {code.__name__}, which bypasses .*attention interface"
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.forward = types.MethodType(code, layer.self_attn)
+    with pytest.raises(BadInput, match=sentence):
+        Scope.from_model(model)
+    monkeypatch.setattr(LlamaAttention, "forward", code)
+    with pytest.raises(BadInput, match=sentence):
+        Scope.from_model(tiny_model("llama"))
+
+
+def test_another_failure_keeps_its_own_reason() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(BadInput, match="short forward failed with ZeroDivisionError"):
+        Scope.from_model(model)
