@@ -225,7 +225,7 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
     anew = sweep(str(run_folder), tasks.ioi(), "step0,step20,step100", out=out, **SMALL)
     assert anew.to_json()["tables"] == found.to_json()["tables"]
     assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
-    with pytest.raises(BadInput, match=r"another job \(n, examples differ\)"):
+    with pytest.raises(BadInput, match=r"another job \(n, examples, heads_from differ\)"):
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
 
 

@@ -132,9 +132,8 @@ def sweep(
     with only_writer(folder), kept_if_stopped(folder, lambda: kept.is_dir() and any(kept.iterdir())):
         result = _measured(model, task, plan, found, heads, folder, batch_size, device, start)
         show(result)
-        write_run(
-            folder, result.experiment, {RESULTS: as_json(result.to_json())}, plain_value(result.provenance), state=_STATE
-        )  # fmt: skip
+        contents = {RESULTS: as_json(result.to_json())}
+        write_run(folder, result.experiment, contents, plain_value(result.provenance), state=_STATE)
     return result
 
 

@@ -67,7 +67,7 @@ def _check_arguments(arguments: list[str]) -> None:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise BadInput(f"{ascii(argument)} is not text in UTF-8: write it anew, or rename the file.") from None
+            raise BadInput(f"{argument!a} is not text in UTF-8: write it anew, or rename the file.") from None
 
 
 def _version(asked: bool) -> None:
