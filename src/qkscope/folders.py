@@ -233,7 +233,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     The folder is made where there is none. One that is gone at the end, or another, is an error: what was written into
     it is lost.
     """
-    fresh, path = not folder.exists(), folder / LOCK
+    fresh, path = [place for place in (folder, *folder.parents) if not place.exists()], folder / LOCK
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -265,8 +265,8 @@ def only_writer(folder: Path) -> Iterator[None]:
             with suppress(OSError):
                 if _same_file(path, handle.fileno()):
                     path.unlink()
-                    if fresh:
-                        folder.rmdir()  # if nothing came of it
+                    for place in fresh:
+                        place.rmdir()  # if nothing came of it
 
 
 def _another_run(folder: Path) -> BadInput:
