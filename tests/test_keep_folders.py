@@ -172,7 +172,7 @@ def test_a_link_to_a_folder_stays_one(scope, tmp_path):
     assert (tmp_path / "mine" / "a.png").read_text() == "mine"
 
 
-def test_a_run_of_an_earlier_version_is_read_and_written_into(tmp_path):
+def test_a_run_of_an_earlier_version_is_read_and_written_into(scope, tmp_path):
     """They did not list their files: only names that such runs wrote are taken for theirs."""
     folder = Result("demo", {}, provenance=provenance()).write(tmp_path / "run", files={"figures/a.png": b"png"})
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -191,6 +191,12 @@ def test_a_run_of_an_earlier_version_is_read_and_written_into(tmp_path):
     Result("demo", {}, seed=1).write(folder)
     assert Result.read(folder).seed == 1
     assert not (folder / "figures").exists()
+    fitted(scope, tmp_path / "fit")
+    manifest = json.loads((tmp_path / "fit" / "manifest.json").read_text())
+    del manifest["files"]
+    (tmp_path / "fit" / "manifest.json").write_text(json.dumps(manifest))
+    fitted(scope, tmp_path / "fit")
+    assert "report.html" in json.loads((tmp_path / "fit" / "manifest.json").read_text())["files"]
 
 
 def test_only_what_is_listed_is_removed(tmp_path):

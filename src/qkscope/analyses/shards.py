@@ -161,7 +161,7 @@ def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
         try:
             distributed.barrier()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     finally:
         distributed.destroy_process_group()
 

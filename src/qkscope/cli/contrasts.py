@@ -120,6 +120,8 @@ def decompose(
 def _write_page(fit: Any, as_json: bool, out: Path) -> None:
     from qkscope.page.report import write_report
 
+    if not (out / "results.json").is_file():
+        raise BadInput(f"{out} was removed, and what it held is lost: say the same again.")
     write_report(out / "report.html", fit)
     if not as_json:
         typer.echo(f"Written to {out}.")

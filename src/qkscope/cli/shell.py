@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ import typer
 from qkscope.errors import BadInput
 from qkscope.folders import plain_text
 
-_MOST = 10**7  # prompts: with more, drawing them takes hours before the first is looked at
+log = logging.getLogger(__name__)
+
+_MOST, _MANY = 10**7, 10**5  # prompts; each takes a tenth of a millisecond or more before the first is looked at
 _LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
@@ -29,6 +32,8 @@ app = typer.Typer(
 def _count(value: int | None) -> int | None:
     if value is not None and value > _MOST:
         raise BadInput(f"{value:,} prompts are more than can be drawn: take at most {_MOST:,}.")
+    if value is not None and value > _MANY:
+        log.info("Drawing %s prompts takes a while, minutes for a million ...", f"{value:,}")
     return value
 
 
