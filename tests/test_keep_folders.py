@@ -197,6 +197,8 @@ def test_a_run_of_an_earlier_version_is_read_and_written_into(scope, tmp_path):
     (tmp_path / "fit" / "manifest.json").write_text(json.dumps(manifest))
     fitted(scope, tmp_path / "fit")
     assert "report.html" in json.loads((tmp_path / "fit" / "manifest.json").read_text())["files"]
+    fitted(scope, tmp_path / "fit")
+    assert load_fit(tmp_path / "fit", scope)[0].heads  # its sums are not on the list, and stay
 
 
 def test_only_what_is_listed_is_removed(tmp_path):
@@ -298,6 +300,7 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
     with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
         fitted(scope, tmp_path / "fit", show=rob)
     assert len(shown) == 1
+    assert not (tmp_path / "fit").exists(), "a folder without its sums would pass for a fit"
 
     def rows(*given, real=sums.contrast_rows):
         shutil.rmtree(tmp_path / "fit", ignore_errors=True)

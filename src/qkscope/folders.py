@@ -142,8 +142,10 @@ def write_run(
     """
     names = sorted({*contents, MANIFEST, *later})
     about = {"schema": SCHEMA, "experiment": experiment, **manifest}
-    staged = folder / _STAGED
-    with nullcontext() if folder.resolve() in _HELD else only_writer(folder):
+    staged, held = folder / _STAGED, folder.resolve() in _HELD
+    if held and not (folder / LOCK).exists():
+        raise _removed(folder)
+    with nullcontext() if held else only_writer(folder):
         listed = _listed(check_folder(folder, state=state), None)
         stale = [name for name in _inside(folder) if listed.fullmatch(name) and name not in names]
         with writing(folder):
@@ -258,8 +260,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         try:
             yield
             if not _same_file(path, handle.fileno()):
-                raise BadInput(f"{folder} was removed while a run was writing to it, and what it held is lost: say the "
-                               "same again.")  # fmt: skip
+                raise _removed(folder)
         finally:
             _HELD.discard(held)
             with suppress(OSError):
@@ -267,6 +268,12 @@ def only_writer(folder: Path) -> Iterator[None]:
                     path.unlink()
                     for place in fresh:
                         place.rmdir()  # if nothing came of it
+
+
+def _removed(folder: Path) -> BadInput:
+    return BadInput(
+        f"{folder} was removed while a run was writing to it, and what it held is lost: say the same again."
+    )
 
 
 def _another_run(folder: Path) -> BadInput:

@@ -171,9 +171,6 @@ def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> No
 
 def write_fit(folder: Path, fit: Fit, job: dict[str, Any]) -> None:
     """The finished numbers beside the sums they come from; their page is written by itself."""
-    if not (folder / JOB).is_file():
-        raise BadInput(f"{folder} was removed while a run was writing to it, and what it held is lost: say the same "
-                       "again.")  # fmt: skip
     contents = {RESULTS: as_json(fit.to_json())}
     write_run(folder, fit.experiment, contents, plain_value(fit.provenance), state=_state(folder, job), later=[PAGE])
 
