@@ -279,13 +279,14 @@ def test_a_scheduler_stops_a_run_as_ctrl_c_does(model, scope, tmp_path):
     running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
     while not sums_file(out, "order").exists() and running.poll() is None:
         time.sleep(0.01)
+    before = read_tensors(sums_file(out, "order"), "sums")[1]["batches"]
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[1]
     assert running.returncode == 143, said
     assert f"What is done is saved in {out}: say the same again, and it goes on from there." in said
     assert "Traceback" not in said
     _, manifest = read_tensors(sums_file(out, "order"), "sums")
-    assert 0 < manifest["batches"] < manifest["of"] == 1000
+    assert before < manifest["batches"] < manifest["of"] == 1000
     assert not (out / ".lock").exists()
 
 
@@ -310,6 +311,10 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
     with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
         fitted(scope, tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
+    with pytest.raises(BadInput, match="other was removed while"), only_writer(tmp_path / "other"):
+        shutil.move(tmp_path / "other", tmp_path / "away")
+        (tmp_path / "other").mkdir()  # one of the same name is not the same
+    assert (tmp_path / "other").is_dir()
 
 
 def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope, monkeypatch):
