@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -311,9 +312,9 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
     with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
         fitted(scope, tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
+    (tmp_path / "new").mkdir()
     with pytest.raises(BadInput, match="other was removed while"), only_writer(tmp_path / "other"):
-        shutil.move(tmp_path / "other", tmp_path / "away")
-        (tmp_path / "other").mkdir()  # one of the same name is not the same
+        os.system(f"mv {tmp_path}/other {tmp_path}/away && mv {tmp_path}/new {tmp_path}/other")  # the same name
     assert (tmp_path / "other").is_dir()
 
 
@@ -370,7 +371,9 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
 
 @pytest.fixture
 def under_torchrun(monkeypatch) -> Iterator[None]:
-    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**started, "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
 
