@@ -153,6 +153,16 @@ def test_a_head_is_fitted_when_asked(scope, monkeypatch, tmp_path):
     assert any(tmp_path.rglob("results.json"))
 
 
+def test_a_fit_in_the_cache_is_that_of_the_tasks_size_form_and_file(scope, monkeypatch, tmp_path):
+    """Each was refused as another job, or taken for another's, while they shared a place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = [qk.tasks.binding(4), qk.tasks.binding(5), qk.tasks.binding(4, "sentence"), qk.tasks.binding(4, chat=True)]
+    places = {Session(scope, task=task)._job(["order"]) for task in asked}
+    assert len(places) == len(asked)
+    for task in asked[:3]:
+        assert Session(scope, task=task).fit("L0H2")["features"]
+
+
 # ---------------------------------------------------------------- it answers sentences, and nobody else
 
 

@@ -226,8 +226,6 @@ def damage(folder: Path, how: str) -> Path:
         (some / "results.json").write_text(json.dumps({"schema": 1}))
     elif how == "half-written arrays":
         (some / "arrays.safetensors").write_bytes((some / "arrays.safetensors").read_bytes()[:20])
-    elif how == "half-written page":
-        (some / "report.html").write_text("<html><body>")
     elif how == "newer":
         (some / "results.json").write_text(json.dumps({**stored, "schema": 99}))
     elif how in SHAPES:
@@ -245,7 +243,6 @@ BAD = [
     ("no manifest", "manifest.json is damaged or half-written"),
     ("lacks parts", "is damaged or half-written"),
     ("half-written arrays", "is damaged or half-written"),
-    ("half-written page", "report.html is half-written"),
     *((how, "is damaged or half-written") for how in SHAPES),
     ("newer", "was written by a newer qkscope (schema 99; this one reads 1): update it"),
     ("several", "holds 1 runs: name one of"),
@@ -270,9 +267,12 @@ def test_a_further_script_stands_at_the_end_whatever_the_others_speak_of():
     assert add_section(page, "<p>more</p>", "go()").endswith("<script>go()</script></body>\n</html>")
 
 
-def test_a_folder_without_a_page_gets_one(tmp_path):
+def test_a_folder_without_a_page_gets_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = Result("test/one", {}, answer="It is so.").write(tmp_path / "run", files={"figures/a.png": b"\x89PNG"})
     assert "It is so." in page_of(folder).read_text()
+    (folder / "figures" / "b.png").symlink_to("/etc/hostname")  # what a link points to is not the folder's
+    (folder / "figures" / "c.png").write_bytes(b"<svg onload=alert(1)>")
     assert page_of(folder).read_text().count("data:image/png;base64,") == 1
 
 
@@ -281,13 +281,25 @@ def view(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_view_prints_the_address_of_the_page(tmp_path):
-    folder = Result("test/one", {}, answer="It is so.").write(
-        tmp_path / "my run", files={"report.html": "<html></html>"}
-    )
+def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatch, caplog):
+    """One that came with a folder could hold anybody's scripts, whatever else is right in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    result = Result("test/one", {}, answer="It is so.")
+    folder = result.write(tmp_path / "my run", files={"report.html": report_html([result])})
     done = view(folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == (folder / "report.html").as_uri()
+    caplog.set_level("INFO")
+    evil = report_html([result]).replace("</body>", "<script>alert(document.cookie)</script></body>")
+    for theirs in (evil, "<html></html>", evil[:-20]):
+        (folder / "report.html").write_text(theirs)
+        caplog.clear()
+        opened = page_of(folder)
+        assert "was not drawn here" in caplog.text
+        assert opened.is_relative_to(tmp_path / "cache")
+        assert "It is so." in opened.read_text()
+        assert "document.cookie" not in opened.read_text()
+        assert (folder / "report.html").read_text() == theirs  # not ours to change
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, says):
 def test_no_room_imports_one_below_it():
     """The order of the rooms in the design; a room may import itself and those above."""
     rooms = [
-        "errors", "devices", "heads", "examples", "rules", "result", "tasks", "capture", "maths", "toys", "analyses",
-        "papers", "page", "explorer", "runs", "demo", "bench", "bench_models", "bench_toys", "bench_scale",
+        "errors", "devices", "heads", "examples", "rules", "folders", "result", "tasks", "capture", "maths", "toys",
+        "analyses", "papers", "page", "explorer", "runs", "demo", "bench", "bench_models", "bench_toys", "bench_scale",
         "bench_discovery", "cli",
     ]  # fmt: skip
     source = Path(qkscope.__file__).parent

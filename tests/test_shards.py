@@ -154,6 +154,7 @@ def test_under_torchrun_the_folder_of_the_whole_is_asked_for_first(tmp_path, mod
     if os.geteuid() != 0:  # nothing is locked to root
         places.append((tmp_path / "locked", "cannot be written"))
     started = {**ALONE, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    started["TORCHELASTIC_RUN_ID"] = "none"
     for out, says in places:
         asked = command(*job(model, out, n=36))
         done = subprocess.run(asked, env=started, capture_output=True, text=True, timeout=100)
@@ -173,14 +174,15 @@ def test_processes_wait_for_the_slowest_for_days(monkeypatch):
 
 
 def test_only_torchrun_is_torchrun(monkeypatch):
-    """Other launchers number their processes too, and say nothing of where these could meet."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    """Other launchers number their processes too, and shells keep what an earlier one said."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value, shard in (
         ("RANK", "1", None),
         ("WORLD_SIZE", "4", None),
         ("MASTER_ADDR", "127.0.0.1", None),
-        ("MASTER_PORT", "29500", (1, 4)),
+        ("MASTER_PORT", "29500", None),  # left over in a shell: nobody would come
+        ("TORCHELASTIC_RUN_ID", "none", (1, 4)),
         ("WORLD_SIZE", "1", None),
         ("WORLD_SIZE", "four", None),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -225,8 +226,36 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
     anew = sweep(str(run_folder), tasks.ioi(), "step0,step20,step100", out=out, **SMALL)
     assert anew.to_json()["tables"] == found.to_json()["tables"]
     assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
-    with pytest.raises(BadInput, match=r"another job \(n, examples differ\)"):
+    with pytest.raises(BadInput, match=r"another job \(n, examples, heads_from differ\)"):
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
+
+
+def test_a_sweep_does_not_go_on_with_another_dtype_other_heads_or_other_weights(run_folder, tmp_path):
+    """Heads that are looked for are those of the last checkpoint: a later one could have others."""
+    out = tmp_path / "out"
+    sweep(str(run_folder), tasks.ioi(), "step0,step20", out=out, **SMALL)
+    plan_sweep(str(run_folder), tasks.ioi(), "step20", out=out, **SMALL)  # the same heads at fewer checkpoints
+    for asked, says in (
+        ({"revisions": "step0,step20", "dtype": "bfloat16"}, r"another job \(dtype differ"),
+        ({"revisions": "step0,step20,step100"}, r"another job \(heads_from differ"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            sweep(str(run_folder), tasks.ioi(), out=out, **asked, **SMALL)
+    sweep(str(run_folder), tasks.ioi(), "step0", "L0H1:END>IO", out=tmp_path / "named", **SMALL)
+    plan_sweep(str(run_folder), tasks.ioi(), "step0,step100", "L0H1:END>IO", out=tmp_path / "named", **SMALL)
+    job = json.loads((out / "job.json").read_text())
+    del job["dtype"]  # an earlier version did not say with which it was made
+    (out / "job.json").write_text(json.dumps(job))
+    with pytest.raises(BadInput, match=r"another job \(dtype differ"):
+        plan_sweep(str(run_folder), tasks.ioi(), "step0,step20", out=out, **SMALL)
+
+
+def test_a_model_that_was_trained_on_is_not_taken_for_what_it_was(run_folder, tmp_path):
+    model = shutil.copytree(run_folder / "step0", tmp_path / "model")
+    sweep(str(model), tasks.ioi(), None, "L0H1:END>IO", out=tmp_path / "out", **SMALL)
+    shutil.copytree(run_folder / "step20", model, dirs_exist_ok=True)
+    with pytest.raises(BadInput, match="was made from other weights"):
+        sweep(str(model), tasks.ioi(), None, "L0H1:END>IO", out=tmp_path / "out", **SMALL)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ class BadInput(ValueError):
     """Something the user gave cannot be used; the message is one sentence that says why and what to do."""
 
 
+class Terminated(KeyboardInterrupt):
+    """A scheduler asked us to stop (SIGTERM): as if Ctrl-C had been pressed, but for the exit code."""
+
+
 def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Refuse a value of another kind; ``what`` says what it should have been."""
     if not isinstance(value, kind):

@@ -1,21 +1,16 @@
 """What every analysis and experiment returns: tables, arrays, claims, and where they come from.
 
 A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
-``report.html``. It is written under a temporary name and renamed, so a folder that exists is whole.
+``report.html``. How it is written, and never over anybody's files, is in `qkscope.folders`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import platform
 import shlex
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -23,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
+from qkscope.folders import RESULTS, as_json, write_run
+from qkscope.folders import SCHEMA as SCHEMA
+from qkscope.folders import check_folder as check_folder
+from qkscope.folders import check_writable as check_writable
+from qkscope.folders import read_json as read_json
+from qkscope.folders import write_text as write_text
+from qkscope.folders import writing as writing
 from qkscope.rules import rule_holds
 
-SCHEMA = 1
-_LARGEST_JSON = 1 << 28  # bytes
-Kinds = tuple[type, ...]
-_SAID: dict[str, Kinds] = {
-    "command": (str, type(None)), "versions": (dict,), "threads": (int, type(None)), "asked": (dict,),
-}  # fmt: skip
-"""What a file of a run says of how it was made, where it says it."""
+_OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 
 
 @dataclass(frozen=True)
@@ -99,73 +95,27 @@ class Result:
             result = Result(
                 experiment=stored["experiment"], tables=stored["tables"], claims=claims, preset=stored["preset"],
                 model=stored["model"], seed=stored["seed"], seconds=stored["seconds"], answer=stored.get("answer", ""),
-                provenance={name: value for name, value in manifest.items() if name != "schema"},
+                provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
                 arrays=_read_arrays(folder / "arrays.safetensors"),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, OSError):
             raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
         return result
 
-    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
-        """Write the run folder; ``files`` are further files by relative name (report.html, figures/…)."""
-        folder = check_folder(folder)
-        contents: dict[str, str | bytes] = {
-            "results.json": json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-            "manifest.json": json.dumps(
-                plain_value({"schema": SCHEMA, **self.provenance}), indent=1, ensure_ascii=False
-            )
-            + "\n",
-            **(files or {}),
-        }
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None, state: str = "") -> Path:
+        """Write the run folder; ``files`` are further files by relative name (report.html, figures/…).
+
+        A folder that holds anything but a run of this kind (and files called ``state``, a regular expression) is
+        refused and left as it is.
+        """
+        folder = check_folder(folder, self.experiment.partition("/")[0], state=state)
+        contents: dict[str, str | bytes] = {RESULTS: as_json(self.to_json()), **(files or {})}
         if self.arrays:
             from safetensors.torch import save
 
             contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
-        with writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-            try:
-                for name, content in contents.items():
-                    path = fresh / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(_encoded(content) if isinstance(content, str) else content)
-                fresh.chmod(0o755)
-                _replace_folder(fresh, folder)
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
+        write_run(folder, self.experiment, contents, plain_value(self.provenance), state=state)
         return folder
-
-
-def read_text(path: Path) -> str:
-    """The text of a file that a run wrote; one too large to be that is not read into memory."""
-    try:
-        size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= _LARGEST_JSON else None
-    except (OSError, ValueError):
-        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.") from None
-    if text is None:
-        raise BadInput(f"{path} has {size:,} bytes, more than any run writes: run the command that made it again.")
-    return text
-
-
-def read_json(path: Path, fields: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
-    """A JSON file of a run folder; refused if it is damaged or of a newer qkscope, or a field is of another kind."""
-    text = read_text(path)
-    try:
-        stored = json.loads(text)
-    except (ValueError, RecursionError):  # cut off, or nested without end
-        stored = None
-    schema = stored.get("schema") if isinstance(stored, dict) else None
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise BadInput(
-            f"{path.parent} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
-        )
-    whole = isinstance(stored, dict) and type(schema) is int
-    wanted = {**{name: kinds for name, kinds in _SAID.items() if whole and name in stored}, **(fields or {})}
-    # type, not isinstance: True is no number of prompts
-    if not whole or any(type(stored.get(name)) not in kinds for name, kinds in wanted.items()):
-        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
-    return dict(stored)
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
@@ -178,68 +128,6 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         return dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(str(error)) from None
-
-
-def check_folder(folder: str | Path) -> Path:
-    """The folder, if results can be written there: ask before long work. Only a run of ours is ever replaced."""
-    folder = Path(folder)
-    if folder.is_file():
-        raise BadInput(f"{folder} is a file: name a folder for the results.")
-    check_writable(folder, folder.absolute().parent)  # it is replaced as a whole, from beside it
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
-        raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
-    return folder
-
-
-def check_writable(folder: Path, place: Path | None = None) -> None:
-    """Ask before long work, of what is there already: a run that is refused later leaves no empty folder behind."""
-    place = (place or folder).absolute()
-    try:
-        there = next(path for path in (place, *place.parents) if path.exists())
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say in a sentence why something could not be written: a full disk, one that is read-only by now."""
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(
-            f"{path} cannot be written ({error.strerror or error}): make room, or choose another place."
-        ) from None
-
-
-def _encoded(text: str) -> bytes:
-    """UTF-8; half a surrogate, which it has no place for, as JSON writes it."""
-    return text.encode("utf-8", "backslashreplace")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename: a reader never sees half a file."""
-    part = path.with_suffix(path.suffix + ".part")
-    with writing(path):
-        try:
-            with part.open("wb") as file:
-                file.write(_encoded(text + "\n"))
-                file.flush()
-                os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def _replace_folder(fresh: Path, folder: Path) -> None:
-    """Put ``fresh`` in the place of ``folder``, which may exist."""
-    if not folder.exists():
-        os.rename(fresh, folder)
-        return
-    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
-    os.rename(folder, old / folder.name)
-    os.rename(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def provenance(**asked: Any) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def decompose(
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
     about = job(scope, task, space)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
     sums = collect(
         scope, task, chosen, n, contrasts=names, space=space, batch_size=batch_size, replicates=replicates, seed=seed,
         out=out, progress=progress,

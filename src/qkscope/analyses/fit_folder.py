@@ -7,10 +7,10 @@ job died is taken up. Subspaces are recomputed from the sums: they are cheap, an
 from __future__ import annotations
 
 import json
-import logging
+import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,28 @@ from qkscope import tasks
 from qkscope.analyses.decompose import Fit, checked_contrasts, collect, fit_of
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.find import job as job_of
-from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, Sums, is_shard, sums_file
 from qkscope.analyses.units import batches_of, units_hash
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
+from qkscope.folders import (
+    LOCK,
+    PAGE,
+    RESULTS,
+    SCHEMA,
+    as_json,
+    check_folder,
+    kept_if_stopped,
+    only_writer,
+    read_json,
+    write_run,
+    write_text,
+    writing,
+)
 from qkscope.heads import Head
-from qkscope.result import SCHEMA, check_writable, provenance, read_json, write_text, writing
+from qkscope.result import plain_value, provenance
 from qkscope.tasks.task import Task
-
-log = logging.getLogger(__name__)
 
 SHARDS = "shards"
 """Subfolder in which processes that share a job keep their sums until they are merged."""
@@ -76,19 +87,25 @@ def plan_decompose(
 
 def check_place(folder: Path, job: dict[str, Any]) -> None:
     """A folder takes one job: the same one again, or nothing of anyone's yet."""
+    if folder.is_file():
+        raise BadInput(f"{folder} is a file and holds other things than a fit: name a new folder.")
     if (folder / JOB).exists():
         found = read_job(folder)
         differs = [name for name in dict.fromkeys((*job, "shard")) if found.get(name) != job.get(name)]
         if differs:
             raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
-    elif folder.is_file() or (folder.is_dir() and not all(_ours(path) for path in folder.iterdir())):
-        raise BadInput(f"{folder} holds other things than a fit: name an empty or a new folder.")
-    check_writable(folder)
+    check_folder(folder, "decompose", state=_state(folder, job), called="other things than a fit")
 
 
-def _ours(path: Path) -> bool:
-    """What may stand in a folder before its job: the lock, what a killed run was writing, shares of the same run."""
-    return path.suffix == ".part" or path.name in (".lock", SHARDS)
+def _state(folder: Path, job: dict[str, Any]) -> str:
+    """What a fit keeps besides what it lists: job, sums, the copy of its task (once there is a job), and shares."""
+    own = [JOB, *(sums_file(folder, name).name for name in job["contrasts"])]
+    copy = [Path(job["asked"]["file"]).name] if isinstance(job["asked"].get("file"), str) else []
+    names, shares = (
+        "|".join(map(re.escape, given))
+        for given in ([*own, *(copy if (folder / JOB).exists() else [])], [*own, *copy, LOCK])
+    )
+    return rf"{names}|{SHARDS}/\d+-of-\d+/({shares})"
 
 
 def run_decompose(
@@ -99,11 +116,15 @@ def run_decompose(
     out: str | Path,
     *,
     shard: Shard | None = None,
+    show: Callable[[Fit], object] = lambda fit: None,
     **options: Any,
 ) -> Fit | None:
     """Decompose into a folder, going on where an earlier run of the same job stopped; a shard leaves its sums alone.
 
-    The options are those of `plan_decompose`.
+    Parameters
+    ----------
+    show : told the fit before it is written, as the disk may be full.
+    options : those of `plan_decompose`.
     """
     start, folder = time.perf_counter(), Path(out)
     heads = [scope.check(head) for head in heads]
@@ -112,8 +133,6 @@ def run_decompose(
         "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
         "tokenizer": scope.tokenizer_hash, **plan,
     }  # fmt: skip
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         check_place(folder, job)
         with writing(folder):
@@ -122,17 +141,14 @@ def run_decompose(
         write_job(folder, job)
         copy_task(task, job, Path(), folder)
         same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "seed")}
-        try:
+        with kept_if_stopped(folder, lambda: any(sums_file(folder, name).exists() for name in plan["contrasts"])):
             sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
-        except KeyboardInterrupt:
-            if any(sums_file(folder, name).exists() for name in plan["contrasts"]):
-                log.info("What is done is saved in %s: say the same again, and it goes on from there.", folder)
-            raise
         if shard is not None:
             return None
         fit = fit_of(sums, task, job_of(scope, task, plan["space"]))
         fit = replace(fit, seconds=time.perf_counter() - start)
-        write_fit(folder, fit)
+        show(fit)
+        write_fit(folder, fit, job)
     return fit
 
 
@@ -153,10 +169,16 @@ def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> No
                 shutil.copyfile(own, copy)
 
 
-def write_fit(folder: Path, fit: Fit) -> None:
-    """The finished numbers beside the sums they come from."""
-    write_text(folder / "results.json", json.dumps(fit.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
-    write_text(folder / "manifest.json", json.dumps({"schema": SCHEMA, **fit.provenance}, indent=1, default=str))
+def write_fit(folder: Path, fit: Fit, job: dict[str, Any]) -> None:
+    """The finished numbers beside the sums they come from; their page is written by itself."""
+    contents = {RESULTS: as_json(fit.to_json())}
+    write_run(folder, fit.experiment, contents, plain_value(fit.provenance), state=_state(folder, job), later=[PAGE])
+
+
+def is_finished(folder: str | Path, job: dict[str, Any]) -> bool:
+    """Whether a folder, of this job, holds its results and all of its sums."""
+    folder = Path(folder)
+    return (folder / RESULTS).is_file() and all(sums_file(folder, name).is_file() for name in job["contrasts"])
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:

@@ -7,11 +7,13 @@ rounding, however many there were.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,14 @@ from qkscope.analyses.fit_folder import (
     write_fit,
     write_job,
 )
-from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, sums_file
 from qkscope.errors import BadInput
-from qkscope.result import writing
+from qkscope.folders import only_writer
+
+log = logging.getLogger(__name__)
 
 _LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
+_MEETING = timedelta(minutes=5)  # until all processes have started
 
 
 def parse_shard(text: str) -> Shard:
@@ -49,13 +53,16 @@ def parse_shard(text: str) -> Shard:
     return i % n, n
 
 
-def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
+def merge(
+    folders: Sequence[str | Path], out: str | Path, show: Callable[[Fit], object] = lambda fit: None
+) -> Fit:  # fmt: skip
     """Add up the shards of one job into a folder that is as if one process had made it.
 
     Parameters
     ----------
     folders : those that ``decompose --shard`` wrote, all of one job, in any order.
     out : the folder of the whole.
+    show : told the fit before it is written.
     """
     if not folders:
         raise BadInput("no shard was named: name the folders that decompose --shard wrote.")
@@ -81,10 +88,12 @@ def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
     if missing:
         raise BadInput(f"shard {missing[0]}/{job['shard'][1]} is missing: run it, and name its folder too.")
     ordered = [parts[index][0] for index in sorted(parts)]
-    return _merged(ordered, job, Path(out))
+    return _merged(ordered, job, Path(out), show)
 
 
-def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
+def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path, show: Callable[[Fit], object]) -> Fit:
+    whole = {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)}
+    check_place(out, whole)
     task = task_of(job, folders[0])
     read = [finished_sums(folder, job, task, (i, len(folders))) for i, folder in enumerate(folders)]
     sums, batches = {}, {}
@@ -93,24 +102,29 @@ def _merged(folders: Sequence[Path], job: dict[str, Any], out: Path) -> Fit:
         sums[name], batches[name] = one.merge(*others), sum(part[name][1] for part in read)
     about = dict(next(iter(sums.values())).moments.about)
     fit = fit_of(sums, task, {name: about[name] for name in about if name not in ("n", "batch_size", "examples")})
-    whole = {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)}
-    check_place(out, whole)
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
     with only_writer(out):
+        check_place(out, whole)
         write_job(out, whole)
         copy_task(task, whole, folders[0], out)
         for name, one in sums.items():
             one.save(sums_file(out, name), batches[name], batches[name])
-        write_fit(out, fit)
+        show(fit)
+        write_fit(out, fit, whole)
     return fit
 
 
 def torchrun_shard() -> Shard | None:
     """Which process of how many this is, where torchrun started it; it also says where the processes meet."""
     rank, world, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    started = rank.isdecimal() and world.isdecimal() and port.isdecimal() and "MASTER_ADDR" in os.environ
-    return (int(rank), int(world)) if started and int(rank) < int(world) > 1 else None
+    numbered = rank.isdecimal() and world.isdecimal() and port.isdecimal() and "MASTER_ADDR" in os.environ
+    if not numbered or not int(rank) < int(world) > 1:
+        return None
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # left over from something else: nobody would come to meet us
+        log.warning(
+            "RANK and WORLD_SIZE are set, but torchrun did not start this process: it does the whole job alone."
+        )
+        return None
+    return int(rank), int(world)
 
 
 def shard_folder(out: str | Path, shard: Shard) -> Path:
@@ -132,19 +146,34 @@ def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
         local = os.environ.get("LOCAL_RANK", "")
         device = f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if gpu else "gloo", timeout=_LONGEST_WAIT)
+    try:
+        store, rank, world = next(distributed.rendezvous("env://", timeout=_MEETING))
+    except (RuntimeError, ValueError) as error:  # nobody is there, or they are too few
+        raise BadInput(f"the {shard[1]} processes of torchrun did not meet within {_MEETING.seconds // 60} minutes "
+                       f"({str(error).splitlines()[0]}): start them all again.") from None  # fmt: skip
+    store.set_timeout(_LONGEST_WAIT)
+    distributed.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT
+    )
     try:
         yield device
-        distributed.barrier()
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved, and nothing else could end the wait
+        try:
+            distributed.barrier()
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     finally:
         distributed.destroy_process_group()
 
 
-def merge_together(out: str | Path, shard: Shard) -> Fit | None:
+def merge_together(out: str | Path, shard: Shard, show: Callable[[Fit], object] = lambda fit: None) -> Fit | None:
     """The first process merges what all have left in the folder of the run; the others have nothing more to do."""
     if shard[0] != 0:
         return None
     parts = [shard_folder(out, (index, shard[1])) for index in range(shard[1])]
-    fit = merge(parts, out)
-    shutil.rmtree(Path(out) / SHARDS, ignore_errors=True)
+    fit = merge(parts, out, show)
+    for part in (Path(out) / SHARDS).glob("*-of-*"):  # of another split too; what is in them is ours, as was asked
+        shutil.rmtree(part, ignore_errors=True)
+    with suppress(OSError):
+        (Path(out) / SHARDS).rmdir()
     return fit

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate as running_sum
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_row
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
+from qkscope.folders import file_name
 from qkscope.heads import Head
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
@@ -69,7 +69,7 @@ class Sums:
         start = time.monotonic()
         counts = {"batches": batches, "of": of, "cut": self.cut, "shard": list(shard)}
         manifest = {"moments": self.moments.manifest(), **counts}
-        write_tensors(path, "sums", self.tensors(), manifest)
+        write_tensors(path, "sums", self.tensors(), manifest, new_folder=False)
         return time.monotonic() - start
 
     def load(self, path: Path, of: int | None = None, shard: Shard = (0, 1)) -> int:
@@ -150,7 +150,7 @@ def is_shard(value: Any) -> bool:
 
 def sums_file(folder: str | Path, contrast: str) -> Path:
     """Where a contrast's sums are kept. A name is not a path: it may hold anything a user calls a contrast."""
-    return Path(folder) / f"{quote(contrast, safe='')}.safetensors"
+    return Path(folder) / f"{file_name(contrast)}.safetensors"
 
 
 def accumulate(

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from torch import Tensor
 
@@ -32,17 +31,31 @@ from qkscope.analyses.sparsity import (
     sparsity_rows,
 )
 from qkscope.analyses.units import units_hash
+from qkscope.capture.load import folder_hash
 from qkscope.capture.revisions import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
+from qkscope.folders import (
+    RESULTS,
+    SCHEMA,
+    as_json,
+    check_folder,
+    file_name,
+    kept_if_stopped,
+    only_writer,
+    read_json,
+    write_run,
+    write_text,
+)
 from qkscope.heads import Head
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import SCHEMA, check_writable, provenance, read_json, write_text
+from qkscope.result import plain_value, provenance
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
 _JOB = "job.json"
+_STATE = r"job\.json|checkpoints/[^/]+\.safetensors"  # what a sweep keeps besides what it lists
 _KIND = "sparsity_checkpoint"
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
 _MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "count_tol_null", "attention")
@@ -59,28 +72,31 @@ def plan_sweep(
     controls: int = 12,
     draws: int = 20,
     seed: int = 0,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The job as far as it is known without a model, checked; a folder of another job is refused."""
+    """The job as far as it is known without a model, checked; a folder of another job is refused.
+
+    Heads that are looked for are those of the last checkpoint: with another one as the last it is another job.
+    """
     found = checkpoints(model, revisions)
     check_counts(controls, draws)
     if heads is not None:
         named_edges(heads, task)
     elif (known := circuit_of(model, task.name)) is not None:
         check_roles(task, known.edges)
+    searched = heads is None and circuit_of(model, task.name) is None
     plan = {
         "model": model, "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
         "heads": heads, "n": n, "controls": controls, "draws": draws, "seed": seed,
-        "examples": units_hash(task.test(n)),
+        "examples": units_hash(task.test(n)), "dtype": dtype, "heads_from": found[-1].label if searched else None,
     }  # fmt: skip
     folder = Path(out)
+    check_folder(folder, "sparsity", state=_STATE, called="other things than a sweep")
     if (folder / _JOB).exists():
         job = _read_job(folder)
-        differs = [name for name in plan if job.get(name) != plan[name]]
+        differs = [name for name in plan if name not in job or job[name] != plan[name]]
         if differs:
             raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
-    elif folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise BadInput(f"{folder} holds other things than a sweep: name an empty or a new folder.")
-    check_writable(folder)
     return {**plan, "checkpoints": found}
 
 
@@ -98,6 +114,7 @@ def sweep(
     batch_size: int = 32,
     device: str | None = None,
     dtype: str | None = None,
+    show: Callable[[Sparsity], object] = lambda result: None,
 ) -> Sparsity:
     """Measure sparsity at some checkpoints, into a folder; what an earlier run of the same job stored is not redone.
 
@@ -105,11 +122,27 @@ def sweep(
     ----------
     model, revisions : as in `qkscope.capture.revisions.checkpoints`.
     heads, n, controls, draws : as in `qkscope.sparsity`.
+    show : told the result before it is written, as the disk may be full.
     """
     start = time.perf_counter()
-    plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed)
+    plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, dtype=dtype)
     found: list[Checkpoint] = plan.pop("checkpoints")
     folder = Path(out)
+    kept = folder / "checkpoints"
+    with only_writer(folder), kept_if_stopped(folder, lambda: kept.is_dir() and any(kept.iterdir())):
+        result = _measured(model, task, plan, found, heads, folder, batch_size, device, start)
+        show(result)
+        contents = {RESULTS: as_json(result.to_json())}
+        write_run(folder, result.experiment, contents, plain_value(result.provenance), state=_STATE)
+    return result
+
+
+def _measured(
+    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], heads: str | None, folder: Path,
+    batch_size: int, device: str | None, start: float,
+) -> Sparsity:  # fmt: skip
+    """Every checkpoint's numbers, read where they are stored and made where not."""
+    n, draws, seed, dtype = (plan[name] for name in ("n", "draws", "seed", "dtype"))
     loaded: dict[str, Scope] = {}
 
     def scope_at(checkpoint: Checkpoint) -> Scope:
@@ -120,20 +153,24 @@ def sweep(
             )
         return loaded[checkpoint.label]
 
-    edges = _edges(folder, plan, task, heads, controls, seed, batch_size, lambda: scope_at(found[-1]))
-    about = {"examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed}
+    edges = _edges(folder, plan, task, heads, plan["controls"], seed, batch_size, lambda: scope_at(found[-1]))
+    about = {
+        "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
+        "asked_dtype": dtype,
+    }  # fmt: skip
+    (folder / "checkpoints").mkdir(exist_ok=True)
     stored: dict[str, Mapping[str, Tensor]] = {}
     weights: dict[str, str] = {}
     last_first = sorted(
         found, key=lambda checkpoint: checkpoint.label not in loaded
     )  # the one in memory, then the rest
     for checkpoint in last_first:
-        path = folder / "checkpoints" / f"{quote(checkpoint.label, safe='') or 'model'}.safetensors"
+        path = _stored_at(folder, checkpoint.label)
         kept = read_tensors(path, _KIND, about) if path.exists() else None
         if kept is not None and set(VALUES) <= set(kept[0]):  # a file of an older version may lack a column
             arrays, manifest = kept
             digest = manifest["about"]["weights"]
-            if checkpoint.weights not in (None, digest):
+            if _weights_now(checkpoint) not in (None, digest):
                 raise BadInput(f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "
                                "to measure them again.")  # fmt: skip
             refuse_copy(model, checkpoint.label, digest, weights)
@@ -144,12 +181,22 @@ def sweep(
             arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
             if task.name in _COPYING:
                 arrays["right"] = answers_right(scope, task, n, batch_size)
-            write_tensors(path, _KIND, arrays, {"about": {**about, "weights": scope.weights_hash}})
+            manifest = {"about": {**about, "weights": scope.weights_hash, "dtype": str(scope.model.dtype)}}
+            write_tensors(path, _KIND, arrays, manifest, new_folder=False)
         stored[checkpoint.label] = arrays
-    result = _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
-    write_text(folder / "results.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False, allow_nan=False))
-    write_text(folder / "manifest.json", json.dumps({"schema": SCHEMA, **result.provenance}, indent=1, default=str))
-    return result
+    return _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
+
+
+def _weights_now(checkpoint: Checkpoint) -> str | None:
+    """The hash of local weights, which may have been trained on since; of a hub's, none without loading them."""
+    folder = Path(checkpoint.model).expanduser()
+    local = checkpoint.weights is None and (folder / "config.json").is_file()
+    return folder_hash(folder) if local else checkpoint.weights
+
+
+def _stored_at(folder: Path, label: str) -> Path:
+    """Where a checkpoint's values are kept."""
+    return folder / "checkpoints" / f"{file_name(label) or 'model'}.safetensors"
 
 
 def _edges(
@@ -168,7 +215,6 @@ def _edges(
     edges = [*own, *outside(scope, own, controls, seed)]
     listed = [{"head": str(e.head), "role": e.job.role, "from": e.job.query, "to": e.job.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / _JOB, json.dumps({"schema": SCHEMA, **plan, "edges": listed}, indent=1, ensure_ascii=False))
     return edges
 
@@ -230,8 +276,7 @@ def training_rows(
 
 def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
     """What a finished sweep holds of one checkpoint."""
-    path = Path(folder) / "checkpoints" / f"{quote(label, safe='') or 'model'}.safetensors"
-    return read_tensors(path, _KIND)[0]
+    return read_tensors(_stored_at(Path(folder), label), _KIND)[0]
 
 
 def _read_job(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,9 @@ on stderr and exit code 2.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -15,20 +17,57 @@ import typer
 from qkscope import __version__
 from qkscope.cli import contrasts, discovery, pages, papers, toys, weights  # noqa: F401  (their verbs register themselves)
 from qkscope.cli.shell import app
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, Terminated
+from qkscope.folders import plain_text
+
+_INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 
 
 def main() -> None:
-    """Entry point: run a verb; turn bad input into a sentence and exit code 2, and Ctrl-C into 130."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Plain("%(message)s"))
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except BadInput as error:
-        typer.echo(f"qkscope: {error}", err=True)
+        typer.echo(plain_text(f"qkscope: {error}"), err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except SystemExit as ended:
+        if ended.code != _INTERRUPTED:
+            raise
         typer.echo("qkscope: stopped.", err=True)
-        sys.exit(130)
+        sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+class _Plain(logging.Formatter):
+    """What is logged may quote a folder or a model: nothing in it steers the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain_text(super().format(record))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _was_terminated(error: BaseException | None) -> bool:
+    """Whether a scheduler asked for the end: the shell below us turns every interruption into one exit code."""
+    while error is not None and not isinstance(error, Terminated):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{argument!a} is not text in UTF-8: write it anew, or rename the file.") from None
 
 
 def _version(asked: bool) -> None:

@@ -30,6 +30,7 @@ from qkscope.cli.shell import (
     print_json,
     print_result,
     print_table,
+    say,
 )
 from qkscope.errors import BadInput
 
@@ -57,7 +58,7 @@ def heads(
         print_json(ranking.to_json())
         return
     found = [row for row in ranking.top(by) if row[by] >= threshold]
-    typer.echo(ranking.answer)
+    say(ranking.answer)
     if not found:
         best = ranking.top(by)[0]
         typer.echo(
@@ -86,7 +87,7 @@ def decompose(
 
     chosen = parse_heads(heads)
     made = make_task(task, form, size, seed, chat, center)
-    from qkscope.analyses.fit_folder import plan_decompose, run_decompose
+    from qkscope.analyses.fit_folder import is_finished, plan_decompose, run_decompose
     from qkscope.analyses.shards import merge_together, parse_shard, shard_folder, together, torchrun_shard
 
     names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
@@ -95,22 +96,32 @@ def decompose(
     folder = out if process is None else shard_folder(out, process)
     options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share}
     if process is not None:  # the whole is merged into it in the end: ask now
-        plan_decompose(made, chosen, n, out, **{**options, "shard": None})
+        whole = plan_decompose(made, chosen, n, out, **{**options, "shard": None})
+        if is_finished(out, whole):  # by an earlier run: one process reads it, the others have nothing to do
+            if process[0] != 0:
+                return
+            process, folder, options["shard"] = None, out, None
     plan_decompose(made, chosen, n, folder, **options)
+
+    def show(fit: Any) -> None:
+        print_result(fit, as_json)  # first: it is computed, and may not fit on the disk
+
     with together(process, device) as own_device:
-        fit = run_decompose(load_scope(model, own_device, dtype), made, chosen, n, folder, **options)
+        scope = load_scope(model, own_device, dtype)
+        fit = run_decompose(scope, made, chosen, n, folder, show=show, **options)
     if process is not None:
-        fit = merge_together(out, process)
+        fit = merge_together(out, process, show)
     if fit is not None:
-        _print_and_write(fit, as_json, out)
+        _write_page(fit, as_json, out)
     elif shard is not None and share is not None:
         typer.echo(f"Shard {share[0]}/{share[1]} is in {out}; when all are done: qkscope merge SHARDS... --out DIR")
 
 
-def _print_and_write(fit: Any, as_json: bool, out: Path) -> None:
+def _write_page(fit: Any, as_json: bool, out: Path) -> None:
     from qkscope.page.report import write_report
 
-    print_result(fit, as_json)  # first: it is computed, and the page may not fit on the disk
+    if not (out / "results.json").is_file():
+        raise BadInput(f"{out} was removed, and what it held is lost: say the same again.")
     write_report(out / "report.html", fit)
     if not as_json:
         typer.echo(f"Written to {out}.")
@@ -125,7 +136,7 @@ def merge(
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.shards import merge as run_merge
 
-    _print_and_write(run_merge(folders, out), as_json, out)
+    _write_page(run_merge(folders, out, lambda fit: print_result(fit, as_json)), as_json, out)
 
 
 @app.command()
@@ -208,6 +219,6 @@ def explain(
     if as_json:
         print_json(parts.to_json())
         return
-    typer.echo(parts.show())
+    say(parts.show())
     for name in ("summary", "overlap"):
         print_table(name, parts.tables[name])

@@ -52,7 +52,7 @@ def discover(
     from qkscope.result import check_folder, plain_value
 
     chosen = parse_heads(heads)
-    check_folder(out)
+    check_folder(out, "discover")
     check_batch_size(batch_size)
     _check_options(n, directions, space, skip)
     source: Any
@@ -101,7 +101,7 @@ def atlas(
     """Look at every head in one pass: directions above the null, the logit they carry, examples."""
     from qkscope.result import check_folder, plain_value
 
-    check_folder(out)
+    check_folder(out, "atlas")
     check_batch_size(batch_size)
     _check_options(n, 1, space, skip)
     if test < 1:

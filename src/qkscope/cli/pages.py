@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qkscope.cli.shell import Json, app, print_json
+from qkscope.cli.shell import Json, app, print_json, say
 
 
 @app.command()
@@ -42,9 +42,29 @@ def made(
         print_json({"rows": rows})
         return
     for row in rows:
-        typer.echo(f"{row['what']}: {row['there'] if row['what'] == 'command' else _short(row['there'])}")
+        if row["what"] != "command":
+            say(f"{row['what']}: {_short(row['there'])}")
+        elif _takes(row["there"]):
+            say(f"command: {row['there']}")
+        else:
+            say("command: none that qkscope takes, so that it is not shown")
     differs = [f"{row['what']} {_short(row['here'])}" for row in rows if row["same"] is False]
-    typer.echo(f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here.")
+    say(f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here.")
+
+
+def _takes(command: str) -> bool:
+    """Whether our command line knows the verb of this and every option; what a folder says may be pasted."""
+    import re
+    import shlex
+
+    from typer.main import get_command
+
+    words, verb = shlex.split(command)[1:], get_command(app)
+    while words and words[0] in getattr(verb, "commands", {}):
+        verb = verb.commands[words.pop(0)]  # type: ignore[attr-defined]
+    known = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    options = [word.partition("=")[0] for word in words if re.match(r"-\D", word)]
+    return not hasattr(verb, "commands") and known.issuperset(options)
 
 
 def _short(value: object, limit: int = 100) -> str:

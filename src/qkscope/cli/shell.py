@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from qkscope.errors import BadInput
+from qkscope.folders import plain_text
+
+log = logging.getLogger(__name__)
+
+_MOST, _MANY = 10**7, 10**5  # prompts; each takes a tenth of a millisecond or more before the first is looked at
+_LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     name="qkscope",
@@ -20,14 +28,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _count(value: int | None) -> int | None:
+    if value is not None and value > _MOST:
+        raise BadInput(f"{value:,} prompts are more than can be drawn: take at most {_MOST:,}.")
+    if value is not None and value > _MANY:
+        log.info("Drawing %s prompts takes a while, minutes for a million ...", f"{value:,}")
+    return value
+
+
+def _seed(value: int) -> int:
+    if not 0 <= value <= _LARGEST_SEED:
+        raise BadInput(f"--seed is a whole number from 0 to {_LARGEST_SEED}, but got {value}.")
+    return value
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, or nano:mixed.")]
 TaskName = Annotated[
     str, typer.Argument(help="binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file.")
 ]
-Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for each contrast).")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
+Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for each contrast).", callback=_count)]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.", callback=_seed)]
 Form = Annotated[
     str, typer.Option("--form", help="list, sentence or question (binding); bullets (filter); ABBA or BABA (ioi).")
 ]
@@ -86,16 +109,14 @@ def check_batch_size(batch_size: int) -> None:
         raise BadInput(f"--batch-size is at least 1, but got {batch_size}.")
 
 
-def print_result(result: Any, as_json: bool, folder: Path | None = None) -> None:
+def print_result(result: Any, as_json: bool) -> None:
     """The answer, then every table; or all of it as JSON."""
     if as_json:
         print_json(result.to_json())
         return
-    typer.echo(result.answer)
+    say(result.answer)
     for name, rows in result.tables.items():
         print_table(name, rows)
-    if folder is not None:
-        typer.echo(f"Written to {folder}.")
 
 
 def print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -107,8 +128,14 @@ def print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> N
 
 
 def print_json(value: Any) -> None:
-    """JSON on stdout, and nothing else there."""
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    """JSON on stdout, and nothing else there; JSON writes out most of what would steer a terminal, but not all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def say(text: str) -> None:
+    """A line for people; what it quotes from a folder does not steer the terminal."""
+    typer.echo(plain_text(text))
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -120,10 +147,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     if not rows:
         return
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=plain_text(title), box=box.SIMPLE_HEAD, title_justify="left")
     for column in rows[0]:
         numeric = any(isinstance(row[column], int | float) and not isinstance(row[column], bool) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(plain_text(column), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(_cell(row[column])) for column in rows[0]))
     # A pipe has no width: print whole rows there instead of folding them at 80 columns.
@@ -135,4 +162,4 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else plain_text(str(value))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import Json, Out, Seed, app, print_json, print_table
+from qkscope.cli.shell import Json, Out, Seed, app, print_json, print_table, say
 from qkscope.errors import BadInput
 
 toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
@@ -37,15 +38,21 @@ def toy_retrieval(
     parts = ranks.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise BadInput(f"ranks are whole numbers with commas between, as 3,5, but got {ranks!r}.")
-    result = train_retrieval(
+    train_retrieval(
         out, grids=grids, ranks=[int(part) for part in parts], variant=variant, d_head=d_head, seeds=seeds, lr=lr,  # type: ignore[arg-type]
         steps=steps, as_written=as_written, device=device, workers=workers,
+        show=lambda result: _show(result, as_json, result.tables),
     )  # fmt: skip
+
+
+def _show(result: Any, as_json: bool, tables: Mapping[str, Any]) -> None:
+    """What came out, before it is written."""
     if as_json:
         print_json(result.to_json())
         return
-    print_table("heads", result.tables["heads"])
-    typer.echo(result.answer)
+    for name, rows in tables.items():
+        print_table(name, rows)
+    say(result.answer)
 
 
 @train.command("nano")
@@ -63,15 +70,14 @@ def nano(
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
     from qkscope.page.figures.nano import draw
-    from qkscope.toys.nano_run import last_rows, train_nano, write_beside
+    from qkscope.toys.nano_run import last_rows, train_nano
 
-    result = train_nano(out, preset=preset, steps=steps, seed=seed, device=device, check_every=check_every, lr=lr)
-    write_beside(result, out, draw(result))
-    if as_json:
-        print_json(result.to_json())
-        return
-    print_table("accuracy", last_rows(result))
-    typer.echo(result.answer)
+    def show(result: Any) -> None:
+        _show(result, as_json, {"accuracy": [] if as_json else last_rows(result)})
+
+    train_nano(
+        out, preset=preset, steps=steps, seed=seed, device=device, check_every=check_every, lr=lr, show=show, draw=draw
+    )
 
 
 @toy.command("superposition")
@@ -102,17 +108,15 @@ def toy_superposition(
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
     from qkscope.toys.superposition_run import parse_pairs, train_superposition
 
-    result = train_superposition(
+    def show(result: Any) -> None:
+        rows = [row for row in result.tables["alignment"] if not row["control"]]
+        _show(result, as_json, {"alignment": rows, "toys": result.tables["toys"]})
+
+    train_superposition(
         out, n=n, d=d, d_head=d_head, context=context, p=_numbers("--p", p), weight=_numbers("--weight", weight),
         pairs=parse_pairs(pairs), target=target, reading=reading, rope=rope, seeds=seeds, steps=steps, lr=lr,  # type: ignore[arg-type]
-        every=every, device=device, workers=workers,
+        every=every, device=device, workers=workers, show=show,
     )  # fmt: skip
-    if as_json:
-        print_json(result.to_json())
-        return
-    print_table("alignment", [row for row in result.tables["alignment"] if not row["control"]])
-    print_table("toys", result.tables["toys"])
-    typer.echo(result.answer)
 
 
 def _numbers(option: str, text: str) -> list[float]:

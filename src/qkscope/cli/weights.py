@@ -26,6 +26,7 @@ from qkscope.cli.shell import (
     make_task,
     print_result,
     print_rows,
+    say,
 )
 from qkscope.errors import BadInput
 
@@ -43,12 +44,18 @@ def svd(
     chosen = None if heads is None else parse_heads(heads)
     if out is not None and (out.is_dir() or out.suffix != ".safetensors"):
         raise BadInput(f"{out} should be a file that ends in .safetensors.")
+    if out is not None:
+        from qkscope.folders import check_writable
+        from qkscope.maths.store import check_replaceable
+
+        check_replaceable(out, "singular_basis")
+        check_writable(out.absolute().parent)
     from qkscope.analyses.singular import singular_basis
 
     basis = singular_basis(load_scope(model, device, dtype), chosen)
+    print_rows("singular values", basis.table(), as_json)
     if out is not None:
         basis.save(out)
-    print_rows("singular values", basis.table(), as_json)
 
 
 @app.command()
@@ -71,8 +78,9 @@ def sparsity(
     check_batch_size(batch_size)
     from qkscope.analyses.sweep import sweep
 
-    result = sweep(
+    sweep(
         model, made, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, batch_size=batch_size,
-        device=device, dtype=dtype,
+        device=device, dtype=dtype, show=lambda result: print_result(result, as_json),
     )  # fmt: skip
-    print_result(result, as_json, out)
+    if not as_json:
+        say(f"Written to {out}.")

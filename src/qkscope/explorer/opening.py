@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from qkscope.capture.cache import cache_dir
 from qkscope.errors import BadInput
 from qkscope.result import Result
 
 log = logging.getLogger(__name__)
 _NAMED = 6
+_LARGEST_PICTURE, _MOST_PICTURES = 1 << 25, 50
 
 
 def view(
@@ -29,7 +32,7 @@ def view(
 
     Parameters
     ----------
-    folder : a run folder; its page is made where it has none yet.
+    folder : a run folder; its page is drawn anew from its data where it has none that was drawn here.
     live : whether to look into a model instead.
     model : what to look into: the fit's model by default, or the embedded one.
     fit : a folder that decompose wrote, for its features; without it a head is fitted when asked.
@@ -53,7 +56,10 @@ def view(
 
 
 def page_of(folder: str | Path) -> Path:
-    """The page of a run folder, made from its results where it has none; what is not whole is refused."""
+    """The page of a run folder, if we have drawn it; else one drawn from its data, in the user's cache.
+
+    A page that came with a folder could hold anybody's scripts. What is not whole is refused.
+    """
     folder = Path(folder)
     inside = sorted(path.parent for path in folder.glob("*/**/results.json")) if folder.is_dir() else []
     if inside and not (folder / "results.json").exists():
@@ -61,22 +67,28 @@ def page_of(folder: str | Path) -> Path:
         raise BadInput(f"{folder} holds {len(inside)} runs: name one of {some}.")
     result = Result.read(folder)
     page = folder / "report.html"
-    if not page.exists():
-        from qkscope.page.report import write_report
+    from qkscope.page.known import drawn_here
+    from qkscope.page.report import write_report
 
-        pictures = {path.stem: path.read_bytes() for path in sorted(folder.glob("figures/*.png"))}
-        try:
-            return write_report(page, result, pictures=pictures)
-        except BadInput:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but not what a run writes
-            raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
-    with page.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(file.tell() - 64, 0))
-        if not file.read().rstrip().endswith(b"</html>"):
-            raise BadInput(f"{page} is half-written: remove it and view the folder again.")
-    return page
+    if drawn_here(page):
+        return page
+    if page.exists():
+        log.info("%s was not drawn here, or has changed since: the page is drawn anew from the folder's data.", page)
+    name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    try:
+        return write_report(cache_dir("pages", f"{name}.html"), result, pictures=_pictures(folder))
+    except BadInput:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but not what a run writes
+        raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
+
+
+def _pictures(folder: Path) -> dict[str, bytes]:
+    """The folder's own figures, and nothing that a link there points to."""
+    own = [path for path in sorted(folder.glob("figures/*.png")) if path.is_file() and not path.is_symlink()]
+    small = [path for path in own if path.stat().st_size <= _LARGEST_PICTURE]
+    read = {path.stem: path.read_bytes() for path in small[:_MOST_PICTURES]}
+    return {name: content for name, content in read.items() if content.startswith(b"\x89PNG")}
 
 
 def _serve(

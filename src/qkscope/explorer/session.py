@@ -7,6 +7,8 @@ what the model would answer. The last token asks. Answers are plain values, read
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +29,7 @@ from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Captured, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
+from qkscope.folders import file_name
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.attribution import attribute_logits
@@ -163,15 +166,20 @@ class Session:
             at = self.scope.check(head)
             if at not in self._features:
                 wanted = [name for name in ("order", "lexical") if name in self._task.contrasts]
-                key = (self.scope.weights_hash, f"{self._task.name}-{self._task.seed}-{_FITTED_ON}", str(at))
-                fit = run_decompose(
-                    self.scope, self._task, [at], _FITTED_ON, cache_dir("explorer", *key), contrasts=wanted or None
-                )
+                place = cache_dir("explorer", self.scope.weights_hash, self._job(wanted), str(at))
+                fit = run_decompose(self.scope, self._task, [at], _FITTED_ON, place, contrasts=wanted or None)
                 assert fit is not None  # only a shard of a job has none
                 self._features[at] = {name: fit[name, at] for name in default_features(fit)}
             return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
 
     # ------------------------------------------------------------------ how it is answered
+
+    def _job(self, contrasts: Sequence[str]) -> str:
+        """What else a fit depends on, for its place in the cache: another size, form or file is another fit."""
+        task = self._task
+        asked = [task.name, dict(task.asked), task.seed, task.chat, list(contrasts), _FITTED_ON,
+                 self.scope.tokenizer_hash, str(self.scope.model.dtype)]  # fmt: skip
+        return f"{file_name(task.name)}-{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]}"
 
     @property
     def _longest(self) -> int:

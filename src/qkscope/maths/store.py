@@ -24,9 +24,25 @@ from qkscope.errors import BadInput
 SCHEMA = 1
 
 
-def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-    """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
+def write_tensors(
+    path: str | Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    manifest: Mapping[str, Any],
+    *,
+    new_folder: bool = True,
+) -> None:
+    """Write to a temporary name beside ``path``, then rename: a reader never sees half a file.
+
+    Parameters
+    ----------
+    new_folder : whether to make the folder where there is none; a run that has made its own says no, as one that is
+        gone was taken away.
+    """
     path = Path(path)
+    if not new_folder and not path.parent.is_dir():
+        raise BadInput(f"{path.parent} was removed while a run was writing to it, and what it held is lost: say the "
+                       "same again.")  # fmt: skip
     temporary = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +84,26 @@ def read_tensors(
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     _check_header(path, kind, header)
     manifest = _manifest(path, header)
-    if header.get("sha256", "") not in ("", _checksum(tensors, header["manifest"])):
-        raise BadInput(f"{path} is damaged: its checksum is not that of what it holds; make it again, elsewhere.")
+    if header.get("sha256") != _checksum(tensors, header["manifest"]):
+        wrong = "its checksum is not that of what it holds" if header.get("sha256") else "it has no checksum"
+        raise BadInput(f"{path} is damaged: {wrong}; make it again, elsewhere.")
     about = manifest.get("about") or {}
     for field, want in (expect or {}).items():
         if about.get(field) != want:
             raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
     return tensors, manifest
+
+
+def check_replaceable(path: str | Path, kind: str) -> None:
+    """Refuse to write where a file stands that is not an earlier one of this kind: it may be somebody's weights."""
+    path = Path(path)
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        with _opened(path) as file:
+            _check_header(path, kind, file.metadata() or {})
+    except BadInput:
+        raise BadInput(f"{path} is there already and is no {kind} of ours: name a new file.") from None
 
 
 def check_shapes(path: str | Path, wanted: Callable[[], Mapping[str, Tensor]], tensors: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from markupsafe import Markup
 from qkscope.analyses.clouds import Cloud
 from qkscope.errors import BadInput
 from qkscope.page.blocks import Block, blocks_of, drawn_tables
+from qkscope.page.known import remember
 from qkscope.result import Result, plain_value, writing
 
 _HERE = Path(__file__).parent
@@ -81,7 +82,9 @@ def report_html(
     pictures : PNG files by caption, inlined.
     clouds : points to turn besides those that the first result has itself.
     """
-    return _render(results, pictures or {}, clouds, title)
+    page = _render(results, pictures or {}, clouds, title)
+    remember(page.encode("utf-8", "backslashreplace"))
+    return page
 
 
 def widget_html(result: Result) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.result import Result, check_folder
+from qkscope.folders import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.result import Result, provenance
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +145,12 @@ def reproduce(
     seed: int = 0,
     device: str = "cpu",
     model: str | None = None,
+    again: bool = False,
+    show: Callable[[Result], object] = lambda result: None,
 ) -> dict[str, Result]:
     """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
+
+    A figure that is finished there (same preset, model, seed, device and versions) is read instead of run.
 
     Parameters
     ----------
@@ -153,24 +158,58 @@ def reproduce(
     preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
     model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
         model, or a nano where training is shown.
+    again : run what is finished too.
+    show : told each figure's result as soon as there is one, before it is written.
     """
     chosen = _checked(paper, figures, preset)
     check_device(device)
     out = Path(out)
-    folders = {figure: check_folder(out / paper / figure) for figure in chosen}
+    folders = {figure: check_folder(out / paper / figure, f"{paper}/{figure}") for figure in chosen}
+    asked = {figure: {"preset": preset, "model": _known(model or e.model), "seed": seed, "device": device}
+             for figure, e in chosen.items()}  # fmt: skip
+    results = {} if again else {
+        figure: found for figure in chosen if (found := _finished(folders[figure], asked[figure])) is not None
+    }  # fmt: skip
+    if results:
+        log.info("Finished in %s already, and not run again (--again does): %s.", out / paper, ", ".join(results))
+    for result in results.values():
+        show(result)
+    missing = {figure: experiment for figure, experiment in chosen.items() if figure not in results}
     settings = Settings(preset, out, seed, device, model=model or EMBEDDED)
-    for prepare in dict.fromkeys(experiment.prepare for experiment in chosen.values() if experiment.prepare):
-        _resolve(prepare)([figure for figure, e in chosen.items() if e.prepare == prepare], settings)
-    results = {}
-    for figure, experiment in chosen.items():
-        log.info("%s/%s: %s ...", paper, figure, experiment.title)
-        start = time.perf_counter()
-        result: Result = _resolve(experiment.run)(replace(settings, figure=figure, model=model or experiment.model))
-        result = replace(result, seconds=time.perf_counter() - start)
-        files: Mapping[str, str | bytes] = _resolve(experiment.draw)(result)
-        result.write(folders[figure], files=files)
-        results[figure] = result
-    return results
+    with kept_if_stopped(out, lambda: bool(results)):
+        for prepare in dict.fromkeys(experiment.prepare for experiment in missing.values() if experiment.prepare):
+            _resolve(prepare)([figure for figure, e in missing.items() if e.prepare == prepare], settings)
+        for figure, experiment in missing.items():
+            log.info("%s/%s: %s ...", paper, figure, experiment.title)
+            start = time.perf_counter()
+            result = _resolve(experiment.run)(replace(settings, figure=figure, model=model or experiment.model))
+            made_by = {**result.provenance, "figure": asked[figure]}
+            result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
+            show(result)
+            files: Mapping[str, str | bytes] = _resolve(experiment.draw)(result)
+            result.write(folders[figure], files=files)
+            results[figure] = result
+    return {figure: results[figure] for figure in chosen}
+
+
+def _known(model: str) -> str:
+    """A model by name; one in a folder also by its weights, which may have been trained on since."""
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        return model
+    from qkscope.capture.load import folder_hash
+
+    return f"{model} {folder_hash(folder)}"
+
+
+def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:
+    """The figure that stands in a folder, if this very one was asked for there, with the same versions as here."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+        same = manifest.get("figure") == asked and manifest.get("versions") == provenance()["versions"]
+        return Result.read(folder) if same else None
+    except BadInput:  # none there, or half-written
+        return None
 
 
 def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Experiment]:

@@ -15,15 +15,19 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.folders import kept_if_stopped
 from qkscope.toys.trainer import Trained, Trainer
 
 log = logging.getLogger(__name__)
 
 _WARM_UP = 2
+TRAINED = r"[^/]+\.safetensors"
+"""What a folder of trained toys holds."""
 
 
 class Progress:
@@ -67,10 +71,13 @@ class Progress:
 def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Trained]:
     """Train everything to its end; `workers` CPU threads (as many as cores by default)."""
     progress = Progress(trainers)
-    if all(trainer.task.device.type == "cuda" for trainer in trainers):
-        _run_graphs(trainers, progress)
-    else:
-        _run_threads(trainers, progress, workers or _cores())
+    saved = [trainer.checkpoint for trainer in trainers if trainer.checkpoint is not None]
+    where = saved[0].parent if saved else Path()
+    with kept_if_stopped(where, lambda: any(path.exists() for path in saved)):
+        if all(trainer.task.device.type == "cuda" for trainer in trainers):
+            _run_graphs(trainers, progress)
+        else:
+            _run_threads(trainers, progress, workers or _cores())
     progress.close()
     return [trainer.result() for trainer in trainers]
 
@@ -98,6 +105,8 @@ def _run_threads(trainers: Sequence[Trainer], progress: Progress, workers: int) 
                 trainer.train_step()
             trainer.check(steps)
             progress()
+        if stop.is_set() and not trainer.done and trainer.checkpoint is not None:
+            trainer.save()  # at a check, so that it goes on as if it had not stopped
 
     try:
         with ThreadPoolExecutor(max_workers=min(workers, len(trainers))) as pool:

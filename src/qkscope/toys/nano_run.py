@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.result import Claim, Result, check_folder, provenance
-from qkscope.toys.nano import PRESETS, STATE, NanoTrainer
+from qkscope.folders import check_folder, kept_if_stopped, only_writer
+from qkscope.result import Claim, Result, provenance
+from qkscope.toys.nano import PRESETS, STATE, NanoRecipe, NanoTrainer
 from qkscope.toys.nano_score import CLAIMED
+
+_KEPT = (
+    r"state\.safetensors|(\d+|\.\d+\.[0-9a-f]{32})/"
+    r"(config\.json|model\.safetensors|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json)"
+)
+"""What a training run keeps besides what it lists: its state and its checkpoints."""
 
 
 def train_nano(
@@ -26,6 +31,8 @@ def train_nano(
     device: str = "cpu",
     check_every: int | None = None,
     lr: float | None = None,
+    show: Callable[[Result], object] = lambda result: None,
+    draw: Callable[[Result], Mapping[str, str | bytes]] | None = None,
 ) -> Result:
     """Train into ``out/STEP``, going on where an earlier run in the same folder was stopped.
 
@@ -33,6 +40,8 @@ def train_nano(
     ----------
     preset : ``default`` learns every task; ``smoke`` is too small and too short to, and ends in half a minute.
     steps, check_every, lr : instead of the preset's; a checkpoint is kept at every check.
+    show : told the result before it is written.
+    draw : gives the page and figures that are written beside the checkpoints; without it nothing is.
     """
     if preset not in PRESETS:
         raise BadInput(f"there is no preset {preset!r}: take {' or '.join(PRESETS)}.")
@@ -41,11 +50,17 @@ def train_nano(
     changed: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
     recipe = replace(PRESETS[preset], **{name: value for name, value in changed.items() if value is not None})
     found = check_device(device)
-    out = Path(out)
-    if not (out / STATE).exists():  # a folder with a state is a run of ours, finished or not
-        check_folder(out)
+    out = check_folder(out, "train/nano", state=_KEPT)
+    with only_writer(out), kept_if_stopped(out, (out / STATE).exists):
+        result = _trained(NanoTrainer(out, recipe, seed, found), recipe, preset, seed, device)
+        show(result)
+        if draw is not None:
+            result.write(out, files=draw(result), state=_KEPT)
+    return result
+
+
+def _trained(trainer: NanoTrainer, recipe: NanoRecipe, preset: str, seed: int, device: str) -> Result:
     start = time.perf_counter()
-    trainer = NanoTrainer(out, recipe, seed, found)
     curve = trainer.run()
     seconds = time.perf_counter() - start
     final = {row["task"]: row for row in curve if row["step"] == recipe.steps}
@@ -65,25 +80,6 @@ def train_nano(
         seconds=seconds,
         provenance=provenance(recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device),
     )  # fmt: skip
-
-
-def write_beside(result: Result, out: str | Path, files: Mapping[str, str | bytes]) -> None:
-    """Write a run's files into the folder that holds its checkpoints, each whole or not at all."""
-    out = Path(out)
-    fresh = out / ".results"
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
-        result.write(fresh, files=files)
-        for path in sorted(fresh.rglob("*")):
-            target = out / path.relative_to(fresh)
-            if path.is_dir():
-                target.mkdir(exist_ok=True)
-            else:
-                os.replace(path, target)
-    except OSError as error:
-        raise BadInput(f"{out} cannot be written ({error.strerror}): choose another folder.") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def last_rows(result: Result) -> list[dict[str, Any]]:

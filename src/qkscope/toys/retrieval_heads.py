@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from qkscope.folders import only_writer
 from qkscope.maths.store import read_tensors
 from qkscope.toys.fleet import train_all
 from qkscope.toys.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant, derived_seed
@@ -62,20 +63,27 @@ def train_heads(
     """Heads for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
     folder, recipe = Path(folder), recipe or Recipe()
     paths = {cell: folder / f"{cell.slug}-{_recipe_hash(cell, lr, recipe)}.safetensors" for cell in cells}
+    if any(not path.exists() for path in paths.values()):
+        with only_writer(folder):
+            _train_missing(paths, folder, lr, recipe, device, workers)
+    return [_read(cell, paths[cell]) for cell in cells]
+
+
+def _train_missing(
+    paths: Mapping[Cell, Path], folder: Path, lr: float, recipe: Recipe, device: str, workers: int | None
+) -> None:
     missing = [cell for cell in paths if not paths[cell].exists()]
     for cell in missing:
         cell.task.warn_if_crowded(cell.d_head)
-    if missing:
-        tasks = [StackedRetrieval(group, device=device) for group in _groups(missing, merge_widths=device != "cpu")]
-        trainers = [_trainer(task, lr, recipe, folder) for task in tasks]
-        for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
-            heads = task.heads(trained.params)
-            for i, cell in enumerate(task.cells):
-                heads[i].save(paths[cell], steps=trained.stopped_at[i], reason=trained.reasons[i],
-                              loss=trained.final_loss[i], lr=lr)  # fmt: skip
-            if trainer.checkpoint is not None:
-                trainer.checkpoint.unlink(missing_ok=True)
-    return [_read(cell, paths[cell]) for cell in cells]
+    tasks = [StackedRetrieval(group, device=device) for group in _groups(missing, merge_widths=device != "cpu")]
+    trainers = [_trainer(task, lr, recipe, folder) for task in tasks]
+    for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
+        heads = task.heads(trained.params)
+        for i, cell in enumerate(task.cells):
+            heads[i].save(paths[cell], steps=trained.stopped_at[i], reason=trained.reasons[i],
+                          loss=trained.final_loss[i], lr=lr)  # fmt: skip
+        if trainer.checkpoint is not None:
+            trainer.checkpoint.unlink(missing_ok=True)
 
 
 def _trainer(task: StackedRetrieval, lr: float, recipe: Recipe, folder: Path) -> Trainer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.fleet import check_workers
+from qkscope.toys.fleet import TRAINED, check_workers
 from qkscope.toys.retrieval import Retrieval, Variant
 from qkscope.toys.retrieval_heads import GRIDS, all_grids, grid, train_heads
 from qkscope.toys.retrieval_training import Cell
@@ -32,6 +32,7 @@ def train_retrieval(
     device: str = "cpu",
     workers: int | None = None,
     contexts: int = 4096,
+    show: Callable[[Result], object] = lambda result: None,
 ) -> Result:
     """Train heads into ``out/heads`` (resuming what was interrupted) and write ``out/retrieval``.
 
@@ -40,6 +41,7 @@ def train_retrieval(
     grids : ``all`` for the paper's four, or one as ``discrete-8``; without it, the one cell that ``ranks`` names.
     as_written : standard Gaussian maps and noise, as the paper's text has them, instead of those that reproduce it.
     contexts : fresh contexts per head for its accuracy and ceilings.
+    show : told the result before it is written.
     """
     if seeds < 1:
         raise BadInput(f"the number of seeds must be at least 1, but got {seeds}.")
@@ -48,7 +50,8 @@ def train_retrieval(
     scales: dict[str, Any] = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0} if as_written else {}
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)
-    folder = check_folder(out / "retrieval")
+    folder = check_folder(out / "retrieval", "toy/retrieval")
+    check_folder(out / "heads", state=TRAINED, called="other files than toys")
     start = time.perf_counter()
     recipe = Recipe(steps=steps)
     trained = train_heads(cells, out / "heads", lr=lr, recipe=recipe, device=device, workers=workers)
@@ -74,6 +77,7 @@ def train_retrieval(
         provenance=provenance(grids=grids, ranks=list(ranks), seeds=seeds, lr=lr, recipe=recipe.about(), device=device,
                               as_written=as_written),
     )  # fmt: skip
+    show(result)
     result.write(folder)
     return result
 

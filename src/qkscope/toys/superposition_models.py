@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.folders import only_writer
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.toys.fleet import train_all
 from qkscope.toys.retrieval import derived_seed
@@ -55,22 +56,27 @@ def train_toys(
     """Toys for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
     folder = Path(folder)
     paths = {cell: folder / f"{_slug(cell)}.safetensors" for cell in cells}
-    missing = [cell for cell in paths if not paths[cell].exists()]
-    if missing:
-        tasks = [StackedSuperposition(group, device=device) for group in stacks(missing)]
-        trainers = [_trainer(task, folder) for task in tasks]
-        for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
-            assert trained.history is not None
-            along = [task.toys({name: value[check] for name, value in trained.history.items()})
-                     for check in range(len(trained.curve_steps))]  # fmt: skip
-            for i, cell in enumerate(task.cells):
-                weights = {name: torch.stack([getattr(toys[i], name).float() for toys in along]) for name in _WEIGHTS}
-                about = {"cell": cell_to_json(cell), "steps": trained.curve_steps, "reason": trained.reasons[i],
-                         "loss": trained.final_loss[i]}  # fmt: skip
-                write_tensors(paths[cell], "superposition toy", weights, {"about": about})
-            assert trainer.checkpoint is not None
-            trainer.checkpoint.unlink(missing_ok=True)
+    if any(not path.exists() for path in paths.values()):
+        with only_writer(folder):
+            _train_missing(paths, folder, device, workers)
     return [_read(cell, paths[cell]) for cell in cells]
+
+
+def _train_missing(paths: Mapping[Cell, Path], folder: Path, device: str, workers: int | None) -> None:
+    missing = [cell for cell in paths if not paths[cell].exists()]
+    tasks = [StackedSuperposition(group, device=device) for group in stacks(missing)]
+    trainers = [_trainer(task, folder) for task in tasks]
+    for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
+        assert trained.history is not None
+        along = [task.toys({name: value[check] for name, value in trained.history.items()})
+                 for check in range(len(trained.curve_steps))]  # fmt: skip
+        for i, cell in enumerate(task.cells):
+            weights = {name: torch.stack([getattr(toys[i], name).float() for toys in along]) for name in _WEIGHTS}
+            about = {"cell": cell_to_json(cell), "steps": trained.curve_steps, "reason": trained.reasons[i],
+                     "loss": trained.final_loss[i]}  # fmt: skip
+            write_tensors(paths[cell], "superposition toy", weights, {"about": about})
+        assert trainer.checkpoint is not None
+        trainer.checkpoint.unlink(missing_ok=True)
 
 
 def stacks(cells: Sequence[Cell]) -> list[list[Cell]]:

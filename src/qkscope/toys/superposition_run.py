@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import torch
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.result import Result, check_folder, provenance
-from qkscope.toys.fleet import check_workers
+from qkscope.toys.fleet import TRAINED, check_workers
 from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
 from qkscope.toys.superposition_models import train_toys
 from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
 from qkscope.toys.superposition_training import Cell
+
+_LARGEST_TARGET = 1 << 26  # bytes
 
 
 def train_superposition(
@@ -41,6 +43,7 @@ def train_superposition(
     every: int = 200,
     device: str = "cpu",
     workers: int | None = None,
+    show: Callable[[Result], object] = lambda result: None,
 ) -> Result:
     """Train toys into ``out/toys`` (resuming what was interrupted) and write ``out/superposition``.
 
@@ -49,6 +52,7 @@ def train_superposition(
     p, weight : one toy for every combination, side by side.
     pairs : pairs of interest with their target logits; or ``target``, a JSON file with the whole matrix M.
     every : steps between the checkpoints that are kept with a toy.
+    show : told the result before it is written.
     """
     if min(seeds, steps, every) < 1:
         raise BadInput(f"seeds, steps and every are at least 1, but got {seeds}, {steps} and {every}.")
@@ -64,7 +68,8 @@ def train_superposition(
                 else Superposition(pairs=tuple(pairs), **options))  # fmt: skip
         tasks[f"p={one_p:g} λ={one_weight:g}"] = made
     out = Path(out)
-    folder = check_folder(out / "superposition")
+    folder = check_folder(out / "superposition", "toy/superposition")
+    check_folder(out / "toys", state=TRAINED, called="other files than toys")
     start = time.perf_counter()
     named = [(config, Cell(task, seed, steps, lr, every=every))
              for config, task in tasks.items() for seed in range(seeds)]  # fmt: skip
@@ -89,6 +94,7 @@ def train_superposition(
         provenance=provenance(**shape, p=list(p), weight=list(weight), pairs=[list(x) for x in pairs], seeds=seeds,
                               steps=steps, lr=lr, target=None if target is None else str(target), device=device),
     )  # fmt: skip
+    show(result)
     result.write(folder)
     return result
 
@@ -112,9 +118,16 @@ def parse_pairs(text: str) -> list[Pair]:
 
 def read_target(path: str | Path) -> torch.Tensor:
     """M from a JSON file: a list of rows."""
+    path = Path(path)
+    if not path.is_file():  # nor a pipe or a device, which would never end
+        raise BadInput(f"there is no file {path} with a target matrix.")
     try:
-        return torch.tensor(json.loads(Path(path).read_text()), dtype=torch.float64)
-    except OSError:
-        raise BadInput(f"there is no file {path} with a target matrix.") from None
-    except (ValueError, TypeError):
+        if path.stat().st_size > _LARGEST_TARGET:
+            raise BadInput(f"{path} has {path.stat().st_size:,} bytes, too many for a target matrix.")
+        return torch.tensor(json.loads(path.read_text()), dtype=torch.float64)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}).") from None
+    except BadInput:
+        raise
+    except (ValueError, TypeError, RecursionError):
         raise BadInput(f"{path} holds no matrix: write rows of numbers, as [[1, 0], [0, 1]].") from None

@@ -360,7 +360,8 @@ class Trainer:
             "curve_steps": torch.tensor(self.curve_steps), "curves": torch.stack(self.curves),
             **({"history": torch.stack(self.history)} if self.keep_history else {}),
         }  # fmt: skip
-        write_tensors(self.checkpoint, "training", tensors, {"about": self._about(), "step": self.step})
+        manifest = {"about": self._about(), "step": self.step}
+        write_tensors(self.checkpoint, "training", tensors, manifest, new_folder=False)
         self._saved = time.monotonic()
 
     def _resume(self) -> None:

@@ -1,0 +1,493 @@
+"""Facts about folders: nobody's file is destroyed; a run that is stopped, killed or robbed of its folder says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from qkscope import BadInput, cli, tasks
+from qkscope.analyses import shards, sums
+from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.shards import merge, together
+from qkscope.analyses.sums import sums_file
+from qkscope.capture.scope import Scope
+from qkscope.folders import check_folder, file_name, only_writer
+from qkscope.maths.store import read_tensors
+from qkscope.result import Result, provenance
+from qkscope.tasks.words import OBJECTS
+from tiny_llama import write_tiny_llama
+
+JOB = {"contrasts": ["order"], "batch_size": 4}
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def scope(model: Path) -> Scope:
+    return Scope.load(model, device="cpu")
+
+
+@pytest.fixture
+def qkscope(monkeypatch, capsys):
+    """The command line in this process: its exit code, what it printed and what it complained about."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def no_model(monkeypatch) -> None:
+    def load(*given, **options):
+        raise AssertionError("a model was loaded before the folder was looked at")
+
+    monkeypatch.setattr(Scope, "load", load)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def fitted(scope: Scope, out: Path, **more: object):
+    return run_decompose(scope, tasks.binding(4), ["L1H3"], 16, out, **{**JOB, **more})
+
+
+# ---------------------------------------------------------------- a user's folder
+
+DISCOVER = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", 160, "--directions", 4]
+EVERY = {
+    "discover": (DISCOVER, ""),
+    "atlas": (["atlas", "--model", "nano:mixed"], ""),
+    "demo": (["demo"], ""),
+    "decompose": (["decompose", "binding", "--heads", "L1H3"], ""),
+    "sparsity": (["sparsity", "ioi", "--model", "nano:mixed"], ""),
+    "nano": (["train", "nano", "--preset", "smoke"], ""),
+    "reproduce": (["reproduce", "lee2026", "fig2", "--preset", "smoke"], "lee2026/fig2"),
+    "retrieval": (["toy", "retrieval", "--steps", 2], "retrieval"),
+    "heads of retrieval": (["toy", "retrieval", "--steps", 2], "heads"),
+    "superposition": (["toy", "superposition", "--steps", 2], "superposition"),
+    "toys of superposition": (["toy", "superposition", "--steps", 2], "toys"),
+}
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
+    """As it was found: a folder with a results.json, not ours, was taken for a run and replaced."""
+    arguments, below = EVERY[command]
+    mine = tmp_path / "p" / below
+    mine.mkdir(parents=True)
+    (mine / "results.json").write_text("{}\n")
+    (mine / "thesis.tex").write_text("years of work")
+    before = contents(tmp_path)
+    code, out, said = qkscope(*arguments, "--out", tmp_path / "p")
+    assert (code, out) == (2, "")
+    assert f"{mine} holds other" in said
+    assert "results.json: name a new folder." in said
+    assert contents(tmp_path) == before
+
+
+def test_a_fit_is_no_place_for_another_kind_of_run(scope, tmp_path, qkscope, no_model):
+    fitted(scope, tmp_path / "fit")
+    Result("atlas", {}, provenance=provenance()).write(tmp_path / "atlas")
+    before = contents(tmp_path)
+    for arguments, kind in ((DISCOVER, "discover"), (["demo"], "demo"), (["atlas"], "atlas")):
+        code, _, said = qkscope(*arguments, "--out", tmp_path / "fit")
+        assert (code, f"holds a run of decompose/binding, not of {kind}: name a new folder." in said) == (2, True)
+    code, _, said = qkscope("demo", "--out", tmp_path / "atlas")
+    assert (code, "holds a run of atlas, not of demo" in said) == (2, True)
+    with pytest.raises(BadInput, match="holds a run of atlas, not of decompose"):
+        fitted(scope, tmp_path / "atlas")
+    with pytest.raises(BadInput, match=r"holds other files than a run, job\.json"):
+        Result("decompose/binding", {}).write(tmp_path / "fit")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "figures/mine.png", "shards/data.csv", "7/thesis.tex"])
+def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
+    fitted(scope, tmp_path / "fit")
+    Result("demo", {}).write(tmp_path / "demo", files={"figures/a.png": b"png"})
+    for folder in (tmp_path / "fit", tmp_path / "demo"):
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(BadInput, match=f"holds other things than a fit, {place}: name a new folder"):
+        fitted(scope, tmp_path / "fit")
+    with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
+        Result("demo", {}).write(tmp_path / "demo")
+    assert contents(tmp_path) == before
+
+
+def test_weights_are_not_replaced_by_singular_vectors(model, tmp_path, qkscope, no_model):
+    weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
+    before = weights.read_bytes()
+    code, _, said = qkscope("svd", "--model", model, "--out", weights)
+    assert (code, "is there already and is no singular_basis of ours: name a new file" in said) == (2, True)
+    assert weights.read_bytes() == before
+
+
+def test_a_link_to_a_folder_stays_one(scope, tmp_path):
+    for name in ("fits", "runs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"to {name}").symlink_to(tmp_path / name)
+    (tmp_path / "to nothing").symlink_to(tmp_path / "nothing")
+    for seed in (0, 1):
+        fitted(scope, tmp_path / "to fits")
+        Result("demo", {}, seed=seed).write(tmp_path / "to runs")
+        assert (tmp_path / "to fits").is_symlink()
+        assert (tmp_path / "to runs").is_symlink()
+        assert Result.read(tmp_path / "runs").seed == seed
+    assert load_fit(tmp_path / "fits", scope)[0].heads
+    (tmp_path / "runs" / "thesis.tex").write_text("mine")
+    with pytest.raises(BadInput, match=r"holds other files than a run, thesis\.tex"):
+        Result("demo", {}).write(tmp_path / "to runs")
+    with pytest.raises(BadInput, match="is a link to a folder that is not there"):
+        check_folder(tmp_path / "to nothing")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.png").write_text("mine")
+    linked = Result("demo", {}).write(tmp_path / "linked", files={"figures/a.png": b"png"})
+    shutil.rmtree(linked / "figures")
+    (linked / "figures").symlink_to(tmp_path / "mine")
+    with pytest.raises(BadInput, match="holds other files than a run, figures"):  # writing would go through it
+        Result("demo", {}).write(linked, files={"figures/a.png": b"png"})
+    assert (tmp_path / "mine" / "a.png").read_text() == "mine"
+
+
+def test_a_run_of_an_earlier_version_is_read_and_written_into(scope, tmp_path):
+    """They did not list their files: only names that such runs wrote are taken for theirs."""
+    folder = Result("demo", {}, provenance=provenance()).write(tmp_path / "run", files={"figures/a.png": b"png"})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("files", "experiment"):
+        del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert Result.read(folder).experiment == "demo"
+    for extra in ("notes.txt", "figures/notes.txt", "deeper/figures/a.png"):
+        (folder / extra).parent.mkdir(exist_ok=True, parents=True)
+        (folder / extra).write_text("mine")
+        with pytest.raises(BadInput, match=f"other files than a run, {extra}"):
+            check_folder(folder, "demo")
+        (folder / extra).unlink()
+    with pytest.raises(BadInput, match="holds a run of demo, not of atlas"):
+        check_folder(folder, "atlas")
+    Result("demo", {}, seed=1).write(folder)
+    assert Result.read(folder).seed == 1
+    assert not (folder / "figures").exists()
+    fitted(scope, tmp_path / "fit")
+    manifest = json.loads((tmp_path / "fit" / "manifest.json").read_text())
+    del manifest["files"]
+    (tmp_path / "fit" / "manifest.json").write_text(json.dumps(manifest))
+    fitted(scope, tmp_path / "fit")
+    assert "report.html" in json.loads((tmp_path / "fit" / "manifest.json").read_text())["files"]
+    fitted(scope, tmp_path / "fit")
+    assert load_fit(tmp_path / "fit", scope)[0].heads  # its sums are not on the list, and stay
+
+
+def test_only_what_is_listed_is_removed(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    folder = Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"a", "figures/b.png": b"b"})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"] == ["figures/a.png", "figures/b.png", "manifest.json", "results.json"]
+    hostile = [*manifest["files"], "../mine.txt", str(tmp_path / "mine.txt")]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": hostile}))
+    (folder / ".work").mkdir()
+    (folder / ".work" / "piece").write_text("of a run that is not finished")
+    Result("demo", {}).write(folder, files={"figures/a.png": b"new"})
+    assert set(contents(folder)) == {"figures/a.png", "manifest.json", "results.json", ".work/piece"}
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_be_written_again(tmp_path, monkeypatch):
+    real, moments = Path.replace, []
+
+    def run(seed: int) -> Path:
+        files = {"report.html": f"{seed}", f"figures/{seed}.png": b"png"}
+        return Result("demo", {}, seed=seed).write(tmp_path / "run", files=files)
+
+    for last in range(9):
+        left = [last]
+        monkeypatch.undo()
+        run(0)
+
+        def dies(path: Path, target: Path, left=left) -> Path:
+            if not left[0]:
+                raise OSError(5, "the power is gone")
+            left[0] -= 1
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "replace", dies)
+        try:
+            run(1)
+        except BadInput as error:
+            assert "the power is gone" in str(error)  # noqa: PT017 (it may also have been whole by then)
+        monkeypatch.undo()
+        try:
+            read = Result.read(tmp_path / "run")
+        except BadInput as error:
+            assert "holds no results.json, so no finished run" in str(error)  # noqa: PT017
+            moments.append("half")
+        else:
+            page = (tmp_path / "run" / "report.html").read_text()
+            moments.append("old" if (read.seed, page) == (0, "0") else "new")
+            assert (read.seed, page) in ((0, "0"), (1, "1"))
+    assert list(dict.fromkeys(moments)) == ["old", "half", "new"]
+
+
+def test_nothing_is_left_where_nothing_could_be_written(tmp_path, monkeypatch):
+    """Everything is on the disk before the first file takes its place: an earlier run survives a full disk."""
+    folder = Result("demo", {}).write(tmp_path / "run", files={"report.html": "old"})
+    before = contents(folder)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for place in (folder, tmp_path / "new"):
+        with pytest.raises(BadInput, match="No space left on device"):
+            Result("demo", {}).write(place, files={"report.html": "new"})
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# ---------------------------------------------------------------- stopped, and robbed of the folder
+
+
+def test_a_scheduler_stops_a_run_as_ctrl_c_does(model, scope, tmp_path):
+    """SIGTERM to the command itself: saved after the batch, exit code 143, and the same command goes on."""
+    out = tmp_path / "fit"
+    command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order"]
+    command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", out]
+    asked = [sys.executable, "-m", "qkscope", *map(str, command)]
+    running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
+    while not sums_file(out, "order").exists() and running.poll() is None:
+        time.sleep(0.01)
+    before = read_tensors(sums_file(out, "order"), "sums")[1]["batches"]
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate()[1]
+    assert running.returncode == 143, said
+    assert f"What is done is saved in {out}: say the same again, and it goes on from there." in said
+    assert "Traceback" not in said
+    _, manifest = read_tensors(sums_file(out, "order"), "sums")
+    assert before < manifest["batches"] < manifest["of"] == 1000
+    assert not (out / ".lock").exists()
+
+
+def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeypatch):
+    """In the middle, when something is still to be saved; and at the end, when all is shown but not yet written."""
+    shown: list[object] = []
+
+    def rob(*given):
+        shown.extend(given)
+        shutil.rmtree(tmp_path / "fit")
+
+    with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
+        fitted(scope, tmp_path / "fit", show=rob)
+    assert len(shown) == 1
+    assert not (tmp_path / "fit").exists(), "a folder without its sums would pass for a fit"
+
+    def rows(*given, real=sums.contrast_rows):
+        shutil.rmtree(tmp_path / "fit", ignore_errors=True)
+        return real(*given)
+
+    monkeypatch.setattr(sums, "contrast_rows", rows)
+    with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
+        fitted(scope, tmp_path / "fit")
+    assert not (tmp_path / "fit").exists()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(BadInput, match="other was removed while"), only_writer(tmp_path / "other"):
+        os.system(f"mv {tmp_path}/other {tmp_path}/away && mv {tmp_path}/new {tmp_path}/other")  # the same name
+    assert (tmp_path / "other").is_dir()
+
+
+def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope, monkeypatch):
+    """The disk fills up in the meantime: the numbers are on the screen when that is said."""
+    monkeypatch.setattr("qkscope.folders._write_bytes", disk_is_full_for("results.json"))
+    tiny = ["--model", model, "--device", "cpu", "--json"]
+    for arguments, experiment in (
+        (
+            ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", *tiny],
+            "decompose",
+        ),
+        (["toy", "retrieval", "--steps", 2, "--json"], "toy"),
+        (["toy", "superposition", "--steps", 2, "--json"], "toy"),
+    ):
+        code, out, said = qkscope(*arguments, "--out", tmp_path / experiment)
+        assert (code, "No space left on device" in said) == (2, True)
+        assert json.loads(out)["experiment"].startswith(experiment)
+
+
+def disk_is_full_for(name: str):
+    from qkscope.folders import _write_bytes as real
+
+    def write(path: Path, content: bytes, new_folder: bool = True) -> None:
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        real(path, content, new_folder)
+
+    return write
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    from qkscope.analyses.sweep import sweep
+    from qkscope.toys.nano_run import train_nano
+    from qkscope.toys.retrieval_run import train_retrieval
+    from qkscope.toys.superposition_run import train_superposition
+
+    for folder, run in (
+        (tmp_path / "nano", lambda: train_nano(tmp_path / "nano", preset="smoke", steps=1)),
+        (tmp_path / "a" / "heads", lambda: train_retrieval(tmp_path / "a", steps=1)),
+        (tmp_path / "b" / "toys", lambda: train_superposition(tmp_path / "b", steps=1)),
+        (tmp_path / "sweep", lambda: sweep("nano:mixed", tasks.ioi(), None, n=2, out=tmp_path / "sweep")),
+    ):
+        with only_writer(folder), pytest.raises(BadInput, match="another run is writing to"):
+            run()
+        assert not folder.exists()  # it was made for the lock alone
+    with only_writer(tmp_path / "mine"):  # our own lock does not keep us out
+        Result("demo", {}).write(tmp_path / "mine")
+    assert set(contents(tmp_path / "mine")) == {"manifest.json", "results.json"}
+
+
+# ---------------------------------------------------------------- torchrun
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**started, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_finished_job_of_torchrun_is_read_and_not_run(model, scope, tmp_path, qkscope, monkeypatch, under_torchrun):
+    """Here the other process never comes: none is waited for."""
+    fitted(scope, tmp_path / "fit")
+    monkeypatch.setattr(sums, "contrast_rows", None)
+    command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", "--json"]
+    command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", tmp_path / "fit"]
+    code, out, said = qkscope(*command)
+    assert (code, json.loads(out)["experiment"]) == (0, "decompose/binding"), said
+    monkeypatch.setenv("RANK", "1")
+    assert qkscope(*command)[:2] == (0, "")
+
+
+def test_processes_that_do_not_meet_say_so(monkeypatch, under_torchrun):
+    from datetime import timedelta
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(shards, "_MEETING", timedelta(seconds=1))
+    with pytest.raises(BadInput, match="the 2 processes of torchrun did not meet"), together((1, 2), "cpu"):
+        pass
+
+
+# ---------------------------------------------------------------- odd names, numbers and files
+
+
+def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
+    """A character is nine bytes of a quoted name, and a disk takes 255."""
+    name = "对比" * 15
+    lines = [
+        {"prompt": f"{word} : A hat : B {word} :", "keys": [{"text": "A", "labels": {name: 1}},
+                                                         {"text": "B", "labels": {name: -1}}]}
+        for word in OBJECTS[:30]
+    ]  # fmt: skip
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = tasks.from_jsonl(tmp_path / "mine.jsonl")
+    for _ in range(2):  # and the folder is known again
+        run_decompose(scope, task, ["L1H3"], 8, tmp_path / "fit", batch_size=4)
+    assert load_fit(tmp_path / "fit", scope)[0][name, "L1H3"].rank
+    assert file_name(name) != file_name(name + "x")
+    assert file_name("order") == "order"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["heads", "binding", "--seed", 2**64], "--seed is a whole number from 0 to 9223372036854775807"),
+        (["heads", "binding", "--seed", -1], "--seed is a whole number from 0"),
+        (
+            ["heads", "binding", "-n", 10**9],
+            "1,000,000,000 prompts are more than can be drawn: take at most 10,000,000",
+        ),
+        (["explain", "fit", "caf\udce9:"], r"'caf\udce9:' is not text in UTF-8"),
+        (["heads", "\udcff.jsonl"], r"'\udcff.jsonl' is not text in UTF-8"),
+        (["toy", "superposition", "--target", "PIPE"], "there is no file"),
+        (["toy", "superposition", "--target", "/dev/zero"], "there is no file"),
+        (["made", "PIPES"], "holds no manifest.json"),
+        (["view", "PIPES", "--no-browser"], "is damaged or half-written"),
+    ],
+)
+def test_odd_arguments_get_a_sentence_at_once(arguments, says, tmp_path, qkscope, no_model):
+    (tmp_path / "PIPES").mkdir()
+    for pipe in ("PIPE", "PIPES/manifest.json"):
+        os.mkfifo(tmp_path / pipe)
+    (tmp_path / "PIPES" / "results.json").write_text('{"schema": 1}')
+    given = [tmp_path / part if str(part).startswith("PIPE") else part for part in arguments]
+    code, out, said = qkscope(*given)
+    assert (code, out) == (2, "")
+    assert says in said
+
+
+def test_sums_without_their_checksum_are_refused(scope, tmp_path):
+    fitted(scope, tmp_path / "fit")
+    path = sums_file(tmp_path / "fit", "order")
+    tensors, manifest = read_tensors(path, "sums")
+    header = {"schema": "1", "kind": "sums", "manifest": json.dumps(manifest, sort_keys=True)}
+    for more in ({}, {"sha256": ""}):
+        save_file(tensors, path, {**header, **more})
+        with pytest.raises(BadInput, match=r"order\.safetensors is damaged: it has no checksum"):
+            load_fit(tmp_path / "fit", scope)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["qkscope heads ioi; rm -rf ~", "rm -rf ~", "qkscope heads $(reboot)", "qkscope heads 'a\nb'", "qkscope 'heads",
+     "qkscope heads \x1b[2J", "qkscope heads ioi --evil x", "qkscope nonsense"],
+)  # fmt: skip
+def test_a_command_that_is_not_ours_is_not_offered(command, tmp_path, qkscope):
+    about = {**provenance(model="\x1b[2J\x9b31mred", n=3), "command": command}
+    Result("demo", {}, provenance=about).write(tmp_path / "run")
+    code, out, _ = qkscope("made", tmp_path / "run")
+    assert code == 0
+    assert command not in out
+    assert not {"\x1b", "\x9b"} & set(out)
+    assert r"model: \x1b[2J\x9b31mred" in out
+    code, out, _ = qkscope("made", tmp_path / "run", "--json")
+    assert not {"\x1b", "\x9b"} & set(out)
+    assert json.loads(out)["rows"][-1]
+
+
+def test_a_commands_own_words_are_offered(tmp_path, qkscope):
+    said = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"
+    Result("demo", {}, provenance={**provenance(), "command": said}).write(tmp_path / "run")
+    assert qkscope("made", tmp_path / "run")[1].startswith(f"command: {said}\n")
+
+
+def test_merged_shards_do_not_take_anybodys_folder(scope, tmp_path):
+    for index in (0, 1):
+        fitted(scope, tmp_path / str(index), shard=(index, 2))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    with pytest.raises(BadInput, match=r"holds other things than a fit, thesis\.tex: name a new folder"):
+        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "mine")
+    assert set(contents(tmp_path / "mine")) == {"thesis.tex"}
+    assert torch.isfinite(merge([tmp_path / "0", tmp_path / "1"], tmp_path / "new")["order", "L1H3"].S).all()
