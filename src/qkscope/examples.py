@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkscope.errors import BadInput, check_kind
+from qkscope.kinds import checked_class
 
 Span = tuple[int, int]
 """Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
 
 
+@checked_class
 @dataclass(frozen=True)
 class Key:
     """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no part".
@@ -38,6 +40,7 @@ class Key:
         return self.labels.get(contrast, 0)
 
 
+@checked_class
 @dataclass(frozen=True)
 class Example:
     """Text (or ids) with marked queries and keys.

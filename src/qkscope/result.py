@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_class
 from qkscope.rules import rule_holds
 
 SCHEMA = 1
@@ -57,9 +58,12 @@ class Claim:
         }  # fmt: skip
 
 
+@checked_class
 @dataclass(frozen=True)
 class Result:
     """A finished analysis or experiment."""
+
+    comes_from = "as the verbs return"
 
     experiment: str
     tables: Mapping[str, Sequence[Mapping[str, Any]]]

@@ -26,6 +26,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.discovery import HeadTest, SelfContrast, head_tests, moving_basis
@@ -35,6 +36,7 @@ from qkscope.result import Result, provenance
 _SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
 
 
+@checked_class
 @dataclass(frozen=True)
 class Atlas(Result):
     """All heads, those with most directions first."""
@@ -44,6 +46,7 @@ class Atlas(Result):
         return [dict(row) for row in self.tables["atlas"]]
 
 
+@checked_call
 def atlas(
     scope: Scope,
     texts: Sequence[str],

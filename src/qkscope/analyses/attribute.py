@@ -21,11 +21,13 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.subspace import Subspace
 from qkscope.result import Result, provenance
 
 
+@checked_class
 @dataclass(frozen=True)
 class Explanation(Result):
     """Logits of one prompt's tokens, split among features."""
@@ -46,6 +48,7 @@ class Explanation(Result):
         return self.show()
 
 
+@checked_call
 def attribute(
     scope: Scope,
     prompt: str | Example,

@@ -14,6 +14,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import ROUNDING, Controls, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
@@ -26,9 +27,12 @@ Center = Literal["none", "query", "both"]
 _ALPHA = 0.05
 
 
+@checked_class
 @dataclass(frozen=True)
 class Fit(Result):
     """Subspaces of every contrast and head: ``fit["lexical", "L18H6"]``."""
+
+    comes_from = "as decompose gives"
 
     subspaces: Mapping[tuple[str, Head], Subspace] = field(default_factory=dict)
     sums: Mapping[str, Sums] = field(default_factory=dict)
@@ -58,6 +62,7 @@ class Fit(Result):
         return [dict(row) for row in self.tables["ranks"]]
 
 
+@checked_call
 def decompose(
     scope: Scope,
     task: Task,

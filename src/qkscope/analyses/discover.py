@@ -27,6 +27,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.components import Components, paired_components
 from qkscope.maths.controls import RankTest, false_discovery, rank_above
 from qkscope.maths.discovery import SelfContrast
@@ -40,6 +41,7 @@ _HEADS = 0.05  # false-discovery rate over the heads asked for: replicates are t
 _PER_DIRECTION = 10  # queries needed for each direction asked for
 
 
+@checked_class
 @dataclass(frozen=True)
 class Discovery(Result):
     """Features of some heads: ``found["L18H6"]`` are the components of one (None where there are none)."""
@@ -55,6 +57,7 @@ class Discovery(Result):
         return [dict(row) for row in self.tables["features"]]
 
 
+@checked_call
 def discover(
     scope: Scope,
     source: Sequence[str] | Task,

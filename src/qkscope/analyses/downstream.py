@@ -29,6 +29,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.swap import swapped_keys
@@ -36,6 +37,7 @@ from qkscope.result import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
 
+@checked_call
 def swap_downstream(
     scope: Scope,
     units: Sequence[Unit],

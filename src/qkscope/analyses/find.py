@@ -26,6 +26,7 @@ from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.intervals import clustered_bootstrap, wilson
 from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Task
@@ -33,6 +34,7 @@ from qkscope.tasks.task import ANSWER, Task
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 
 
+@checked_class
 @dataclass(frozen=True)
 class Ranking(Result):
     """Heads, best first."""
@@ -49,6 +51,7 @@ class Ranking(Result):
         return sorted(rows, key=lambda row: -row[by])
 
 
+@checked_call
 def find_heads(
     scope: Scope, task: Task, n: int = 256, *, batch_size: int = 32, progress: bool | None = None
 ) -> Ranking:

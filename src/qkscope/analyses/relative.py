@@ -24,6 +24,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.relative import key_difference
 from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
 from qkscope.maths.singular import SingularBasis, singular_coordinates
@@ -123,6 +124,7 @@ def split_captured(
     )
 
 
+@checked_class
 @dataclass(frozen=True)
 class RelativeAttention(Result):
     """Why this token rather than the others: the terms of one head's relative logit, largest first."""
@@ -141,6 +143,7 @@ class RelativeAttention(Result):
         return self.show()
 
 
+@checked_call
 def relative_attention(
     scope: Scope,
     example: Example | str,

@@ -31,6 +31,7 @@ from qkscope.analyses.fit_folder import (
 from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import Shard, sums_file
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import writing
 
 _LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
@@ -49,6 +50,7 @@ def parse_shard(text: str) -> Shard:
     return i % n, n
 
 
+@checked_call
 def merge(folders: Sequence[str | Path], out: str | Path) -> Fit:
     """Add up the shards of one job into a folder that is as if one process had made it.
 

@@ -22,6 +22,7 @@ from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
@@ -47,6 +48,7 @@ class Rows:
     cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
 
 
+@checked_class
 @dataclass(frozen=True)
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
@@ -58,6 +60,7 @@ class Swaps(Result):
         return [dict(row) for row in self.tables["swap"]]
 
 
+@checked_call
 def swap(
     scope: Scope,
     units: Sequence[Unit],

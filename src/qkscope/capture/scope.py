@@ -31,10 +31,12 @@ from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 
 _CHECK_VERSION = 1
 
 
+@checked_class
 class Scope(Shape):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
@@ -47,6 +49,8 @@ class Scope(Shape):
     n_layers, n_heads, n_kv_heads, group_size, d_head : int
         Shape of the attention, read off live calls.
     """
+
+    comes_from = "as Scope.load(name) gives"
 
     def __init__(
         self,

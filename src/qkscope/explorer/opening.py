@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result
 
 log = logging.getLogger(__name__)
 _NAMED = 6
 
 
+@checked_call
 def view(
     folder: str | Path | None = None,
     *,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import principal_angles
 from qkscope.maths.singular import SingularBasis, dual
@@ -55,6 +56,7 @@ def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Flo
     return (span.mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Alignment:
     """How a feature sits on the singular vectors of its head, beside the same numbers of bases that mean nothing."""
@@ -122,6 +124,7 @@ class Alignment:
         return self.summary()
 
 
+@checked_call
 def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, seed: int = 0) -> Alignment:
     """Which singular vectors carry a feature, how close they come to it, and what meaningless bases would show.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_class
 from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta
 from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
@@ -40,6 +41,7 @@ class _Layout(NamedTuple):
     nulled: list[tuple[int, int]]  # (column of the batch, row of the null sums)
 
 
+@checked_class
 class Moments:
     """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in float64.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 from qkscope.maths.bases import joint_basis, principal_angles
 from qkscope.maths.controls import Controls
 from qkscope.maths.store import read_tensors, write_tensors
@@ -24,6 +25,7 @@ from qkscope.maths.svd import checked_svd, energy_rank
 Side = Literal["query", "key"]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Subspace:
     """One contrast's feature at one head.
@@ -40,6 +42,7 @@ class Subspace:
     2
     """
 
+    comes_from = "as fit['lexical', 'L18H6'] gives"
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
     V: Float[Tensor, "d m"]

@@ -11,9 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.maths.svd import checked_svd
 
 
+@checked_call
 def thin_svd(
     w_q: Float[Tensor, "*h d_head d_model"],
     w_k: Float[Tensor, "*g d_head d_model_k"],

@@ -16,6 +16,7 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result, check_folder
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ def list_experiments() -> list[dict[str, str]]:
     ]
 
 
+@checked_call
 def reproduce(
     paper: str,
     figures: Sequence[str],

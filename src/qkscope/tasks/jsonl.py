@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key, Span, find_span
+from qkscope.kinds import checked_call
 from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_name, seeded
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Line:
     use: Use | None
 
 
+@checked_call
 def from_jsonl(
     path: str | Path, *, seed: int = 0, center: Literal["none", "query", "both"] = "none", chat: bool = False
 ) -> Task:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import CATEGORIES, FIVE
@@ -26,6 +27,7 @@ FORMS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+@checked_call
 def filter_task(
     categories: int | Sequence[str] = 5,
     form: Form = "list",

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import MEN, PEOPLE, WOMEN
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 
 
+@checked_call
 def pronoun(
     seed: int = 0,
     *,

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, pools, seeded
 from qkscope.tasks.words import OBJECTS
 
 
+@checked_call
 def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
     """Make the induction task.
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import EVENTS
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
@@ -22,6 +23,7 @@ from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
 
 
+@checked_call
 def greater_than(
     seed: int = 0,
     *,

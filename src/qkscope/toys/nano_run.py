@@ -12,11 +12,13 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Claim, Result, check_folder, provenance
 from qkscope.toys.nano import PRESETS, STATE, NanoTrainer
 from qkscope.toys.nano_score import CLAIMED
 
 
+@checked_call
 def train_nano(
     out: str | Path,
     *,

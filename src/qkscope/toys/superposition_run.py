@@ -14,6 +14,7 @@ import torch
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.fleet import check_workers
 from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
@@ -22,6 +23,7 @@ from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
 from qkscope.toys.superposition_training import Cell
 
 
+@checked_call
 def train_superposition(
     out: str | Path,
     *,
