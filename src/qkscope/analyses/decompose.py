@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qkscope.analyses.find import check_scope_and_task, job
+from qkscope.analyses.find import check_scope_and_task, job, with_notes
 from qkscope.analyses.sums import Shard, Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -167,7 +167,7 @@ def fit_of(
     parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
-        answer=_answer(rows),
+        answer=with_notes(_answer(rows), about),
         tables={"ranks": rows},
         model=about["model"],
         seed=some.seed,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qkscope.analyses.clouds import Cloud, Seen, make_clouds
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.find import check_same_model
+from qkscope.analyses.find import check_same_model, clusters_of, with_notes
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput, check_kind
@@ -108,7 +108,7 @@ def swap(
         tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
     return Swaps(
         experiment="swap",
-        answer=_answer(table, joint),
+        answer=with_notes(_answer(table, joint), fit.provenance.get("asked", {})),
         tables=tables,
         model=scope.name,
         seed=seed,
@@ -227,7 +227,7 @@ def _clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[
         numbers: dict[str, int] = {}
         asked = [example.piece(example.roles[ASKED]) for example in examples]
         return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
-    return torch.tensor(unit)
+    return clusters_of(units, torch.tensor(unit))
 
 
 def check_swappable(space: str, downstream: bool = False) -> None:

@@ -91,7 +91,7 @@ def filter_task(
         "chat": chat,
         "words": {n: list(words[n]) for n in named},
     }
-    return Task("filter", contrasts, draw, seed, chat, asked)
+    return Task("filter", contrasts, draw, seed, chat, asked, starts_with_key=not chat and not FORMS[form][0])
 
 
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:

@@ -62,6 +62,8 @@ class Task:
     seed: int = 0
     chat: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parameters, for the manifest
+    notes: tuple[str, ...] = ()  # what a reader of its results must know, as sentences
+    starts_with_key: bool = False  # whether a labelled key may be the first thing in a prompt
 
     def __post_init__(self) -> None:
         for name in self.contrasts:
