@@ -48,7 +48,7 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
     qkscope.errors.BadInput: n of half should be a whole number, but got 'six'.
     """
-    shown = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    shown = function.__qualname__.removesuffix(".__init__").removesuffix("_task").rpartition("<locals>.")[2]
     table: list[tuple[tuple[Kind | None, ...], dict[str, Kind | None]]] = []
 
     @functools.wraps(function)

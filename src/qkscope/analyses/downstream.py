@@ -29,7 +29,7 @@ from qkscope.analyses.swap import (
     joint_name,
 )
 from qkscope.analyses.units import batches_of
-from qkscope.capture.marks import answer_ids
+from qkscope.capture.marks import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
@@ -94,6 +94,7 @@ def swap_downstream(
     def run(indices: list[int]) -> None:
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
+        check_visible(encoded, chosen, before.bias)
         own = torch.tensor([place for i in indices for place in row_of[i]])
         orig, target = (chosen_keys[own].to(scope.device) for chosen_keys in pairs)
         labels = encoded.labels[ANSWER]

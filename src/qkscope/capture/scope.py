@@ -20,7 +20,7 @@ from torch import Tensor
 from qkscope.capture import cache
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoded, Encoder, PaddingSide, Token, Tokens, collate
-from qkscope.capture.marks import check_visible, check_vocabulary
+from qkscope.capture.marks import check_vocabulary
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
 from qkscope.capture.probe import forward_arguments, input_device, probe, text_config
@@ -335,8 +335,6 @@ class Scope(Shape):
             else:
                 self._body(given)
         same = encoded is not None and places is encoded.places
-        if encoded is not None and same and not edits:
-            check_visible(encoded, wanted, picker.bias)
         return picker.finish(
             example=encoded.example if encoded is not None and same else places.row,
             labels=encoded.labels if encoded is not None and same else {},
