@@ -10,6 +10,13 @@ class BadInput(ValueError):
     """Something the user gave cannot be used; the message is one sentence that says why and what to do."""
 
 
+def check_least(least: int, **counts: int) -> None:
+    """Refuse numbers under the least that makes sense, by their names."""
+    for name, value in counts.items():
+        if value < least:
+            raise BadInput(f"{name} is at least {least}, but got {value}.")
+
+
 def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Refuse a value of another kind; ``what`` says what it should have been."""
     if not isinstance(value, kind):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.kinds import checked_class
 
 Span = tuple[int, int]
@@ -112,9 +112,8 @@ class Example:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
         if self.text is not None and not self.text.isascii() and any("\ud800" <= c <= "\udfff" for c in self.text):
             raise BadInput("the prompt has half a surrogate pair, which no tokenizer reads: take it out.")
-        for start, stop in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
-            if not 0 <= start < stop <= len(self):
-                raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
+        for span in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
+            self._check_span(span)
 
     def __len__(self) -> int:
         """Characters of the text, or number of ids."""
@@ -128,12 +127,17 @@ class Example:
 
     def piece(self, span: Span) -> Any:
         """What stands at a span: a piece of text, or a tuple of ids."""
+        self._check_span(span)
         return self._sequence[slice(*span)]
+
+    def _check_span(self, span: Span) -> None:
+        start, stop = span
+        if not 0 <= start < stop <= len(self):
+            raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
 
     def show(self, limit: int = 300) -> str:
         """The prompt for a message, shortened."""
-        if limit < 1:
-            raise BadInput(f"a prompt is shown with at least 1 character, but got {limit}.")
+        check_least(1, limit=limit)
         shown = repr(self._sequence)
         return shown if len(shown) <= limit else f"{shown[: limit // 2]} ... {shown[-limit // 2 :]}"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.kinds import checked_call, checked_class
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
@@ -43,6 +43,7 @@ class Head:
 
     def kv(self, group_size: int) -> int:
         """Index of the key head this query head reads: ``index // group_size`` under grouped-query attention."""
+        check_least(1, group_size=group_size)
         return self.index // group_size
 
     def __str__(self) -> str:

@@ -38,6 +38,9 @@ class Kind(NamedTuple):
     made: Callable[[Any], Any] | None = None
 
 
+_NAME = Kind(lambda v: isinstance(v, str) and "\0" not in v, "a text")  # of a file: no system has one with a null byte
+
+
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, which refuses what its annotations do not allow.
 
@@ -256,7 +259,8 @@ def kind_of(hint: Any) -> Kind | None:
         kind, called = kind_of(inside[0]), next((part for part in inside[1:] if isinstance(part, str)), None)
         return kind if kind is None or called is None else kind._replace(called=called)
     if origin in (Union, types.UnionType):
-        return _union([kind_of(part) for part in inside])
+        named = [_NAME if part is str and Path in inside else kind_of(part) for part in inside]
+        return _union(named)
     if origin is Literal:
         sorts = tuple({type(value) for value in inside})
         return Kind(lambda v: type(v) in sorts, f"one of {', '.join(map(str, inside))}")

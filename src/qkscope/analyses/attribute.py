@@ -18,7 +18,7 @@ from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import default_features
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput, check_kind, check_least
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
@@ -34,6 +34,7 @@ class Explanation(Result):
 
     def show(self, width: int = 40) -> str:
         """A chart for the terminal: one line per token, a bar of its attention, and the parts of its logit."""
+        check_least(1, width=width)
         rows = self.tables["tokens"]
         names = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
         head = f"{'token':>16} {'attention':>9} {'':{width}} {'logit':>7} " + " ".join(f"{n[:9]:>9}" for n in names)

@@ -41,7 +41,7 @@ class Fit(Result):
     chat: bool = False
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
-        if not isinstance(which, tuple) or len(which) != 2:
+        if not isinstance(which, tuple) or len(which) != 2 or not isinstance(which[0], str):
             raise BadInput(f"a fit is asked for a contrast and a head, as fit['lexical', 'L18H6'], but got {which!r}.")
         contrast, head = which[0], Head.parse(which[1])
         if (contrast, head) not in self.subspaces:

@@ -24,7 +24,7 @@ from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
@@ -92,6 +92,10 @@ def discover(
     contrasts : labelled contrasts of the task to compare with; all by default.
     """
     start = time.perf_counter()
+    check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
+    check_least(0, skip=skip)
+    if contrasts is not None and not isinstance(source, Task):
+        raise BadInput("contrasts are of a task, and text has none: leave them out.")
     chosen = [scope.check(head) for head in parse_heads(heads)]
     if not 1 <= directions <= scope.d_head:
         raise BadInput(f"directions are from 1 to the {scope.d_head} dimensions of a head, but got {directions}.")
@@ -166,6 +170,7 @@ def _examples(
         except BadInput:  # a file that labels its right keys for other uses only
             units = source.fit(next(iter(source.contrasts)), n)
         return [unit[0] for unit in units], [unit[0] for unit in source.test(n)]
+    check_least(1, n=n)
     texts = checked_texts(source)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:n]
     examples = text_examples(scope, [texts[i] for i in order], queries=queries, length=length, seed=seed)

@@ -42,6 +42,8 @@ class Ranking(Result):
 
     def above(self, threshold: float = 0.30, by: str = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
+        if not 0 <= threshold <= 1:
+            raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
         return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
 
     def top(self, by: str = "accuracy") -> list[dict[str, Any]]:

@@ -242,6 +242,8 @@ def check_answers(units: Sequence[Unit]) -> None:
     """Every example to be swapped needs a right key and a wrong one."""
     check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
     for unit in units:
+        if not unit:
+            raise BadInput("a unit holds no example: give one prompt or more in each.")
         for example in unit:
             signs = {key.label(ANSWER) for key in example.keys}
             if not {1, -1} <= signs:

@@ -29,7 +29,7 @@ from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.stream import stream
 from qkscope.capture.tap import Call, tap
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput, check_kind, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
@@ -63,6 +63,8 @@ class Scope(Shape):
     ) -> None:
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
+        if tokenizer is not None and not callable(tokenizer):
+            raise BadInput(f"a tokenizer is one of transformers, or None, but got {type(tokenizer).__name__}.")
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
@@ -387,6 +389,7 @@ class Scope(Shape):
         max_new_tokens : int
             How far to go.
         """
+        check_least(1, max_new_tokens=max_new_tokens)
         given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):

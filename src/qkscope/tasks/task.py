@@ -48,6 +48,10 @@ class Contrast:
     center: Literal["none", "query", "both"] = "none"
     paired: bool = True
 
+    def __post_init__(self) -> None:
+        if self.center not in ("none", "query", "both"):
+            raise BadInput(f"center is one of none, query, both, but got {self.center!r}.")
+
 
 @checked_class
 @dataclass(frozen=True)
