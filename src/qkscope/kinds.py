@@ -51,7 +51,6 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
     qkscope.errors.BadInput: n of half should be a whole number, but got 'six'.
     """
-    shown = function.__qualname__.removesuffix(".__init__").removesuffix("_task").rpartition("<locals>.")[2]
     table: list[tuple[tuple[Kind | None, ...], dict[str, Kind | None]]] = []
 
     @functools.wraps(function)
@@ -71,9 +70,9 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
                 try:
                     return function(*args, **kwargs)
                 except TypeError as error:
-                    _check_names(function, shown, args, kwargs, error)
+                    _check_names(function, args, kwargs, error)
                     raise
-        own, more = _made(function, shown, named, args, kwargs)
+        own, more = _made(function, named, args, kwargs)
         return function(*own, **more)
 
     return call
@@ -94,11 +93,21 @@ def checked_class(cls: C) -> C:
 # ---------------------------------------------------------------- the slow way, where something is wrong
 
 
+def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """What a call is called: ``decompose``, ``Scope.encode``, or ``Example`` for its constructor."""
+    first = next(iter(inspect.signature(function).parameters), "")
+    name = function.__name__.removesuffix("_task")  # of the task whose name is taken by Python's filter
+    if first not in ("self", "cls") or not args:
+        return name
+    owner = args[0] if isinstance(args[0], type) else type(args[0])
+    return owner.__name__ if name == "__init__" else f"{owner.__name__}.{name}"
+
+
 def _check_names(
-    function: Callable[..., Any], shown: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError
 ) -> inspect.BoundArguments:
     """Say which name is unknown, missing or given twice; returns where the names are in order."""
-    signature = inspect.signature(function)
+    signature, shown = inspect.signature(function), _shown(function, args)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:
@@ -126,11 +135,10 @@ def _check_names(
 
 
 def _made(
-    function: Callable[..., Any], shown: str, kinds: Mapping[str, Kind | None], args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., Any], kinds: Mapping[str, Kind | None], args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The arguments with what can be made into the right kind made so; the first that cannot is refused."""
-    bound = _check_names(function, shown, args, kwargs, TypeError())
+    bound, shown = _check_names(function, args, kwargs, TypeError()), _shown(function, args)
     for name, value in bound.arguments.items():
         how = inspect.signature(function).parameters[name].kind
         kind = kinds.get(name)
@@ -168,6 +176,9 @@ def came(value: Any, limit: int = 60) -> str:
         )
     if isinstance(value, list | tuple):
         shown = ", ".join(came(item, 20) for item in value[:4]) + (", …" if len(value) > 4 else "")
+        return f"{type(value).__name__} ({shown})" if len(shown) <= limit else type(value).__name__
+    if isinstance(value, Mapping):
+        shown = ", ".join(f"{came(key, 20)}: {came(item, 20)}" for key, item in list(value.items())[:3])
         return f"{type(value).__name__} ({shown})" if len(shown) <= limit else type(value).__name__
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
@@ -288,7 +299,7 @@ def _called(cls: type) -> str:
     """What a class is called in a message, and where one comes from, where the class says so."""
     article = "an" if cls.__name__[0] in "AEIOU" else "a"
     comes = vars(cls).get("comes_from", "")
-    return f"{article} {cls.__name__}" + (f", {comes}" if comes else "")
+    return f"{article} {cls.__name__}" + (f" ({comes})" if comes else "")
 
 
 def _union(parts: Sequence[Kind | None]) -> Kind | None:
@@ -310,7 +321,13 @@ def _union(parts: Sequence[Kind | None]) -> Kind | None:
         raise TypeError
 
     tests = tuple(kind.accepts for kind in kinds)
-    return Kind(lambda v: any(test(v) for test in tests), " or ".join(named), made)
+    return Kind(lambda v: any(test(v) for test in tests), _either(named), made)
+
+
+def _either(named: Sequence[str]) -> str:
+    """``a, b, or c``; kinds with an or of their own come last."""
+    first, last = named[:-1], named[-1]
+    return last if not first else f"{', '.join(first)}{',' if ' or ' in last or len(first) > 1 else ''} or {last}"
 
 
 def _tensor(hint: Any) -> Kind:

@@ -94,6 +94,7 @@ def discover(
     start = time.perf_counter()
     check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
     check_least(0, skip=skip)
+    check_least(1, sizes=min(sizes, default=1))
     if contrasts is not None and not isinstance(source, Task):
         raise BadInput("contrasts are of a task, and text has none: leave them out.")
     chosen = [scope.check(head) for head in parse_heads(heads)]

@@ -31,7 +31,7 @@ def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS,
     chat : whether prompts go into the model's chat template.
     """
     most = len(checked_words(words, "words")) // len(USES) - 1  # and one for the copy
-    checked_count(length, "the number of words in the list", 3, max(most, 3))
+    checked_count(length, "the number of words in the list", 3, most if most >= 3 else None)
     split = pools(words, seed, "words", least=length + 1)
 
     @drawn

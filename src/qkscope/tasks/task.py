@@ -22,7 +22,7 @@ ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
-Unit = Annotated[tuple[Example, ...], "a unit, as task.test(512) gives"]
+Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
 # Columns and rows that results give names of their own; a contrast called the same would overwrite them.
 _TAKEN = ("all", "attention", "both", "logit", "position", "residual", "token")
 _TAKEN_STARTS = ("cov_qk_", "key_pca_", "random_", "sham_")
