@@ -390,7 +390,7 @@ def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
         tasks.from_jsonl(path)
     with pytest.raises(BadInput, match=r"cannot be read \(Is a directory\)"):
         tasks.from_jsonl(tmp_path)
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match="path of from_jsonl should be"):
         tasks.from_jsonl("a\0b.jsonl")
     with pytest.raises(BadInput, match="center is one of none, query, both, but got 'keys'"):
         tasks.from_jsonl(write(tmp_path, GOOD), center="keys")

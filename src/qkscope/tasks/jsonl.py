@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _FIELDS = {"prompt", "query", "keys", "group", "use", "answers"}
 _LARGEST = 1 << 30  # bytes: some millions of lines
 _KEY_FIELDS = {"text", "span", "labels"}
+_SAID: set[tuple[str, str]] = set()
 _CENTERS = ("none", "query", "both")
 
 
@@ -80,32 +81,37 @@ def from_jsonl(
         name: [replace(line, example=replace(line.example, cluster=alike[name])) for line in group]
         for name, group in groups.items()
     }
+    digest = _digest("\n".join(lines))[:32]
     copies, notes = len(groups) - len(set(alike.values())), list[str]()
     if copies:
         notes.append(
             f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
         )
-        log.warning("%s: %s", path, notes[0])
-    warned: set[tuple[str, str]] = set()
+        _say_once(f"{path}: {notes[0]}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         own = [unit for name, group in groups.items() if uses[name] == use and (unit := _unit(group, use, contrast))]
         if not own:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
-        if n > len(own) and (use, contrast) not in warned:
-            warned.add((use, contrast))
-            log.warning("%s holds %d examples to %s, fewer than %d: taking all.", path, len(own), use, n)
+        if n > len(own):
+            _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest + contrast)
         return own[:n]
 
     made = {
         name: Contrast(name, "as labelled", center=center, paired=_paired(name, list(groups.values())))
         for name in contrasts
     }
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
     first = not chat and any(_begins(line.example) for line in read)
     return Task("jsonl", made, draw, seed, chat, asked, tuple(notes), first)
+
+
+def _say_once(sentence: str, about: str) -> None:
+    """Warn, unless this process has said the same of the same file: one command may read a file several times."""
+    if (sentence, about) not in _SAID:
+        _SAID.add((sentence, about))
+        log.warning("%s", sentence)
 
 
 def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_Line]]:
