@@ -227,21 +227,24 @@ def test_a_line_names_its_answers(tmp_path):
 
 
 def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
-    """Named answers that are the keys' tokens give what the key tokens give; without them, the key tokens are named."""
+    """Answers that are the keys give what key tokens give, turned round the opposite; a result says which it read."""
 
-    def swapped(answered: bool):
+    def swapped(order: int):
         lines = [
             {"prompt": f"{a} : {x} . {b} : {y} . The {a} :",
              "keys": [{"text": x, "labels": {"mine": 1}}, {"text": y, "labels": {"mine": -1}}],
-             **({"answers": {"right": f" {x}", "wrong": [f" {y}"]}} if answered else {})}
+             **({"answers": {"right": f" {(x, y)[::order][0]}", "wrong": [f" {(x, y)[::order][1]}"]}} if order else {})}
             for (a, b), (x, y) in zip(permutations(OBJECTS[:5], 2), permutations(BOXES[:5], 2), strict=True)
         ]  # fmt: skip
         task = tasks.from_jsonl(write(tmp_path, *lines))
         fit = qk.decompose(scope, task, "L1H3", 9, replicates=19)
         return qk.swap_downstream(scope, task.test(9), fit)
 
-    named, keys = swapped(True), swapped(False)
+    named, turned, keys = swapped(1), swapped(-1), swapped(0)
     assert named.tables == keys.tables
+    for row, other in zip(turned.tables["downstream"], keys.tables["downstream"], strict=True):
+        assert row["logit_difference_before"] == pytest.approx(-other["logit_difference_before"], abs=1e-5)
+        assert row["accuracy_before"] == pytest.approx(1 - other["accuracy_before"])
     assert "read among the answers that are named (' " in named.answer
     assert "read among the key tokens themselves ('" in keys.answer
     assert keys.provenance["asked"]["read"].startswith("the key tokens themselves")
