@@ -82,7 +82,7 @@ def find_heads(
     rows: list[dict[str, Any]] = []
     for i, head in enumerate(heads):
         accuracy = float(hits[:, i].float().mean())
-        bounds = wilson(accuracy * trials, trials)
+        bounds = wilson(int(hits[:, i].sum()) * trials / len(hits), trials)
         rows.append({
             "head": str(head), "accuracy": accuracy, "low": bounds[0], "high": bounds[1], "chance": chance,
             "row_accuracy": float(row_hits[:, i].float().mean()),
