@@ -665,7 +665,9 @@ def test_wilsons_interval_holds_the_proportions_that_the_score_test_accepts():
 
 def test_above_an_unreachable_threshold_is_an_empty_list(scope, task):
     ranking = find_heads(scope, task, 8)
-    assert ranking.above(1.01) == []
+    assert ranking.above(1, by="mass") == []
+    with pytest.raises(BadInput, match="a threshold is a share from 0 to 1, but got 30"):
+        ranking.above(30)
     assert len(ranking.above(0)) == 8
     with pytest.raises(BadInput, match="ranked by accuracy, row_accuracy, ratio, mass, not by 'fame'"):
         ranking.top("fame")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import qkscope as qk
+from bad_calls import MORE_CALLS
 from bad_inputs import CALLS, COMMANDS, write_files
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.fit_folder import run_decompose
 from qkscope.analyses.shards import merge
 from qkscope.capture.scope import Scope
+from qkscope.examples import Answers, Key
 from qkscope.toys.nano_run import train_nano
 from qkscope.toys.retrieval import Retrieval
 from qkscope.toys.retrieval_run import train_retrieval
@@ -83,21 +87,29 @@ def _note(said: str, answer: str, place: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def names(model) -> dict[str, object]:
+def names(model, tmp_path_factory) -> dict[str, object]:
     """What the calls of the table may name."""
     scope, task = Scope.load(model, device="cpu"), tasks.binding(3)
     scope.name = "MODEL"
+    other = Scope.load(write_tiny_llama(tmp_path_factory.mktemp("other") / "model", seed=1), device="cpu")
+    texts = [f"The hat is in Box {a} . The jam is in Box {b} . The hat" for a in "ABCDEF" for b in "ABCDEF"]
     fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
         "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "merge": merge,
         "moments": fit.sums["order"].moments, "Superposition": Superposition, "Retrieval": Retrieval,
+        "np": np, "other": other, "Key": Key, "Answers": Answers, "ranking": qk.find_heads(scope, task, 4),
+        "own": qk.singular_basis(scope, ["L1H3"], cache=False), "texts": texts, "small": qk.Moments("L0H0", ["a"], 4),
+        "q": torch.ones(2, 1, 4), "k": torch.ones(2, 1, 2, 4), "labels": {"a": torch.tensor([[1, -1], [1, -1]])},
         "train_retrieval": train_retrieval, "train_superposition": train_superposition, "train_nano": train_nano,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "says"), CALLS, ids=[call for call, _ in CALLS])
+@pytest.mark.parametrize(("call", "says"), [*CALLS, *MORE_CALLS], ids=[call for call, _ in [*CALLS, *MORE_CALLS]])
 def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call, says):
+    if ".safetensors" in call:
+        names["lex"].save("lex.safetensors")
+        names["moments"].save("moments.safetensors")
     before = sorted(place.rglob("*"))
     with pytest.raises(BadInput) as refused:
         eval(call, dict(names))  # our own table
@@ -106,11 +118,60 @@ def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call, says):
     assert said.endswith(".")
     assert "\n" not in said
     assert sorted(place.rglob("*")) == before, "something was left behind"
-    if os.environ.get("QKSCOPE_ERRORS"):
+    if os.environ.get("QKSCOPE_ERRORS") and (call, says) in CALLS:  # the others are of a few kinds
         _note(call, said, place)
+
+
+def public_calls() -> list[tuple[str, object]]:
+    """Every public function, and every public method and constructor of a public class."""
+    found = []
+    for name, thing in [*((name, getattr(qk, name)) for name in qk.__all__), *vars(tasks).items()]:
+        if isinstance(thing, type) and thing is not BadInput:
+            own = {part for cls in thing.__mro__ if cls.__module__.startswith("qkscope") for part in vars(cls)}
+            methods = [part for part in own if not part.startswith("_") and callable(getattr(thing, part))]
+            found += [(f"{name}.{part}", getattr(thing, part)) for part in sorted(methods)]
+            found.append((name, thing.__init__))
+        elif inspect.isfunction(thing) and not name.startswith("_"):
+            found.append((name, thing))
+    return found
+
+
+@pytest.mark.parametrize("thing", [thing for _, thing in public_calls()], ids=[name for name, _ in public_calls()])
+def test_every_public_call_says_what_it_takes(thing):
+    """Nothing of a call's body runs for a name it does not know, nor for a value of a kind that nothing takes."""
+    assert hasattr(thing, "__wrapped__"), "it is not checked"
+    bound = inspect.ismethod(thing)  # a classmethod: its class is there already
+    inside = [None] if not bound and next(iter(inspect.signature(thing).parameters), "") == "self" else []
+    with pytest.raises(BadInput, match="takes no 'nonsense'"):
+        thing(*inside, nonsense=1)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(names):
+    task = names["task"]
+    assert task.test(np.int64(3)) == task.test(3) == task.test(torch.tensor(3))
+    assert tasks.binding(np.int32(3)).asked["entities"] == 3
+    assert type(Head(np.int64(1), 2).layer) is int
+    assert names["ranking"].above(np.float32(0.0)) == names["ranking"].above(0.0)
+    assert qk.Example(text="A B", queries=[[0, 1]]).queries == ((0, 1),)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40, -(2**62), 2**62])
+def test_any_seed_of_62_bits_serves_every_verb(names, seed):
+    scope, fit = names["scope"], names["fit"]
+    task = tasks.binding(3, seed=seed)
+    own = qk.decompose(scope, task, "L1H3", 8, contrasts=["order"], seed=seed, replicates=19)
+    assert own.seed == seed
+    qk.swap(scope, names["units"], fit, "L1H3", seed=seed, draws=2)
+    qk.swap_downstream(scope, names["units"], fit, "L1H3", seed=seed)
+    qk.alignment(names["own"], names["lex"], draws=2, seed=seed)
+    qk.relative_attention(scope, "hat: A", "L1H3", draws=2, seed=seed)
+    qk.discover(scope, names["texts"], "L1H3", directions=2, draws=2, replicates=19, sizes=(), seed=seed)
+    qk.atlas(scope, names["texts"], heads="L1H3", seed=seed)
+    qk.sparsity(scope, task, "L0H0", 4, draws=2, seed=seed)
 
 
 def test_there_are_enough_of_them():
     assert len(COMMANDS) >= 60
+    assert len(CALLS) + len(MORE_CALLS) >= 700
     public = {name for name in qk.__all__ if callable(getattr(qk, name))} - {"BadInput"}
     assert not [name for name in public if not any(f"qk.{name}" in call for call, _ in CALLS)]

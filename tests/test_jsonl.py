@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import time
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import qkscope as qk
 from qkscope import BadInput, tasks
+from qkscope.capture.marks import answer_ids
+from qkscope.capture.scope import Scope
+from qkscope.examples import Answers, Example
 from qkscope.tasks.task import ANSWER, USES, Task
+from qkscope.tasks.words import BOXES, OBJECTS
+from tiny_llama import write_tiny_llama
 
 GOOD = {"prompt": "A cat, a dog. The cat", "keys": [
     {"text": "cat,", "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}},
 ]}  # fmt: skip
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
+
+
+@pytest.fixture(scope="module")
+def scope(tmp_path_factory) -> Scope:
+    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
 
 
 def write(path: Path, *lines) -> Path:
@@ -26,11 +40,11 @@ def write(path: Path, *lines) -> Path:
     return path
 
 
-def numbered(count: int, **fields) -> list[dict]:
+def numbered(count: int, start: int = 0, **fields) -> list[dict]:
     return [
         {"prompt": f"cat A, dog B. Number {i}: the cat is in", "keys": [
             {"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}], **fields}
-        for i in range(count)
+        for i in range(start, start + count)
     ]  # fmt: skip
 
 
@@ -56,7 +70,7 @@ def test_keys_and_queries_stand_where_their_text_or_span_says(tmp_path):
 
 
 def test_uses_are_kept_and_other_lines_are_dealt_out_evenly(tmp_path):
-    path = write(tmp_path, *numbered(30), *numbered(4, use="test"))
+    path = write(tmp_path, *numbered(30), *numbered(4, 30, use="test"))
     task = tasks.from_jsonl(path)
     assert [len(task.choose(99)), len(task.fit("mine", 99)), len(task.test(99))] == [10, 10, 14]
     texts = [{unit[0].text for unit in units} for units in (task.choose(99), task.fit("mine", 99))]
@@ -71,8 +85,8 @@ def test_lines_of_a_group_are_one_unit_wherever_they_stand(tmp_path):
     units = [unit for use in USES for unit in task.draw(use, "mine", 99)]
     assert sorted(len(unit) for unit in units) == [3] * 6
     # a group may be called what a line of its own would be called, and 1 and "1" are the same group
-    lines = [{**numbered(1)[0], "group": "line 1"}, *numbered(2), {**numbered(1)[0], "group": "line 1"}]
-    task = tasks.from_jsonl(write(tmp_path, *lines))
+    lines = [{**line, "group": "line 1"} for line in numbered(2)]
+    task = tasks.from_jsonl(write(tmp_path, lines[0], *numbered(2, 2), lines[1]))
     assert sorted(len(unit) for use in USES for unit in task.draw(use, "mine", 9)) == [1, 1, 2]
 
 
@@ -94,7 +108,7 @@ def test_lines_without_an_answer_are_judged_by_the_first_contrast_that_labels_th
 def test_a_line_that_cannot_be_scored_is_left_out_of_scoring_only(tmp_path):
     """+ in one line of a group, − in the other: good for a contrast, but neither line has a right and a wrong key."""
     one = {"prompt": "A cat", "group": 1, "use": "fit", "keys": [{"text": "cat", "labels": {"mine": 1}}]}
-    two = {"prompt": "A dog", "group": 1, "use": "fit", "keys": [{"text": "dog", "labels": {"mine": -1, "answer": 1}}]}
+    two = {"prompt": "A dog", "group": 1, "use": "fit", "keys": [{"text": "dog", "labels": {"mine": -1}}]}
     task = tasks.from_jsonl(write(tmp_path, one, two))
     assert signs(task, "fit", "mine") == [[[1], [-1]]]
     assert task.contrasts["mine"].paired, "the group's signs are flipped together: within a line nothing can be dealt"
@@ -140,6 +154,159 @@ def test_the_worked_example_is_a_task_with_examples_for_every_use():
             assert len(task.draw(use, contrast if use == "fit" else ANSWER, 12)) == 12
 
 
+# ---------------------------------------------------------------- copies
+
+
+def texts(task: Task, use: str) -> set[str]:
+    return {example.text for unit in task.draw(use, ANSWER, 1000) for example in unit}
+
+
+def test_lines_are_dealt_out_by_what_they_say_not_by_what_the_file_is_called(tmp_path):
+    one = tasks.from_jsonl(write(tmp_path, *numbered(30)))
+    renamed = write(tmp_path, *reversed(numbered(30))).rename(tmp_path / "Mine.JSONL")
+    other = tasks.from_jsonl(renamed)
+    assert [texts(one, use) for use in USES] == [texts(other, use) for use in USES]
+
+
+def test_copies_are_said_dealt_to_one_side_and_count_as_one(tmp_path, caplog):
+    lines = [line for line in numbered(9) for _ in range(8)]
+    with caplog.at_level(logging.WARNING):
+        task = tasks.from_jsonl(write(tmp_path, *lines))
+    says = "63 of the file's 72 examples repeat the prompt of another: copies count as one."
+    assert task.notes == (says,)
+    assert [message.split(": ", 1)[1] for message in caplog.messages] == [says]
+    assert [len(texts(task, use)) for use in USES] == [3, 3, 3]
+    assert not texts(task, "fit") & texts(task, "test")
+    clusters = {}
+    for unit in task.fit("mine", 99):
+        clusters.setdefault(unit[0].cluster, []).append(unit[0].text)
+    assert sorted(map(len, clusters.values())) == [8, 8, 8]
+    assert all(len(set(own)) == 1 for own in clusters.values())
+    assert tasks.from_jsonl(write(tmp_path, *numbered(9))).notes == ()
+
+
+def test_groups_that_share_a_prompt_are_one_cluster(tmp_path):
+    a, b, c, d = numbered(4, use="fit")
+    lines = [{**a, "group": 1}, {**b, "group": 1}, {**b, "group": 2}, {**c, "group": 2}, d]
+    clusters = [
+        {example.cluster for example in unit} for unit in tasks.from_jsonl(write(tmp_path, *lines)).fit("mine", 9)
+    ]
+    assert clusters[0] == clusters[1]
+    assert clusters[0] != clusters[2]
+
+
+def test_a_line_without_a_use_goes_where_its_copy_is(tmp_path):
+    for use in USES:
+        task = tasks.from_jsonl(write(tmp_path, *numbered(1, use=use), *numbered(31)))
+        assert numbered(1)[0]["prompt"] in texts(task, use)
+        assert sum(numbered(1)[0]["prompt"] in texts(task, other) for other in USES) == 1
+
+
+@pytest.mark.parametrize(("one", "other"), [("fit", "test"), ("choose", "fit"), ("test", "choose")])
+def test_what_is_tested_must_be_new(tmp_path, one, other):
+    lines = [*numbered(5, use=one), *numbered(1, 9, use=other), *numbered(1, 2, use=other)]
+    with pytest.raises(BadInput, match=rf"line 7 is for {other}, but its prompt is that of line 3, which is for {one}"):
+        tasks.from_jsonl(write(tmp_path, *lines))
+
+
+def test_a_line_cannot_stand_between_two_uses(tmp_path):
+    a, b = numbered(2)
+    lines = [{**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1}]
+    with pytest.raises(BadInput, match="what is tested must be new"):
+        tasks.from_jsonl(write(tmp_path, *lines))
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_a_line_names_its_answers(tmp_path):
+    lines = numbered(3, answers={"right": " is", "wrong": [" are", " were"]}, use="test")
+    ((example,), *_) = tasks.from_jsonl(write(tmp_path, *lines)).test(3)
+    assert example.answers == Answers((" is",), (" are", " were"))
+    assert example.where.endswith("mine.jsonl, line 1")
+
+
+def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
+    """Answers that are the keys give what key tokens give, turned round the opposite; a result says which it read."""
+
+    def swapped(order: int):
+        lines = [
+            {"prompt": f"{a} : {x} . {b} : {y} . The {a} :",
+             "keys": [{"text": x, "labels": {"mine": 1}}, {"text": y, "labels": {"mine": -1}}],
+             **({"answers": {"right": f" {(x, y)[::order][0]}", "wrong": [f" {(x, y)[::order][1]}"]}} if order else {})}
+            for (a, b), (x, y) in zip(permutations(OBJECTS[:5], 2), permutations(BOXES[:5], 2), strict=True)
+        ]  # fmt: skip
+        task = tasks.from_jsonl(write(tmp_path, *lines))
+        fit = qk.decompose(scope, task, "L1H3", 9, replicates=19)
+        return qk.swap_downstream(scope, task.test(9), fit)
+
+    named, turned, keys = swapped(1), swapped(-1), swapped(0)
+    assert named.tables == keys.tables
+    for row, other in zip(turned.tables["downstream"], keys.tables["downstream"], strict=True):
+        assert row["logit_difference_before"] == pytest.approx(-other["logit_difference_before"], abs=1e-5)
+        assert row["accuracy_before"] == pytest.approx(1 - other["accuracy_before"])
+    assert "read among the answers that are named (' " in named.answer
+    assert "read among the key tokens themselves ('" in keys.answer
+    assert keys.provenance["asked"]["read"].startswith("the key tokens themselves")
+
+
+def test_answers_that_cannot_be_read_are_refused(scope):
+    def example(right, wrong):
+        answers = Answers((right,), (wrong,))
+        return Example(text="The hat is in Box", answers=answers)
+
+    assert answer_ids(scope, [example(" A", " B")]) == [
+        (scope.tokenizer.convert_tokens_to_ids(["A"]), scope.tokenizer.convert_tokens_to_ids(["B"]))
+    ]
+    with pytest.raises(BadInput, match="the answer ' qqq' has no token of its own"):
+        answer_ids(scope, [example(" A", " qqq")])
+    with pytest.raises(BadInput, match="the answer 'A' has no token of its own"):
+        answer_ids(scope, [example("A", " B")])
+    with pytest.raises(BadInput, match="begin with the same token"):
+        answer_ids(scope, [example(" A hat", " A box")])
+    assert answer_ids(scope, [Example(text="The hat")]) == [None]
+
+
+def test_signs_in_different_lines_of_a_group_work_the_whole_way(tmp_path, scope):
+    """+ in one line, − in the other; what is right among each line's keys is said by ``answer``."""
+    lines = []
+    for i, (a, b) in enumerate(list(permutations(OBJECTS[:6], 2))):
+        x, y = BOXES[i % 7], BOXES[i % 7 + 1]
+        for asked, sign in ((a, 1), (b, -1)):
+            right, wrong = (x, y) if sign > 0 else (y, x)
+            lines.append({
+                "prompt": f"{a} : {x} . {b} : {y} . The {asked} :", "group": i,
+                "keys": [{"text": right, "labels": {"mine": sign, "answer": 1}},
+                         {"text": wrong, "labels": {"answer": -1}}],
+            })  # fmt: skip
+    task = tasks.from_jsonl(write(tmp_path, *lines))
+    assert task.contrasts["mine"].paired
+    assert sorted(signs(task, "fit", "mine")[0]) == [[-1, 0], [1, 0]]
+    assert qk.find_heads(scope, task, 10).tables["heads"][0]["n"] == 20
+    fit = qk.decompose(scope, task, "L1H3", 10, replicates=19)
+    assert fit.sums["mine"].moments.count("mine").tolist() == [[10.0, 10.0]]
+    assert {row["n"] for row in qk.swap(scope, task.test(10), fit).table()} == {20}
+
+
+def test_copies_are_said_in_every_result(tmp_path, scope):
+    lines = [
+        {"prompt": f"{a} : A . {b} : B . The {a} :", "keys": [
+            {"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]}
+        for a, b in permutations(OBJECTS[:4], 2) for _ in range(2)
+    ]  # fmt: skip
+    task = tasks.from_jsonl(write(tmp_path, *lines))
+    says = "12 of the file's 24 examples repeat the prompt of another: copies count as one."
+    ranking = qk.find_heads(scope, task, 8)
+    fit = qk.decompose(scope, task, "L1H3", 8, replicates=19)
+    swaps = qk.swap(scope, task.test(8), fit)
+    for result in (ranking, fit, swaps):
+        assert result.answer.endswith(says)
+        assert result.provenance["asked"]["notes"] == [says]
+    once = tasks.from_jsonl(write(tmp_path, *lines[::2]))
+    for row, other in zip(ranking.tables["heads"], qk.find_heads(scope, once, 4).tables["heads"], strict=True):
+        assert (row["low"], row["high"]) == (other["low"], other["high"]), "eight lines, but four prompts"
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -160,7 +327,7 @@ def key(**fields):
         ("[1]", "line 2 is not a JSON object"),
         ("null", "line 2 is not a JSON object"),
         ('{"prompt": "a", "prompt": "b", "keys": []}', "line 2 names 'prompt' twice"),
-        (bad(promt="a"), "line 2 has a field 'promt': the fields are group, keys, prompt, query, use"),
+        (bad(promt="a"), "line 2 has a field 'promt': the fields are answers, group, keys, prompt, query, use"),
         ('{"keys": []}', "line 2 needs a prompt"),
         (bad(prompt=""), "line 2 needs a prompt"),
         (bad(prompt=["a"]), "line 2 needs a prompt"),
@@ -186,8 +353,14 @@ def key(**fields):
         (key(labels={"mine": 2}), 'but has {"mine": 2}'),
         (key(labels={"mine": True}), "needs labels of 1, -1 or 0"),
         (key(labels={"mine": 1.0}), "needs labels of 1, -1 or 0"),
-        (bad(keys=[{"text": "dog", "labels": {"mine": -1}}]), "line 2 marks no positive key"),
-        (bad(keys=[{"text": "dog"}]), "line 2 marks no positive key"),
+        (bad(keys=[{"text": "dog", "labels": {"mine": -1}}]), "line 2 has − but no + keys of 'mine'"),
+        (bad(keys=[{"text": "dog"}]), "line 2 labels no key"),
+        (bad(answers=" is"), 'line 2 needs answers like {"right": " is", "wrong": [" are"]}, but has " is"'),
+        (bad(answers={"right": " is"}), "line 2 needs answers like"),
+        (bad(answers={"right": " is", "wrong": []}), "line 2 needs answers like"),
+        (bad(answers={"right": " is", "wrong": [3]}), "line 2 needs answers like"),
+        (bad(answers={"right": " is", "wrong": "are", "maybe": 1}), "answers that are neither right nor wrong"),
+        (bad(answers={"right": " is", "wrong": [" is"]}), "line 2: ' is' is named as a right and as a wrong answer"),
         (bad(keys=[GOOD["keys"][0]]), "line 2 has + but no − keys of 'mine': label both in every line"),
         (bad(use="train"), 'line 2 has use "train": it is one of choose, fit, test'),
         (bad(use=["fit"]), "line 2 has use"),
@@ -220,10 +393,33 @@ def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
         tasks.from_jsonl(path)
     with pytest.raises(BadInput, match=r"cannot be read \(Is a directory\)"):
         tasks.from_jsonl(tmp_path)
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match="path of from_jsonl should be"):
         tasks.from_jsonl("a\0b.jsonl")
     with pytest.raises(BadInput, match="center is one of none, query, both, but got 'keys'"):
         tasks.from_jsonl(write(tmp_path, GOOD), center="keys")
+
+
+def test_devices_pipes_and_huge_files_are_not_read(tmp_path):
+    endless, pipe, huge = (tmp_path / f"{name}.jsonl" for name in ("endless", "pipe", "huge"))
+    endless.symlink_to("/dev/zero")
+    os.mkfifo(pipe)
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    for path in (endless, pipe):
+        with pytest.raises(BadInput, match="is not a plain file"):
+            tasks.from_jsonl(path)
+    with pytest.raises(BadInput, match=r"has 1,099,511,627,776 bytes, more than the 1,073,741,824 of a task"):
+        tasks.from_jsonl(huge)
+    with pytest.raises(BadInput, match=r"the name of .*odd\\udcff.jsonl is not UTF-8: rename the file"):
+        tasks.from_jsonl(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff.jsonl"))
+
+
+def test_many_fields_are_refused_at_once(tmp_path):
+    line = json.dumps({**GOOD, **{f"field {i}": i for i in range(60_000)}})
+    start = time.perf_counter()
+    with pytest.raises(BadInput, match="line 2 has a field 'field 0'"):
+        tasks.from_jsonl(write(tmp_path, GOOD, line))
+    assert time.perf_counter() - start < 5, "once it took the square of their number: 44 seconds for these"
 
 
 def test_a_use_without_examples_says_what_to_add(tmp_path):

@@ -177,7 +177,7 @@ def test_a_notebook_gets_the_widget_in_a_frame_of_its_own(verbs):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [((), "nothing to report"), (({"a": 1},), "a report is made of results, but got a dict")]
+    ("given", "says"), [((), "nothing to report"), (({"a": 1},), "results of write_report should be a Result")]
 )
 def test_a_report_is_made_of_results(tmp_path, given, says):
     with pytest.raises(BadInput, match=says):

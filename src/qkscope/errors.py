@@ -14,6 +14,13 @@ class Terminated(KeyboardInterrupt):
     """A scheduler asked us to stop (SIGTERM): as if Ctrl-C had been pressed, but for the exit code."""
 
 
+def check_least(least: int, **counts: int) -> None:
+    """Refuse numbers under the least that makes sense, by their names."""
+    for name, value in counts.items():
+        if value < least:
+            raise BadInput(f"{name} is at least {least}, but got {value}.")
+
+
 def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Refuse a value of another kind; ``what`` says what it should have been."""
     if not isinstance(value, kind):

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput, check_least
+from qkscope.kinds import checked_class
 
 Span = tuple[int, int]
 """Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
 
 
+@checked_class
 @dataclass(frozen=True)
 class Key:
     """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no part".
@@ -38,6 +40,29 @@ class Key:
         return self.labels.get(contrast, 0)
 
 
+@checked_class
+@dataclass(frozen=True)
+class Answers:
+    """What the model may go on with after a prompt, as text: the first token of each is read.
+
+    >>> Answers([" is"], [" are"])
+    Answers(right=(' is',), wrong=(' are',))
+    """
+
+    right: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("right", "wrong"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.right or not self.wrong or not all((*self.right, *self.wrong)):
+            raise BadInput("answers are at least one right and one wrong text that is not empty: name both.")
+        both = sorted(set(self.right) & set(self.wrong))
+        if both:
+            raise BadInput(f"{both[0]!r} is named as a right and as a wrong answer: keep one.")
+
+
+@checked_class
 @dataclass(frozen=True)
 class Example:
     """Text (or ids) with marked queries and keys.
@@ -57,6 +82,10 @@ class Example:
     roles : mapping of str to (start, stop)
         Places with a name ("S1", "IO", "END"), for circuits whose heads look from one to another. A token may not
         reach out of its role into a neighbour: the tokenizer would have merged the two.
+    answers : Answers, optional
+        What the model may go on with, right and wrong; without them it is asked for the keys' own tokens.
+    where : str
+        Where it was read ("mine.jsonl, line 3"), for messages.
 
     >>> example = Example.mark("The hat is in Box O. The hat is in Box", keys={"O": {"lexical": 1}})
     >>> [example.piece(key.span) for key in example.keys]
@@ -69,6 +98,8 @@ class Example:
     keys: tuple[Key, ...] = ()
     cluster: str | int = ""
     roles: Mapping[str, Span] = field(default_factory=dict, repr=False)
+    answers: Answers | None = field(default=None, repr=False)
+    where: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):
@@ -77,13 +108,12 @@ class Example:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
-        for key in self.keys:
-            check_kind(key, Key, "a key is a Key, with its span and its labels")
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
-        for start, stop in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
-            if not 0 <= start < stop <= len(self):
-                raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
+        if self.text is not None and not self.text.isascii() and any("\ud800" <= c <= "\udfff" for c in self.text):
+            raise BadInput("the prompt has half a surrogate pair, which no tokenizer reads: take it out.")
+        for span in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
+            self._check_span(span)
 
     def __len__(self) -> int:
         """Characters of the text, or number of ids."""
@@ -97,10 +127,17 @@ class Example:
 
     def piece(self, span: Span) -> Any:
         """What stands at a span: a piece of text, or a tuple of ids."""
+        self._check_span(span)
         return self._sequence[slice(*span)]
+
+    def _check_span(self, span: Span) -> None:
+        start, stop = span
+        if not 0 <= start < stop <= len(self):
+            raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
 
     def show(self, limit: int = 300) -> str:
         """The prompt for a message, shortened."""
+        check_least(1, limit=limit)
         shown = repr(self._sequence)
         return shown if len(shown) <= limit else f"{shown[: limit // 2]} ... {shown[-limit // 2 :]}"
 

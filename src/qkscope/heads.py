@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
+from qkscope.kinds import checked_call, checked_class
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 
 
+@checked_class
 @dataclass(frozen=True, order=True)
 class Head:
     """One attention head, zero-based.
@@ -21,6 +23,7 @@ class Head:
     2
     """
 
+    comes_from = "like L18H6"
     layer: int
     index: int
 
@@ -40,6 +43,7 @@ class Head:
 
     def kv(self, group_size: int) -> int:
         """Index of the key head this query head reads: ``index // group_size`` under grouped-query attention."""
+        check_least(1, group_size=group_size)
         return self.index // group_size
 
     def __str__(self) -> str:
@@ -49,6 +53,7 @@ class Head:
         return f"Head {self}"
 
 
+@checked_call
 def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
     """Read one head, a list of them, or ``"L18H6,L17H5"``; a head named twice is refused.
 

@@ -25,6 +25,7 @@ from qkscope.folders import check_writable as check_writable
 from qkscope.folders import read_json as read_json
 from qkscope.folders import write_text as write_text
 from qkscope.folders import writing as writing
+from qkscope.kinds import checked_class
 from qkscope.rules import rule_holds
 
 _OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
@@ -53,9 +54,12 @@ class Claim:
         }  # fmt: skip
 
 
+@checked_class
 @dataclass(frozen=True)
 class Result:
     """A finished analysis or experiment."""
+
+    comes_from = "as the verbs return"
 
     experiment: str
     tables: Mapping[str, Sequence[Mapping[str, Any]]]

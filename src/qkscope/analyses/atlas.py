@@ -24,8 +24,9 @@ from qkscope.analyses.relations import main_relation, relation_rows
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.discovery import HeadTest, SelfContrast, head_tests, moving_basis
@@ -35,6 +36,7 @@ from qkscope.result import Result, provenance
 _SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
 
 
+@checked_class
 @dataclass(frozen=True)
 class Atlas(Result):
     """All heads, those with most directions first."""
@@ -44,6 +46,7 @@ class Atlas(Result):
         return [dict(row) for row in self.tables["atlas"]]
 
 
+@checked_call
 def atlas(
     scope: Scope,
     texts: Sequence[str],
@@ -71,6 +74,8 @@ def atlas(
     draws : random subspaces beside each swap.
     """
     start = time.perf_counter()
+    check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
+    check_least(0, skip=skip)
     chosen = scope.parse(heads)
     if space == "pre_rope":
         raise BadInput("pre_rope vectors do not give the model's attention: take query_frame or post_rope.")

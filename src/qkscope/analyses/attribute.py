@@ -18,20 +18,23 @@ from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import default_features
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput, check_kind, check_least
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.subspace import Subspace
 from qkscope.result import Result, provenance
 
 
+@checked_class
 @dataclass(frozen=True)
 class Explanation(Result):
     """Logits of one prompt's tokens, split among features."""
 
     def show(self, width: int = 40) -> str:
         """A chart for the terminal: one line per token, a bar of its attention, and the parts of its logit."""
+        check_least(1, width=width)
         rows = self.tables["tokens"]
         names = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
         head = f"{'token':>16} {'attention':>9} {'':{width}} {'logit':>7} " + " ".join(f"{n[:9]:>9}" for n in names)
@@ -46,6 +49,7 @@ class Explanation(Result):
         return self.show()
 
 
+@checked_call
 def attribute(
     scope: Scope,
     prompt: str | Example,

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qkscope.analyses.find import check_scope_and_task, job
+from qkscope.analyses.find import check_scope_and_task, job, with_notes
 from qkscope.analyses.sums import Shard, Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import ROUNDING, Controls, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
@@ -26,9 +27,12 @@ Center = Literal["none", "query", "both"]
 _ALPHA = 0.05
 
 
+@checked_class
 @dataclass(frozen=True)
 class Fit(Result):
     """Subspaces of every contrast and head: ``fit["lexical", "L18H6"]``."""
+
+    comes_from = "as decompose gives"
 
     subspaces: Mapping[tuple[str, Head], Subspace] = field(default_factory=dict)
     sums: Mapping[str, Sums] = field(default_factory=dict)
@@ -37,7 +41,7 @@ class Fit(Result):
     chat: bool = False
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
-        if not isinstance(which, tuple) or len(which) != 2:
+        if not isinstance(which, tuple) or len(which) != 2 or not isinstance(which[0], str):
             raise BadInput(f"a fit is asked for a contrast and a head, as fit['lexical', 'L18H6'], but got {which!r}.")
         contrast, head = which[0], Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
@@ -58,6 +62,7 @@ class Fit(Result):
         return [dict(row) for row in self.tables["ranks"]]
 
 
+@checked_call
 def decompose(
     scope: Scope,
     task: Task,
@@ -164,7 +169,7 @@ def fit_of(
     parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
-        answer=_answer(rows),
+        answer=with_notes(_answer(rows), about),
         tables={"ranks": rows},
         model=about["model"],
         seed=some.seed,

@@ -24,9 +24,10 @@ from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.components import Components, paired_components
 from qkscope.maths.controls import RankTest, false_discovery, rank_above
 from qkscope.maths.discovery import SelfContrast
@@ -40,6 +41,7 @@ _HEADS = 0.05  # false-discovery rate over the heads asked for: replicates are t
 _PER_DIRECTION = 10  # queries needed for each direction asked for
 
 
+@checked_class
 @dataclass(frozen=True)
 class Discovery(Result):
     """Features of some heads: ``found["L18H6"]`` are the components of one (None where there are none)."""
@@ -55,6 +57,7 @@ class Discovery(Result):
         return [dict(row) for row in self.tables["features"]]
 
 
+@checked_call
 def discover(
     scope: Scope,
     source: Sequence[str] | Task,
@@ -89,6 +92,11 @@ def discover(
     contrasts : labelled contrasts of the task to compare with; all by default.
     """
     start = time.perf_counter()
+    check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
+    check_least(0, skip=skip)
+    check_least(1, sizes=min(sizes, default=1))
+    if contrasts is not None and not isinstance(source, Task):
+        raise BadInput("contrasts are of a task, and text has none: leave them out.")
     chosen = [scope.check(head) for head in parse_heads(heads)]
     if not 1 <= directions <= scope.d_head:
         raise BadInput(f"directions are from 1 to the {scope.d_head} dimensions of a head, but got {directions}.")
@@ -163,6 +171,7 @@ def _examples(
         except BadInput:  # a file that labels its right keys for other uses only
             units = source.fit(next(iter(source.contrasts)), n)
         return [unit[0] for unit in units], [unit[0] for unit in source.test(n)]
+    check_least(1, n=n)
     texts = checked_texts(source)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:n]
     examples = text_examples(scope, [texts[i] for i in order], queries=queries, length=length, seed=seed)

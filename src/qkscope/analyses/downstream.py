@@ -1,19 +1,24 @@
 """What a swap does to the model's answer: the edited keys are written into the heads, and the model runs on.
 
-Candidates for the answer are the key tokens themselves (the box labels, the list's items). For each held-out prompt we
-read the next-token logits of the right and of the target token, and which candidate is likeliest, before and after.
+Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or else the key tokens
+themselves (the box labels, the list's items); a result says which. For each held-out prompt we read the next-token
+logits of the right and of the target candidate, and which candidate is likeliest, before and after. Of named answers
+the first right and the first wrong one are the two; of keys, those that are swapped.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.find import check_same_model
+from qkscope.analyses.find import check_same_model, clusters_of
 from qkscope.analyses.swap import (
     Swaps,
     check_answers,
@@ -24,11 +29,14 @@ from qkscope.analyses.swap import (
     joint_name,
 )
 from qkscope.analyses.units import batches_of
+from qkscope.capture.marks import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
+from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.swap import swapped_keys
@@ -36,6 +44,7 @@ from qkscope.result import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
 
+@checked_call
 def swap_downstream(
     scope: Scope,
     units: Sequence[Unit],
@@ -79,15 +88,23 @@ def swap_downstream(
         if len(example.queries) > 1:
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
     pairs = draw_pairs(labels_of, seed)
+    named = answer_ids(scope, [example for _, example in listed], chat=fit.chat)
+    shown: dict[str, None] = {}  # the key tokens that were read
 
     def run(indices: list[int]) -> None:
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
+        check_visible(encoded, chosen, before.bias)
         own = torch.tensor([place for i in indices for place in row_of[i]])
         orig, target = (chosen_keys[own].to(scope.device) for chosen_keys in pairs)
         labels = encoded.labels[ANSWER]
         rows = torch.arange(len(orig), device=orig.device)
-        candidates = encoded.inputs["input_ids"].gather(1, before.key_positions)
+        tokens = encoded.inputs["input_ids"].gather(1, before.key_positions)
+        of_keys = [set(tokens[r, : len(e.keys)].tolist()) for r, e in enumerate(encoded.examples) if not e.answers]
+        shown.update(dict.fromkeys(_text(scope, token) for own_tokens in of_keys for token in sorted(own_tokens)))
+        read = _candidates(
+            tokens, labels.masked_fill(~before.key_mask, 0), orig, target, [named[i] for i in own.tolist()]
+        )
         assert before.logits is not None
         values = {("before", ""): before.logits}
         for group in sets:
@@ -98,18 +115,19 @@ def swap_downstream(
                 assert after.logits is not None
                 values[name, ",".join(map(str, group))] = after.logits
         for key, logits in values.items():
-            scores = logits.gather(1, candidates).masked_fill(~before.key_mask, -torch.inf)
-            scores = scores.masked_fill(labels == 0, -torch.inf)
+            scores = logits.gather(1, read.tokens).masked_fill(read.signs == 0, -torch.inf)
             best = scores.argmax(1)
-            right = labels[rows, best] > 0
+            right = read.signs[rows, best] > 0
             parts.setdefault(key, []).append(
-                torch.stack([scores[rows, orig], scores[rows, target], right, best == target], dim=1).cpu()
+                torch.stack(
+                    [scores[rows, read.right], scores[rows, read.wrong], right, best == read.wrong], dim=1
+                ).cpu()
             )
         unit_of.append(torch.tensor([i for i in indices for _ in units[i]]))
 
     for _ in stream(batches, run, progress):
         pass
-    unit = torch.cat(unit_of)
+    unit = clusters_of(units, torch.cat(unit_of))
     found = {key: torch.cat(value) for key, value in parts.items()}
     clean = found.pop(("before", ""))
     table: list[dict[str, Any]] = []
@@ -125,19 +143,66 @@ def swap_downstream(
             "fell": float(fell.mean()), "low": float(low), "high": float(high), "n": len(values),
         })  # fmt: skip
     row = table[0]
+    said = _read([example for _, example in listed], list(shown))
     return Swaps(
         experiment="swap/downstream",
         answer=(
-            f"Swapping {joint} in {row['heads']} takes the model's answer from {row['accuracy_before']:.0%} right to "
-            f"{row['accuracy_after']:.0%}, and to the target in {row['target_after']:.0%} (before: "
+            f"Swapping {joint} in {row['heads']} takes the model's answer, read among {said}, from "
+            f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
+            f"{row['target_after']:.0%} (before: "
             f"{row['target_before']:.0%})."
         ),
         tables={"downstream": table},
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units)}),
+        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": said}),
     )
+
+
+class _Read(NamedTuple):
+    """Candidates of each row: their tokens, +1 or −1 (0: none), and which stand for the right and the target answer."""
+
+    tokens: Int[Tensor, "b c"]
+    signs: Int[Tensor, "b c"]
+    right: Int[Tensor, " b"]
+    wrong: Int[Tensor, " b"]
+
+
+def _candidates(
+    tokens: Int[Tensor, "b k"],
+    labels: Int[Tensor, "b k"],
+    orig: Int[Tensor, " b"],
+    target: Int[Tensor, " b"],
+    named: Sequence[tuple[list[int], list[int]] | None],
+) -> _Read:
+    """The keys' own tokens, or in rows that name answers, those."""
+    extra = max((len(right) + len(wrong) for right, wrong in filter(None, named)), default=0) - tokens.shape[1]
+    tokens, signs = (pad(x.long(), (0, max(extra, 0))) for x in (tokens, labels))
+    right, wrong = orig.clone(), target.clone()
+    for row, answers in enumerate(named):
+        if answers is None:
+            continue
+        count, every = len(answers[0]), [*answers[0], *answers[1]]
+        signs[row] = 0
+        tokens[row, : len(every)] = torch.tensor(every, device=tokens.device)
+        signs[row, :count], signs[row, count : len(every)] = 1, -1
+        right[row], wrong[row] = 0, count
+    return _Read(tokens, signs, right, wrong)
+
+
+def _text(scope: Scope, token: int) -> str:
+    return str(token) if scope.tokenizer is None else str(scope.tokenizer.decode([token]))
+
+
+def _read(examples: Sequence[Example], tokens: list[str]) -> str:
+    """Which tokens were taken for answers, in words."""
+    texts = list(dict.fromkeys(text for e in examples if e.answers for text in (*e.answers.right, *e.answers.wrong)))
+    parts = []
+    for what, every in (("the answers that are named", texts), ("the key tokens themselves", tokens)):
+        if every:
+            parts.append(f"{what} ({', '.join(map(repr, every[:4]))}{', …' if len(every) > 4 else ''})")
+    return " and ".join(parts)
 
 
 def _edit(

@@ -9,36 +9,41 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.units import batches_of
 from qkscope.capture.cache import weights_part
 from qkscope.capture.encode import Encoded
-from qkscope.capture.pick import Places
+from qkscope.capture.marks import check_visible, notes_of
+from qkscope.capture.pick import Captured, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.intervals import clustered_bootstrap, wilson
 from qkscope.result import Result, provenance
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.tasks.task import ANSWER, Task, Unit
 
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 
 
+@checked_class
 @dataclass(frozen=True)
 class Ranking(Result):
     """Heads, best first."""
 
     def above(self, threshold: float = 0.30, by: str = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
+        if not 0 <= threshold <= 1:
+            raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
         return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
 
     def top(self, by: str = "accuracy") -> list[dict[str, Any]]:
@@ -49,6 +54,7 @@ class Ranking(Result):
         return sorted(rows, key=lambda row: -row[by])
 
 
+@checked_call
 def find_heads(
     scope: Scope, task: Task, n: int = 256, *, batch_size: int = 32, progress: bool | None = None
 ) -> Ranking:
@@ -60,18 +66,23 @@ def find_heads(
     def run(indices: list[int]) -> tuple[Tensor, ...]:
         members = [(i, example) for i in indices for example in units[i]]
         encoded = scope.encode([example for _, example in members], chat=task.chat)
-        scores = _scores(encoded, _whole_rows(scope, encoded))
+        whole = _whole_rows(scope, encoded)
+        keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
+        check_visible(encoded, heads, whole.bias.gather(-1, keys), by_some=True)
+        scores = _scores(encoded, whole.attention())
         unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
         return tuple(x.cpu() for x in (*scores, unit))
 
     found = list(stream(batches_of(units, batch_size), run, progress))
     hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*found, strict=True))
     chance = float(chances.mean())
-    low, high = clustered_bootstrap(ratios, unit)
+    cluster = clusters_of(units, unit)
+    low, high = clustered_bootstrap(ratios, cluster)
+    trials = len(cluster.unique())  # copies of a prompt are one trial
     rows: list[dict[str, Any]] = []
     for i, head in enumerate(heads):
         accuracy = float(hits[:, i].float().mean())
-        bounds = wilson(int(hits[:, i].sum()), len(hits))
+        bounds = wilson(int(hits[:, i].sum()) * trials / len(hits), trials)
         rows.append({
             "head": str(head), "accuracy": accuracy, "low": bounds[0], "high": bounds[1], "chance": chance,
             "row_accuracy": float(row_hits[:, i].float().mean()),
@@ -83,26 +94,28 @@ def find_heads(
     whole = (
         "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
     )
+    about = job(scope, task)
+    answer = (
+        f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
+        f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
+    )
     return Ranking(
         experiment=f"heads/{task.name}",
-        answer=(
-            f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
-            f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
-        ),
+        answer=with_notes(answer, about),
         tables={"heads": rows},
         model=scope.name,
         seed=task.seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**job(scope, task), n=n),
+        provenance=provenance(**about, n=n),
     )
 
 
-def _whole_rows(scope: Scope, encoded: Encoded) -> Float[Tensor, "b h t"]:
-    """Attention of every head from each query to every token of its sequence."""
+def _whole_rows(scope: Scope, encoded: Encoded) -> Captured:
+    """Every head from each query to every token of its sequence."""
     places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
     everywhere = Places(places.row, places.query, columns, mask[places.row])
-    return scope.capture_inputs(encoded.inputs, places=everywhere).attention()
+    return scope.capture_inputs(encoded.inputs, places=everywhere)
 
 
 def _scores(encoded: Encoded, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
@@ -125,11 +138,28 @@ def _scores(encoded: Encoded, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...
 
 def job(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
+    notes = notes_of(scope, task)
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
-        "asked": dict(task.asked), "space": space,
+        "asked": dict(task.asked), "space": space, **({"notes": notes} if notes else {}),
     }  # fmt: skip
+
+
+def with_notes(answer: str, about: Mapping[str, Any]) -> str:
+    """An answer, and what its reader must know of the task, where there is anything."""
+    return " ".join([answer, *about.get("notes", ())])
+
+
+def _cluster(unit: Unit, number: int) -> object:
+    return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
+
+
+def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
+    numbers: dict[object, int] = {}
+    own = {i: numbers.setdefault(_cluster(units[i], i), len(numbers)) for i in unit.unique().tolist()}
+    return torch.tensor([own[i] for i in unit.tolist()])
 
 
 def check_scope_and_task(scope: Scope, task: Task) -> None:

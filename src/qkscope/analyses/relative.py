@@ -21,9 +21,10 @@ from qkscope.analyses.singular import singular_basis
 from qkscope.capture.encode import Encoded
 from qkscope.capture.pick import Captured, Places
 from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.relative import key_difference
 from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
 from qkscope.maths.singular import SingularBasis, singular_coordinates
@@ -123,12 +124,14 @@ def split_captured(
     )
 
 
+@checked_class
 @dataclass(frozen=True)
 class RelativeAttention(Result):
     """Why this token rather than the others: the terms of one head's relative logit, largest first."""
 
     def show(self, rows: int = 8, width: int = 32) -> str:
         """A chart for the terminal: the largest terms as bars, and how few of them it takes."""
+        check_least(1, rows=rows, width=width)
         terms = self.tables["terms"][:rows]
         top = max((abs(row["term"]) for row in self.tables["terms"]), default=0.0) or 1.0
         lines = [self.answer, f"{'vector':>7} {'sigma':>8} {'term':>8}"]
@@ -141,6 +144,7 @@ class RelativeAttention(Result):
         return self.show()
 
 
+@checked_call
 def relative_attention(
     scope: Scope,
     example: Example | str,

@@ -33,6 +33,7 @@ from qkscope.analyses.fit_folder import (
 from qkscope.analyses.sums import Shard, sums_file
 from qkscope.errors import BadInput
 from qkscope.folders import only_writer
+from qkscope.kinds import checked_call
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def parse_shard(text: str) -> Shard:
     return i % n, n
 
 
+@checked_call
 def merge(
     folders: Sequence[str | Path], out: str | Path, show: Callable[[Fit], object] = lambda fit: None
 ) -> Fit:  # fmt: skip

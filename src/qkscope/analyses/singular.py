@@ -13,6 +13,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_call
 from qkscope.maths.singular import SingularBasis, basis_of_weights
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _CACHED = 1 << 28  # numbers of a basis that is worth keeping: 1 GiB
 _VERSION = 2
 
 
+@checked_call
 def singular_basis(
     scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, cache: bool = True
 ) -> SingularBasis:

@@ -29,6 +29,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths import sparsity as measure
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.singular import SingularBasis
@@ -39,6 +40,7 @@ VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "cou
           "count_tol_null", "cancellation", "sigma_correlation")  # fmt: skip
 
 
+@checked_class
 @dataclass(frozen=True)
 class Sparsity(Result):
     """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where there is none)."""
@@ -50,6 +52,7 @@ class Sparsity(Result):
         return [dict(row) for row in self.tables["sparsity"]]
 
 
+@checked_call
 def sparsity(
     scope: Scope,
     task: Task,

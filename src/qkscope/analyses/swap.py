@@ -17,11 +17,12 @@ from torch import Tensor
 
 from qkscope.analyses.clouds import Cloud, Seen, make_clouds
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.find import check_same_model
+from qkscope.analyses.find import check_same_model, clusters_of, with_notes
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
@@ -47,6 +48,7 @@ class Rows:
     cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
 
 
+@checked_class
 @dataclass(frozen=True)
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
@@ -58,6 +60,7 @@ class Swaps(Result):
         return [dict(row) for row in self.tables["swap"]]
 
 
+@checked_call
 def swap(
     scope: Scope,
     units: Sequence[Unit],
@@ -105,7 +108,7 @@ def swap(
         tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
     return Swaps(
         experiment="swap",
-        answer=_answer(table, joint),
+        answer=with_notes(_answer(table, joint), fit.provenance.get("asked", {})),
         tables=tables,
         model=scope.name,
         seed=seed,
@@ -224,7 +227,7 @@ def _clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[
         numbers: dict[str, int] = {}
         asked = [example.piece(example.roles[ASKED]) for example in examples]
         return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
-    return torch.tensor(unit)
+    return clusters_of(units, torch.tensor(unit))
 
 
 def check_swappable(space: str, downstream: bool = False) -> None:
@@ -239,6 +242,8 @@ def check_answers(units: Sequence[Unit]) -> None:
     """Every example to be swapped needs a right key and a wrong one."""
     check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
     for unit in units:
+        if not unit:
+            raise BadInput("a unit holds no example: give one prompt or more in each.")
         for example in unit:
             signs = {key.label(ANSWER) for key in example.keys}
             if not {1, -1} <= signs:

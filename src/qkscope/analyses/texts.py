@@ -91,7 +91,7 @@ def text_examples(
         room = len(ids) - _FIRST_QUERY
         if room < 1:
             continue
-        generator = torch.Generator().manual_seed((seed << 32) + i)
+        generator = torch.Generator().manual_seed(((seed << 32) + i) % 2**64)
         places = (torch.randperm(room, generator=generator)[:queries] + _FIRST_QUERY).sort().values.tolist()
         made.append(Example(ids=tuple(ids), queries=tuple((p, p + 1) for p in places), cluster=i))
     return made

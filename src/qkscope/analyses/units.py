@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkscope.capture.marks import check_visible
 from qkscope.capture.pick import Captured
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -79,6 +80,7 @@ def capture_units(
         members = [(i, m) for i in indices for m in range(len(units[i]))]
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
         captured = scope.capture_inputs(encoded, heads=list(heads), space=space, rest=rest)
+        check_visible(encoded, captured.heads, captured.bias)
         where = torch.tensor(members, device=captured.example.device)[captured.example]
         return Batch(captured, where[:, 0], where[:, 1])
 

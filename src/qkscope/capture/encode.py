@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.capture.inputs import SIDES, PaddingSide, pad_rows, positions_of
+from qkscope.capture.marks import FIRST_TOKEN, check_own_query, has_first_token
 from qkscope.capture.pick import Places
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
@@ -42,13 +44,14 @@ class Tokens:
 class Encoded:
     """A padded batch: the model's keyword arguments, where to look, and whose row is whose.
 
-    `example` and `labels` are as in `Captured`.
+    `example` and `labels` are as in `Captured`; `examples` is the list that `example` counts in.
     """
 
     inputs: dict[str, Tensor]
     places: Places
     example: Int[Tensor, "b"]
     labels: dict[str, Int[Tensor, "b k"]]
+    examples: Sequence[Example] = ()
 
 
 class Encoder:
@@ -66,6 +69,7 @@ class Encoder:
         self.vocabulary, self.first = vocabulary, first
         self._said = False
         self._frame: tuple[str, str] | None = None
+        self._warned = False  # of a key that is the first token
 
     @property
     def pad_id(self) -> int:
@@ -77,6 +81,14 @@ class Encoder:
             if isinstance(value, int) and (self.vocabulary is None or value < self.vocabulary):
                 return value
         return 0
+
+    @cached_property
+    def adds_first(self) -> bool:
+        """Whether a prompt that is not in a chat gets a token before its own first one."""
+        if self.tokenizer is None:
+            return False
+        whole, bare = (self.tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"] for add in (True, False))
+        return list(whole[:1]) != list(bare[:1])
 
     @cached_property
     def _unknown(self) -> int | None:
@@ -199,12 +211,17 @@ class Encoder:
         for role, span in example.roles.items():
             self._check_whole(example, ids, offsets, shift, role, span)
         keys = tuple(find(key.span) for key in example.keys)
-        shared = next((key for key in keys if keys.count(key) > 1), None)
+        shared = next((a for a, b in pairwise(sorted(keys)) if a == b), None)
         if shared is not None:
             raise BadInput(
                 f"two keys share token {shared}, which would count it twice; the tokens are {self._show(ids)}."
             )
-        return Tokens(ids, tuple(find(span) for span in example.queries) or (len(ids) - 1,), keys)
+        queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
+        check_own_query(example, queries, keys)
+        if not self._warned and has_first_token(example, keys):
+            self._warned = True
+            log.warning("%s Mark later words.", FIRST_TOKEN)
+        return Tokens(ids, queries, keys)
 
     def _check_whole(
         self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], shift: int, role: str, span: Span
@@ -306,4 +323,5 @@ def collate(
         places=Places(row_of.to(device), query_of.to(device), keys.to(device), key_mask.to(device)),
         example=example_of.to(device),
         labels={name: value.to(device) for name, value in labels.items()},
+        examples=examples,
     )

@@ -18,6 +18,7 @@ from qkscope.capture.families import FAMILIES, tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 
 
 class FamilyRow(TypedDict):
@@ -29,6 +30,7 @@ class FamilyRow(TypedDict):
     max_error: float | None
 
 
+@checked_call
 def list_families(families: Iterable[str] | None = None) -> list[FamilyRow]:
     """Check families live.
 

@@ -286,7 +286,7 @@ class Pooler:
         examples = dict(zip(self.row.tolist(), self.example.tolist(), strict=True))
         firsts, lengths, counts = self.first.tolist(), self.length.tolist(), self.layout.used.sum(dim=1).tolist()
         for row, example in examples.items():
-            generator = torch.Generator().manual_seed((self.seed << 32) + example)
+            generator = torch.Generator().manual_seed(((self.seed << 32) + example) % 2**64)
             own = torch.rand(counts[row], lengths[row], generator=generator)
             lots[row, : counts[row], firsts[row] : firsts[row] + lengths[row]] = own
         return lots

@@ -30,13 +30,15 @@ from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.stream import stream
 from qkscope.capture.tap import Call, tap
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput, check_kind, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 
 _CHECK_VERSION = 2
 
 
+@checked_class
 class Scope(Shape):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
@@ -50,6 +52,8 @@ class Scope(Shape):
         Shape of the attention, read off live calls.
     """
 
+    comes_from = "as Scope.load(name) gives"
+
     def __init__(
         self,
         model: Any,
@@ -60,6 +64,8 @@ class Scope(Shape):
     ) -> None:
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
+        if tokenizer is not None and not callable(tokenizer):
+            raise BadInput(f"a tokenizer is one of transformers, or None, but got {type(tokenizer).__name__}.")
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
@@ -390,6 +396,7 @@ class Scope(Shape):
         max_new_tokens : int
             How far to go.
         """
+        check_least(1, max_new_tokens=max_new_tokens)
         given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from qkscope.capture.probe import Facts
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_class
 
 
+@checked_class
 class Shape:
     """What was read off live attention calls (`facts`), in words."""
 

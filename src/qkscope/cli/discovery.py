@@ -131,7 +131,7 @@ def atlas(
 
 
 def _is_task(source: str) -> bool:
-    return source in _TASKS or source.endswith(".jsonl")
+    return source in _TASKS or source.lower().endswith(".jsonl")
 
 
 def _texts(sources: list[str]) -> Any:

@@ -68,7 +68,7 @@ def make_task(name: str, form: str, size: int | None, seed: int, chat: bool, cen
     """The task by name; checked before a model is loaded."""
     from qkscope import tasks
 
-    if name.endswith(".jsonl"):
+    if name.lower().endswith(".jsonl"):
         if size is not None:
             raise BadInput(f"--size is for binding and filter: the prompts of {name} are as they are.")
         return tasks.from_jsonl(name, seed=seed, chat=chat, center=center or "none")  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from qkscope.capture.cache import cache_dir
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ _NAMED = 6
 _LARGEST_PICTURE, _MOST_PICTURES = 1 << 25, 50
 
 
+@checked_call
 def view(
     folder: str | Path | None = None,
     *,

@@ -25,8 +25,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_least
 from qkscope.heads import Head
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import principal_angles
 from qkscope.maths.singular import SingularBasis, dual
@@ -55,6 +56,7 @@ def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Flo
     return (span.mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Alignment:
     """How a feature sits on the singular vectors of its head, beside the same numbers of bases that mean nothing."""
@@ -75,7 +77,9 @@ class Alignment:
 
     def best(self, count: int | None = None) -> list[int]:
         """The vectors that carry most, largest first; as many as the feature's rank by default."""
-        return self.carried.argsort(descending=True)[: count or self.rank].tolist()
+        wanted = self.rank if count is None else count
+        check_least(1, count=wanted)
+        return self.carried.argsort(descending=True)[:wanted].tolist()
 
     def table(self) -> list[dict[str, Any]]:
         """One row per singular vector, those that carry most first."""
@@ -93,6 +97,7 @@ class Alignment:
 
     def summary(self, rows: int = 6) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
+        check_least(1, rows=rows)
         n = self.numbers
         lines = [
             f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
@@ -122,6 +127,7 @@ class Alignment:
         return self.summary()
 
 
+@checked_call
 def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, seed: int = 0) -> Alignment:
     """Which singular vectors carry a feature, how close they come to it, and what meaningless bases would show.
 
@@ -133,6 +139,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
         made by hand, without the covariance of its keys, has no control by key PCA.
     draws, seed : of the controls.
     """
+    check_least(1, draws=draws)
     if subspace.head is None:
         raise BadInput("this subspace does not say which head it belongs to: make it with decompose.")
     weights, here = subspace.about.get("weights"), basis.about.get("weights")

@@ -39,7 +39,7 @@ def clustered_bootstrap(
     return low, high
 
 
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's 95% interval of a proportion of independent trials.
 
     >>> [round(x, 3) for x in wilson(8, 10)]

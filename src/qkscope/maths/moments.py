@@ -22,8 +22,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_class
 from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta
 from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
@@ -40,6 +42,7 @@ class _Layout(NamedTuple):
     nulled: list[tuple[int, int]]  # (column of the batch, row of the null sums)
 
 
+@checked_class
 class Moments:
     """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in float64.
 
@@ -88,6 +91,7 @@ class Moments:
         self.seed = seed
         self.about = dict(about or {})
         self._check_parameters()
+        device = device if str(device) == "meta" else check_device(device)
 
         self.key_heads = list(dict.fromkeys(self._key_head(i) for i in range(len(self.heads))))
         self._layouts: dict[int | None, _Layout] = {}
@@ -229,6 +233,8 @@ class Moments:
             if contrast not in self.contrasts:
                 raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
             _check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
+            if bool((label.abs() > 1).any()):
+                raise BadInput(f"labels of {contrast!r} are 1, -1 or 0: put what a pair weighs into weights.")
         if weights is not None:
             _check_shape("weights", weights, (b, slots), "rows, keys")
             if bool((weights < 0).any()) or not bool(torch.isfinite(weights).all()):
@@ -329,6 +335,9 @@ class Moments:
     def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Moments:
         """An empty `Moments` for the same job."""
         given = dict(manifest)
+        lacking = [name for name in ("heads", "contrasts", "d_head", "null_heads") if name not in given]
+        if lacking:
+            raise BadInput(f"a manifest of moments names {', '.join(lacking)}, and this one does not: take manifest().")
         given["null_heads"] = given["null_heads"] or None
         return cls(**given, device=device)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 from qkscope.maths.bases import Projector
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.weights import thin_svd
@@ -49,6 +50,7 @@ class HeadBasis:
         return dual(self.read)
 
 
+@checked_class
 @dataclass(frozen=True)
 class SingularBasis:
     """Singular vectors of some heads, of weights with this hash.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 from qkscope.maths.bases import joint_basis, principal_angles
 from qkscope.maths.controls import Controls
 from qkscope.maths.store import read_tensors, write_tensors
@@ -24,6 +25,7 @@ from qkscope.maths.svd import checked_svd, energy_rank
 Side = Literal["query", "key"]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Subspace:
     """One contrast's feature at one head.
@@ -40,6 +42,7 @@ class Subspace:
     2
     """
 
+    comes_from = "as fit['lexical', 'L18H6'] gives"
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
     V: Float[Tensor, "d m"]
@@ -52,6 +55,9 @@ class Subspace:
 
     def __post_init__(self) -> None:
         where = f" for {self.head}" if self.head else ""
+        if self.U.shape != self.V.shape or self.U.shape[1] != self.S.shape[0]:
+            raise BadInput(f"U, S and V have shapes {tuple(self.U.shape)}, {tuple(self.S.shape)}, {tuple(self.V.shape)}"
+                           f"{where}: U and V are (d, m), and S is (m).")  # fmt: skip
         if self.rank < 1:
             raise BadInput(f"rank must be at least 1, but is {self.rank}{where}: there is no subspace to speak of.")
         if self.rank > self.S.shape[0]:
@@ -132,12 +138,19 @@ class Subspace:
 
     def coordinates(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n r"]:
         """Coordinates of vectors in the feature's basis."""
-        return x @ self.basis(side).to(x)
+        return self._fitting(x) @ self.basis(side).to(x)
 
     def project(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n d"]:
         """The part of vectors that lies in the feature."""
         basis = self.basis(side).to(x)
-        return (x @ basis) @ basis.mT
+        return (self._fitting(x) @ basis) @ basis.mT
+
+    def _fitting(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        if x.shape[-1:] != (self.d_head,):
+            raise BadInput(
+                f"vectors of this feature have {self.d_head} entries, but these have shape {tuple(x.shape)}."
+            )
+        return x
 
     def angles(self, other: Subspace, side: Side = "key") -> Float[Tensor, " m"]:
         """Principal angles to another subspace, in radians, smallest first."""

@@ -21,6 +21,8 @@ def checked_svd(
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
         raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
+    if not matrix.numel():
+        raise BadInput(f"a matrix of shape {tuple(matrix.shape)} is empty and has no singular vectors.")
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     v = vh.mH
     for index in _failures(matrix, u, s, v):

@@ -11,9 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.maths.svd import checked_svd
 
 
+@checked_call
 def thin_svd(
     w_q: Float[Tensor, "*h d_head d_model"],
     w_k: Float[Tensor, "*g d_head d_model_k"],
@@ -35,6 +37,11 @@ def thin_svd(
     if kv_of_head is None and w_q.shape[:-1] != w_k.shape[:-1]:
         raise BadInput(f"query and key weights should agree in all but the last size, but have shapes "
                        f"{tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
+    if kv_of_head is not None and (w_q.shape[:-2], w_q.shape[-2]) != (kv_of_head.shape, w_k.shape[-2]):
+        raise BadInput(f"kv_of_head names the key weights of each head, but it has shape {tuple(kv_of_head.shape)} and "
+                       f"they have {tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
+    if kv_of_head is not None and not bool(((kv_of_head >= 0) & (kv_of_head < len(w_k))).all()):
+        raise BadInput(f"kv_of_head counts key weights from 0 to {len(w_k) - 1}, but holds {kv_of_head.tolist()}.")
     q_1, r_1 = torch.linalg.qr(w_q.to(torch.float64).mT)
     q_2, r_2 = torch.linalg.qr(w_k.to(torch.float64).mT)
     if kv_of_head is not None:

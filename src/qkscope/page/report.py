@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from qkscope.analyses.clouds import Cloud
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.page.blocks import Block, blocks_of, drawn_tables
 from qkscope.page.known import remember
 from qkscope.result import Result, plain_value, writing
@@ -32,6 +33,7 @@ _SCRIPTS = ("base.js", "map.js", "spectra.js", "swaps.js", "curve.js", "prompt.j
 _WIDGET_HEIGHT = 560
 
 
+@checked_call
 def write_report(
     path: str | Path, *results: Result, title: str = "", pictures: Mapping[str, bytes] | None = None
 ) -> Path:

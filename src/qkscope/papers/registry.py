@@ -17,6 +17,7 @@ from typing import Any
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.folders import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.kinds import checked_call
 from qkscope.result import Result, provenance
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def list_experiments() -> list[dict[str, str]]:
     ]
 
 
+@checked_call
 def reproduce(
     paper: str,
     figures: Sequence[str],

@@ -17,6 +17,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
@@ -32,6 +33,7 @@ _CHAT = "Which box is the {} in?"  # a bare question breaks off in its answer; i
 FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
 
 
+@checked_call
 def binding(
     entities: int = 9,
     form: Form = "list",

@@ -17,6 +17,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, pools, seeded
@@ -35,6 +36,7 @@ TEMPLATES = (
 """``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated."""
 
 
+@checked_call
 def ioi(
     form: Order = "both",
     seed: int = 0,

@@ -7,11 +7,14 @@
 
 (on one line). A key or query is named by ``text``, which must stand in the prompt once, or by ``span``. Without
 ``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
-unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by group. Keys labelled
-``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
+unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by what they say. Keys
+labelled ``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
+``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``.
 
 Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the group's signs are
 flipped together under the null, instead of the labels within a line.
+
+Lines with the same prompt are copies: they are never of different uses, and count as one random unit.
 """
 
 from __future__ import annotations
@@ -20,30 +23,36 @@ import hashlib
 import json
 import logging
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Key, Span, find_span
-from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_name, seeded
+from qkscope.examples import Answers, Example, Key, Span, find_span
+from qkscope.kinds import checked_call
+from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_name
 
 log = logging.getLogger(__name__)
 
-_FIELDS = {"prompt", "query", "keys", "group", "use"}
+_FIELDS = {"prompt", "query", "keys", "group", "use", "answers"}
+_LARGEST = 1 << 30  # bytes: some millions of lines
 _KEY_FIELDS = {"text", "span", "labels"}
+_SAID: set[tuple[str, str]] = set()
 _CENTERS = ("none", "query", "both")
 
 
 @dataclass(frozen=True)
 class _Line:
+    number: int
     where: str
     example: Example
     group: str | None
     use: Use | None
 
 
+@checked_call
 def from_jsonl(
     path: str | Path, *, seed: int = 0, center: Literal["none", "query", "both"] = "none", chat: bool = False
 ) -> Task:
@@ -52,7 +61,7 @@ def from_jsonl(
     Parameters
     ----------
     path : a UTF-8 text file with one JSON object per line.
-    seed : of dealing out lines that do not say their use.
+    seed : of dealing out lines that do not say their use; what the file is called and how it is sorted do not matter.
     center : centring of every contrast: take out of ΔC what all queries (``query``), or also all keys, see alike.
     chat : whether prompts go into the model's chat template.
     """
@@ -60,50 +69,132 @@ def from_jsonl(
     if center not in _CENTERS:
         raise BadInput(f"center is one of {', '.join(_CENTERS)}, but got {center!r}.")
     lines = _lines(path)
-    read = [_line(text, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
+    read = [_line(text, number, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
     if not read:
         raise BadInput(f"{path} holds no examples: write one JSON object per line.")
     names = list(dict.fromkeys(name for line in read for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
-    groups: dict[str, list[_Line]] = {}
-    for number, line in enumerate(read):
-        # a line of its own gets a name that no group can have: groups are named by text
-        own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
-        if own and own[0].use != line.use:
-            raise BadInput(f"{line.where} has another use than its group {line.group!r}: give them the same.")
-        own.append(replace(line, example=_with_answer(line.example, contrasts)))
-    uses: dict[str, Use | None] = {name: own[0].use for name, own in groups.items()}
-    free = [name for name, use in uses.items() if use is None]
-    seeded(seed, "jsonl", path.name).shuffle(free)
-    for i, name in enumerate(free):
-        uses[name] = USES[i % len(USES)]
-    warned: set[tuple[str, str]] = set()
+    groups = _groups(read, contrasts)
+    alike = _alike(groups)
+    uses = _uses(groups, alike, seed)
+    groups = {
+        name: [replace(line, example=replace(line.example, cluster=alike[name])) for line in group]
+        for name, group in groups.items()
+    }
+    digest = _digest("\n".join(lines))[:32]
+    copies, notes = len(groups) - len(set(alike.values())), list[str]()
+    if copies:
+        notes.append(
+            f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
+        )
+        _say_once(f"{path}: {notes[0]}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         own = [unit for name, group in groups.items() if uses[name] == use and (unit := _unit(group, use, contrast))]
         if not own:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
-        if n > len(own) and (use, contrast) not in warned:
-            warned.add((use, contrast))
-            log.warning("%s holds %d examples to %s, fewer than %d: taking all.", path, len(own), use, n)
+        if n > len(own):
+            _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest + contrast)
         return own[:n]
 
     made = {
         name: Contrast(name, "as labelled", center=center, paired=_paired(name, list(groups.values())))
         for name in contrasts
     }
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-    return Task("jsonl", made, draw, seed, chat, {"file": str(path), "hash": digest, "center": center, "chat": chat})
+    asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
+    first = not chat and any(_begins(line.example) for line in read)
+    return Task("jsonl", made, draw, seed, chat, asked, tuple(notes), first)
+
+
+def _say_once(sentence: str, about: str) -> None:
+    """Warn, unless this process has said the same of the same file: one command may read a file several times."""
+    if (sentence, about) not in _SAID:
+        _SAID.add((sentence, about))
+        log.warning("%s", sentence)
+
+
+def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_Line]]:
+    """The lines by group; a line of its own gets a name that no group can have: groups are named by text."""
+    groups: dict[str, list[_Line]] = {}
+    for number, line in enumerate(read):
+        own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
+        if own and own[0].use != line.use:
+            raise BadInput(f"{line.where} has another use than its group {line.group!r}: give them the same.")
+        own.append(replace(line, example=_with_answer(line.example, contrasts)))
+    return groups
+
+
+def _alike(groups: Mapping[str, Sequence[_Line]]) -> dict[str, str]:
+    """A name for each group, made of its prompts: the same for groups that share one, be it through others."""
+    parent = {name: name for name in groups}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    home: dict[str | None, str] = {}
+    for name, group in groups.items():
+        for line in group:
+            parent[root(name)] = root(home.setdefault(line.example.text, name))
+    prompts: dict[str, set[str]] = {}
+    for name, group in groups.items():
+        prompts.setdefault(root(name), set()).update(str(line.example.text) for line in group)
+    digests = {name: _digest("\0".join(sorted(texts)))[:16] for name, texts in prompts.items()}
+    return {name: digests[root(name)] for name in groups}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _uses(groups: Mapping[str, Sequence[_Line]], alike: Mapping[str, str], seed: int) -> dict[str, Use]:
+    """The use of each group. Copies have one use; those that do not say theirs are dealt out by what they say."""
+    said: dict[str, _Line] = {}
+    for name, group in groups.items():
+        for line in group:
+            before = said.setdefault(alike[name], line) if line.use is not None else line
+            if before.use != line.use:
+                same = [a for b in groups.values() for a in b if a.example.text == line.example.text and a.use]
+                other = next((a for a in same if a.use != line.use), before)
+                raise BadInput(
+                    f"{line.where} is for {line.use}, but its prompt is that of line {other.number}, which is for "
+                    f"{other.use}: what is tested must be new, so take one of them out, or give both the same use."
+                )
+    free = sorted({name for name in alike.values() if name not in said}, key=lambda name: _digest(f"{seed}/{name}"))
+    dealt: dict[str, Use] = {name: USES[i % len(USES)] for i, name in enumerate(free)}
+    own: dict[str, Use] = {name: line.use for name, line in said.items() if line.use is not None}
+    of_cluster = {**dealt, **own}
+    return {name: of_cluster[cluster] for name, cluster in alike.items()}
+
+
+def _begins(example: Example) -> bool:
+    """Whether a labelled key is the first thing in a prompt."""
+    text = str(example.text)
+    return any(not text[: key.span[0]].strip() for key in example.keys if any(key.labels.values()))
 
 
 def _lines(path: Path) -> list[str]:
     """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
+    shown = str(path).encode("utf-8", "backslashreplace").decode()
+    if shown != str(path):
+        raise BadInput(f"the name of {shown} is not UTF-8: rename the file.")
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe or a device may never end
+            raise BadInput(f"{path} is not a plain file: name a file with one JSON object per line.")
+        if found.st_size > _LARGEST:
+            raise BadInput(
+                f"{path} has {found.st_size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines."
+            )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
         raise BadInput(f"{path}, line {number} is not UTF-8: save the file as UTF-8 text.") from None
+    except BadInput:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise BadInput(f"{path} cannot be read ({reason}): name a file with one JSON object per line.") from None
@@ -137,20 +228,21 @@ def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
     return not whole
 
 
-def _line(text: str, where: str) -> _Line:
+def _line(text: str, number: int, where: str) -> _Line:
     try:
-        return _parsed(_json(text, where), where)
+        return _parsed(_json(text, where), number, where)
     except RecursionError:
         raise BadInput(f"{where} is nested too deeply: write one flat object per line.") from None
 
 
 def _json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise BadInput(f"{where} names {twice[0]!r} twice in one object: keep one.")
-        return dict(pairs)
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise BadInput(f"{where} names {name[:80]!r} twice in one object: keep one.")
+            found[name] = value
+        return found
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -160,12 +252,12 @@ def _json(text: str, where: str) -> Any:
         raise BadInput(f"{where} is not JSON: write one object per line.") from None
 
 
-def _parsed(data: Any, where: str) -> _Line:
+def _parsed(data: Any, number: int, where: str) -> _Line:
     if not isinstance(data, dict):
         raise BadInput(f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
-        raise BadInput(f"{where} has a field {unknown[0]!r}: the fields are {', '.join(sorted(_FIELDS))}.")
+        raise BadInput(f"{where} has a field {unknown[0][:80]!r}: the fields are {', '.join(sorted(_FIELDS))}.")
     prompt = data.get("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise BadInput(f"{where} needs a prompt: a text that is not empty.")
@@ -174,12 +266,12 @@ def _parsed(data: Any, where: str) -> _Line:
     if not isinstance(data.get("keys"), list) or not data["keys"]:
         raise BadInput(f"{where} needs keys: a list of pieces of the prompt with their labels.")
     keys = [_key(prompt, key, f"{where}, key {i}") for i, key in enumerate(data["keys"], 1)]
-    spans = [key.span for key in keys]
-    for i, span in enumerate(spans):
-        if span in spans[:i]:
-            raise BadInput(f"{where}, key {i + 1} is key {spans.index(span) + 1} again: name each piece once.")
-    if not any(sign > 0 for key in keys for sign in key.labels.values()):
-        raise BadInput(f"{where} marks no positive key: give at least one key a label of 1.")
+    seen: dict[Span, int] = {}
+    for i, key in enumerate(keys, 1):
+        if seen.setdefault(key.span, i) < i:
+            raise BadInput(f"{where}, key {i} is key {seen[key.span]} again: name each piece once.")
+    if not any(sign for key in keys for sign in key.labels.values()):
+        raise BadInput(f"{where} labels no key: give at least one key a label of 1 or -1.")
     use, group = data.get("use"), data.get("group")
     if use is not None and use not in USES:
         raise BadInput(f"{where} has use {_short(use)}: it is one of {', '.join(USES)}.")
@@ -189,8 +281,25 @@ def _parsed(data: Any, where: str) -> _Line:
     if isinstance(query, dict) and set(query) - {"text", "span"}:
         raise BadInput(f"{where}, query should be a text, or an object with text or span.")
     queries = () if query is None else (_span(prompt, query, f"{where}, query"),)
-    example = Example(text=prompt, queries=queries, keys=tuple(keys))
-    return _Line(where, example, None if group is None else str(group), use)
+    answers = _answers(data["answers"], where) if data.get("answers") is not None else None
+    example = Example(text=prompt, queries=queries, keys=tuple(keys), answers=answers, where=where)
+    return _Line(number, where, example, None if group is None else str(group), use)
+
+
+def _answers(data: Any, where: str) -> Answers:
+    sides = []
+    for side in ("right", "wrong"):
+        value = data.get(side) if isinstance(data, dict) else None
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not listed or not all(isinstance(text, str) and text for text in listed):
+            raise BadInput(f'{where} needs answers like {{"right": " is", "wrong": [" are"]}}, but has {_short(data)}.')
+        sides.append(tuple(dict.fromkeys(listed)))
+    if set(data) - {"right", "wrong"}:
+        raise BadInput(f"{where} has answers that are neither right nor wrong: name these two.")
+    try:
+        return Answers(*sides)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
 
 
 def _short(value: Any, limit: int = 80) -> str:
@@ -234,5 +343,4 @@ def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
     if any(ANSWER in key.labels for key in example.keys):
         return example
     first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
-    keys = tuple(Key(key.span, {**key.labels, ANSWER: key.label(first)}) for key in example.keys)
-    return Example(text=example.text, queries=example.queries, keys=keys)
+    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))

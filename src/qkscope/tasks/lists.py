@@ -12,6 +12,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import CATEGORIES, FIVE
@@ -26,6 +27,7 @@ FORMS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+@checked_call
 def filter_task(
     categories: int | Sequence[str] = 5,
     form: Form = "list",
@@ -89,7 +91,7 @@ def filter_task(
         "chat": chat,
         "words": {n: list(words[n]) for n in named},
     }
-    return Task("filter", contrasts, draw, seed, chat, asked)
+    return Task("filter", contrasts, draw, seed, chat, asked, starts_with_key=not chat and not FORMS[form][0])
 
 
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:

@@ -10,13 +10,18 @@ The query is the last token, keys are the name (the answer: it decides the prono
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from qkscope.examples import Draft, Example
+from qkscope.examples import Answers, Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import MEN, PEOPLE, WOMEN
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 
+PRONOUNS = (" he", " she")  # of the men and of the women
 
+
+@checked_call
 def pronoun(
     seed: int = 0,
     *,
@@ -43,7 +48,10 @@ def pronoun(
         for cluster in range(n):
             names = [rng.choice(named[(cluster + other) % 2][use]) for other in (0, 1)]
             trade = rng.choice(trades[use])
-            unit = tuple(_prompt(name, trade, contrast, cluster) for name in names)
+            turns = [PRONOUNS[(cluster + other) % 2] for other in (0, 1)]
+            answers = [Answers((right,), (wrong,)) for right, wrong in (turns, turns[::-1])]
+            pairs = zip(names, answers, strict=True)
+            unit = tuple(replace(_prompt(name, trade, contrast, cluster), answers=own) for name, own in pairs)
             yield unit if contrast == "gender" else unit[:1]
 
     contrasts = (

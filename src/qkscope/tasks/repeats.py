@@ -13,22 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qkscope.examples import Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, pools, seeded
+from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
 from qkscope.tasks.words import OBJECTS
 
 
+@checked_call
 def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
     """Make the induction task.
 
     Parameters
     ----------
-    length : different words in the list, 3 to 40.
+    length : different words in the list, from 3 to what a third of the words allows (of ours, 32).
     seed : of every draw.
     words : what to draw from; cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
     """
-    checked_count(length, "the number of words in the list", 3, 40)
+    most = len(checked_words(words, "words")) // len(USES) - 1  # and one for the copy
+    checked_count(length, "the number of words in the list", 3, most if most >= 3 else None)
     split = pools(words, seed, "words", least=length + 1)
 
     @drawn

@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example
+from qkscope.kinds import checked_class
 
 ANSWER = "answer"
 """The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it."""
@@ -21,12 +22,13 @@ ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
-Unit = tuple[Example, ...]
+Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
 # Columns and rows that results give names of their own; a contrast called the same would overwrite them.
 _TAKEN = ("all", "attention", "both", "logit", "position", "residual", "token")
 _TAKEN_STARTS = ("cov_qk_", "key_pca_", "random_", "sham_")
 
 
+@checked_class
 @dataclass(frozen=True)
 class Contrast:
     """Which (query, key) pairs are + and which are −.
@@ -46,10 +48,17 @@ class Contrast:
     center: Literal["none", "query", "both"] = "none"
     paired: bool = True
 
+    def __post_init__(self) -> None:
+        if self.center not in ("none", "query", "both"):
+            raise BadInput(f"center is one of none, query, both, but got {self.center!r}.")
 
+
+@checked_class
 @dataclass(frozen=True)
 class Task:
     """Named contrasts and a way to draw units for each use."""
+
+    comes_from = "as tasks.binding() or tasks.from_jsonl(file) makes"
 
     name: str
     contrasts: Mapping[str, Contrast]
@@ -57,6 +66,8 @@ class Task:
     seed: int = 0
     chat: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parameters, for the manifest
+    notes: tuple[str, ...] = ()  # what a reader of its results must know, as sentences
+    starts_with_key: bool = False  # whether a labelled key may be the first thing in a prompt
 
     def __post_init__(self) -> None:
         for name in self.contrasts:

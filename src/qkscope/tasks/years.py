@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example
+from qkscope.examples import Answers, Draft, Example
+from qkscope.kinds import checked_call
 from qkscope.tasks.drawn import drawn
 from qkscope.tasks.story_words import EVENTS
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
@@ -22,6 +24,7 @@ from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
 YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
 
 
+@checked_call
 def greater_than(
     seed: int = 0,
     *,
@@ -70,4 +73,14 @@ def _prompt(event: str, century: str, year: str, contrast: str, cluster: int) ->
     # the key is the tens, which is the token of all of YY where digits are read in twos
     made = draft.key(year[0], **right).write(f"{year[1]} to the year ").write(century).role("END").example(cluster)
     tens = made.keys[1].span[0]
-    return replace(made, roles={**made.roles, "YY": (tens, tens + 2)})
+    return replace(made, roles={**made.roles, "YY": (tens, tens + 2)}, answers=_answers(year[0]))
+
+
+@cache
+def _answers(tens: str) -> Answers | None:
+    """Years of later and of earlier decades.
+
+    One of the same decade is no answer: where digits are read one by one, its first digit says nothing.
+    """
+    later, earlier = (tuple(f"{n:02d}" for n in range(100) if sign * (n // 10 - int(tens)) > 0) for sign in (1, -1))
+    return Answers(later, earlier) if later and earlier else None

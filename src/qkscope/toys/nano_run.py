@@ -11,6 +11,7 @@ from typing import Any
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.folders import check_folder, kept_if_stopped, only_writer
+from qkscope.kinds import checked_call
 from qkscope.result import Claim, Result, provenance
 from qkscope.toys.nano import PRESETS, STATE, NanoRecipe, NanoTrainer
 from qkscope.toys.nano_score import CLAIMED
@@ -22,6 +23,7 @@ _KEPT = (
 """What a training run keeps besides what it lists: its state and its checkpoints."""
 
 
+@checked_call
 def train_nano(
     out: str | Path,
     *,

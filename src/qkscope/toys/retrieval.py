@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_class
 from qkscope.maths.draws import draw_bits
 from qkscope.maths.store import read_tensors, write_tensors
 
@@ -52,6 +53,7 @@ class Contexts(NamedTuple):
     latents: Float[Tensor, "n T R"]
 
 
+@checked_class
 @dataclass(frozen=True)
 class Retrieval:
     """One setting of the task; the defaults are those that reproduce the paper's numbers.

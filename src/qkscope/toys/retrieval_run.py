@@ -9,6 +9,7 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.toys.fleet import TRAINED, check_workers
@@ -18,6 +19,7 @@ from qkscope.toys.retrieval_training import Cell
 from qkscope.toys.trainer import Recipe
 
 
+@checked_call
 def train_retrieval(
     out: str | Path,
     *,

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_class
 from qkscope.maths.weights import thin_svd
 from qkscope.toys.retrieval import derived_seed
 
@@ -41,6 +42,7 @@ class Positional(NamedTuple):
     band: int
 
 
+@checked_class
 @dataclass(frozen=True)
 class Superposition:
     """One setting of the toy; the defaults are the paper's Table 1.

@@ -14,6 +14,7 @@ import torch
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
 from qkscope.result import Result, check_folder, provenance
 from qkscope.toys.fleet import TRAINED, check_workers
 from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
@@ -24,6 +25,7 @@ from qkscope.toys.superposition_training import Cell
 _LARGEST_TARGET = 1 << 26  # bytes
 
 
+@checked_call
 def train_superposition(
     out: str | Path,
     *,

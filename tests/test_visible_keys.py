@@ -1,0 +1,126 @@
+"""A labelled key is one the query can look at: what a head cannot see, and the query itself, are refused by line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import qkscope as qk
+from qkscope import BadInput, Example, tasks
+from qkscope.analyses.units import capture_units
+from qkscope.capture.families import tiny_model
+from qkscope.capture.marks import FIRST_TOKEN
+from qkscope.capture.scope import Scope
+from qkscope.examples import Key
+from qkscope.heads import Head
+from qkscope.tasks.task import Contrast, Task
+from qkscope.tasks.words import OBJECTS
+from tiny_llama import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def scope(tmp_path_factory) -> Scope:
+    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
+
+
+def file_of(path: Path, *lines: dict) -> Task:
+    path = path / "mine.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tasks.from_jsonl(path)
+
+
+def lines_of(use: str, words: list[str], after: str, query: str | None = None, start: str = "The ") -> list[dict]:
+    """``The WORD : A . B {after}``; + is A and − is B."""
+    return [
+        {"prompt": f"{start}{'' if start == '' else word + ' : '}A . B {word} {after}", "use": use,
+         "keys": [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}],
+         **({"query": query} if query else {})}
+        for word in words
+    ]  # fmt: skip
+
+
+def every_use(after: str, query: str | None = None, start: str = "The ") -> list[dict]:
+    uses = zip(("choose", "fit", "test"), (OBJECTS[:6], OBJECTS[6:12], OBJECTS[12:18]), strict=True)
+    return [line for use, words in uses for line in lines_of(use, list(words), after, query, start)]
+
+
+def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
+    """Line 3 asks from between its keys; once this was an "interaction" with p = 0.005."""
+    lines = every_use("is in Box")
+    task = file_of(tmp_path, *lines)
+    fit = qk.decompose(scope, task, "L1H3", 6, replicates=19)
+    for number in (2, 8, 14):  # one of each use
+        lines[number]["query"] = "."
+    task = file_of(tmp_path, *lines)
+    says = r"mine.jsonl, line {}, key 2 \('B'\) stands after the query, and this model looks back only"
+    with pytest.raises(BadInput, match=says.format(3)):
+        qk.find_heads(scope, task, 6)
+    with pytest.raises(BadInput, match=says.format(9)):
+        qk.decompose(scope, task, "L1H3", 6)
+    for verb in (qk.swap, qk.swap_downstream):
+        with pytest.raises(BadInput, match=says.format(15)):
+            verb(scope, task.test(6), fit)
+
+
+def test_the_query_itself_is_no_key(tmp_path, scope):
+    task = file_of(tmp_path, *every_use("is in Box", query="B"))
+    with pytest.raises(BadInput, match=r"mine.jsonl, line 7, key 2 \('B'\) is the token that asks"):
+        qk.decompose(scope, task, "L1H3", 6)
+    unlabelled = Example(text="The hat", keys=(Key((4, 7)),))  # a look, and no claim
+    assert next(iter(scope.capture([unlabelled]))).attention().shape[-1] == 1
+    with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
+        scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])
+
+
+def test_a_key_that_is_the_first_token_is_said_once_and_in_the_result(tmp_path, scope, caplog):
+    scope._encoder._warned = False
+    with caplog.at_level(logging.WARNING):
+        task = file_of(tmp_path, *every_use("is in Box", start=""))
+        ranking = qk.find_heads(scope, task, 6)
+        fit = qk.decompose(scope, task, "L1H3", 6, replicates=19)
+    assert [message for message in caplog.messages if FIRST_TOKEN in message] == [f"{FIRST_TOKEN} Mark later words."]
+    for result in (ranking, fit, qk.swap(scope, task.test(6), fit)):
+        assert FIRST_TOKEN in result.answer
+        assert FIRST_TOKEN in result.provenance["asked"]["notes"]
+    later = qk.find_heads(scope, file_of(tmp_path, *every_use("is in Box")), 6)
+    assert FIRST_TOKEN not in later.answer
+    assert tasks.filter(form="question").starts_with_key
+    assert not tasks.filter(form="question", chat=True).starts_with_key
+    assert not tasks.filter(form="list").starts_with_key
+
+
+def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example]]:
+    marks = tuple(Key((i, i + 1), {"mine": sign}) for i, sign in zip(keys, (1, -1), strict=True))
+    return [
+        (Example(ids=tuple(range(10 + n, 10 + n + length)), queries=((query, query + 1),), keys=marks),) for n in (0, 1)
+    ]
+
+
+def test_a_model_that_looks_both_ways_may_have_keys_after_the_query():
+    bert = Scope.from_model(tiny_model("bert"), check=False)
+    (batch,) = capture_units(bert, looking(3, [1, 8]), [Head(0, 0)])
+    assert batch.captured.bias.isfinite().all()
+    llama = Scope.from_model(tiny_model("llama"), check=False)
+    with pytest.raises(BadInput, match=r"key 2 \(\(18,\)\) stands after the query"):
+        list(capture_units(llama, looking(3, [1, 8]), [Head(0, 0)]))
+
+
+def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
+    gemma = Scope.from_model(tiny_model("gemma3"), check=False)
+    sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]
+    near, far = sliding.index(True), sliding.index(False)
+    list(capture_units(gemma, looking(11, [1, 10]), [Head(far, 0)]))
+    with pytest.raises(
+        BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far back"
+    ):
+        list(capture_units(gemma, looking(11, [1, 10]), [Head(near, 0)]))
+
+    def draw(use, contrast, n):
+        marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
+        return [(Example(ids=tuple(range(10, 22)), keys=marks),)]
+
+    seen = qk.find_heads(gemma, Task("mine", {"mine": Contrast("mine", "")}, draw), 1)  # a head that sees it decides
+    assert len(seen.tables["heads"]) == len(gemma.heads())
