@@ -75,6 +75,14 @@ def fitted(scope: Scope, out: Path, **more: object):
 
 # ---------------------------------------------------------------- a user's folder
 
+
+@pytest.mark.parametrize("name", ["../outside.txt", "figures/../../outside.txt", "/nowhere/outside.txt"])
+def test_a_file_of_a_run_stays_inside_its_folder(tmp_path, name):
+    with pytest.raises(BadInput, match="named from inside its folder"):
+        Result("demo", {}, provenance=provenance()).write(tmp_path / "run", files={name: "x"})
+    assert not list(tmp_path.rglob("*"))
+
+
 DISCOVER = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", 160, "--directions", 4]
 EVERY = {
     "discover": (DISCOVER, ""),

@@ -140,6 +140,9 @@ def write_run(
     state : as in `check_folder`.
     later : further names of ours, which are written by themselves.
     """
+    for name in contents:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BadInput(f"a file of a run is named from inside its folder, but got {name!r}.")
     names = sorted({*contents, MANIFEST, *later})
     about = {"schema": SCHEMA, "experiment": experiment, **manifest}
     staged, held = folder / _STAGED, folder.resolve() in _HELD
