@@ -186,7 +186,9 @@ def check_folder(folder: str | Path) -> Path:
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")
     check_writable(folder, folder.absolute().parent)  # it is replaced as a whole, from beside it
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").exists():
+    ours = (".work", ".lock")  # of a run that is not finished
+    foreign = folder.is_dir() and any(path.name not in ours for path in folder.iterdir())
+    if foreign and not (folder / "results.json").exists():
         raise BadInput(f"{folder} holds other files than a run: name an empty or a new folder.")
     return folder
 
