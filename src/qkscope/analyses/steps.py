@@ -72,7 +72,7 @@ class Steps:
                 write_text(self.folder / "job.json", text)
             elif any(self.folder.glob("*.safetensors")):
                 log.info("Going on from what is done in %s.", self.folder)
-        if others:
+        if others and asked.get("verb") != "downstream":  # which stands beside its swap's
             log.warning("%s also keeps the unfinished work of another job (%s): say that command again to finish it, "
                         "or delete it.", self.work, ", ".join(sorted(others)))  # fmt: skip
         return self

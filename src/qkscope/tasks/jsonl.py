@@ -22,6 +22,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,16 +78,14 @@ def from_jsonl(
     seeded(seed, "jsonl", path.name).shuffle(free)
     for i, name in enumerate(free):
         uses[name] = USES[i % len(USES)]
-    warned: set[tuple[str, str]] = set()
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         own = [unit for name, group in groups.items() if uses[name] == use and (unit := _unit(group, use, contrast))]
         if not own:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
-        if n > len(own) and (use, contrast) not in warned:
-            warned.add((use, contrast))
-            log.warning("%s holds %d examples to %s, fewer than %d: taking all.", path, len(own), use, n)
+        if n > len(own):
+            _warn_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.")
         return own[:n]
 
     made = {
@@ -95,6 +94,12 @@ def from_jsonl(
     }
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
     return Task("jsonl", made, draw, seed, chat, {"file": str(path), "hash": digest, "center": center, "chat": chat})
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    """Say it the first time: a command makes its task, and draws from it, more than once."""
+    log.warning("%s", sentence)
 
 
 def _lines(path: Path) -> list[str]:
