@@ -32,8 +32,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
     """What is killed, by name."""
     model = ["--model", "nano:mixed"]
     return {
-        "discover": ["discover", "induction", *model, "--heads", "L1H0,L1H1", "--n", "160", "--directions", "4",
-                     "--batch-size", "4"],
+        "discover": ["discover", "induction", *model, "--heads", "L1H0,L1H1", "--n", "40", "--directions", "2",
+                     "--contrasts", "word", "--batch-size", "4"],
         "atlas": ["atlas", str(words_file(folder)), *model, "--n", "96", "--test", "32", "--batch-size", "4"],
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qkscope as qk
-from kills import survive
+from kills import survive, words_file
 from qkscope.analyses import steps as steps_module
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.steps import Steps, keeping
@@ -181,8 +181,8 @@ def test_what_was_found_is_printed_before_it_is_written(tmp_path, capsys, monkey
     def full(self, folder, files=None):
         raise qk.BadInput(f"{folder} cannot be written (No space left on device): make room.")
 
-    arguments = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", "48", "--directions", "2",
-                 "--replicates", "39", "--out", str(tmp_path / "out")]  # fmt: skip
+    arguments = ["atlas", str(words_file(tmp_path)), "--model", "nano:mixed", "--n", "40", "--test", "12",
+                 "--out", str(tmp_path / "out")]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["qkscope", *arguments])
     with monkeypatch.context() as patch:
         patch.setattr(Result, "write", full)
@@ -191,8 +191,8 @@ def test_what_was_found_is_printed_before_it_is_written(tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert stopped.value.code == 2
     assert "No space left" in said.err
-    assert "Queries and attended keys go together" in said.out
-    assert list((tmp_path / "out").glob(".work/*/head*")), "and the work is kept"
+    assert "queries and attended keys go together above the shuffled null" in said.out
+    assert list((tmp_path / "out").glob(".work/*/layer*")), "and the work is kept"
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 0

@@ -53,6 +53,8 @@ class Steps:
 
     def begin(self, scope: Scope, examples: Any, **asked: Any) -> Steps:
         """Say which job the pieces are of; those of other jobs are left alone, and said to be there."""
+        if self.work is None:
+            return self
         said = {
             "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, "dtype": str(scope.model.dtype),
             "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
@@ -60,8 +62,6 @@ class Steps:
         }  # fmt: skip
         text = json.dumps(said, sort_keys=True, default=str)
         self.job = _hash(text)
-        if self.work is None:
-            return self
         self.folder = self.work / self.job
         with writing(self.folder):
             others = [path.name for path in self.work.iterdir() if path != self.folder] if self.work.is_dir() else []

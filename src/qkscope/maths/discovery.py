@@ -302,7 +302,7 @@ def _against(s: Float[Tensor, "h m"], nulls: Float[Tensor, "h r"]) -> _Against:
     mean, spread = nulls.mean(dim=1, keepdim=True), nulls.std(dim=1, correction=0, keepdim=True)
     moves = (spread > ROUNDING * mean)[:, 0]
     z = (s - mean) / spread.clamp_min(1e-300)
-    own = (1 + (nulls[:, :, None] >= s[:, None, :]).sum(dim=1)) / (nulls.shape[1] + 1)
+    own = (1 + (nulls[:, :, None] >= s[:, None, :]).sum(dim=1)).double() / (nulls.shape[1] + 1)
     pooled = torch.cat([_left_out(null) for null in nulls[moves]] or [s.new_zeros(0)]).sort().values
     p = torch.where(own > 1.5 * least, own, own.minimum(_tail(z, pooled)))
     p[~moves] = 1.0
@@ -335,4 +335,4 @@ def _left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
 def _tail(z: Float[Tensor, "h m"], pooled: Float[Tensor, " n"]) -> Float[Tensor, "h m"]:
     """Share of the pooled null that reaches each value, the value itself counted in."""
     reached = len(pooled) - torch.searchsorted(pooled, z.contiguous())
-    return (1 + reached) / (len(pooled) + 1)
+    return (1 + reached).double() / (len(pooled) + 1)
