@@ -5,13 +5,15 @@ heads are asked beside it; what could not be tested says so.
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import qkscope as qk
 from planted import PlantedHead
-from qkscope.analyses.discover import UNTESTED, untested_words
+from qkscope.analyses.discover import UNTESTED, _directions, untested_words
 from qkscope.analyses.gather import gather, unit_numbers
 from qkscope.analyses.texts import different
 from qkscope.capture.families import tiny_model
@@ -104,11 +106,13 @@ def test_what_its_replicates_cannot_tell_is_untested():
 
 def test_rounding_is_no_direction():
     q = normal(200, 1, 4, seed=0)
-    q[..., 2:] *= 1e-7  # what float32 leaves of directions that are not there
+    q[..., 2:] *= 1e-4  # 1e-8 of the largest in ΔC: what float32 leaves of directions that are not there
     contrast = SelfContrast(["L0H0"], 4, replicates=99)
     contrast.update(q.float(), q.float(), torch.zeros_like(q).float(), prompts=torch.arange(200))
     assert int(above_rounding(contrast)[0]) == 2
     assert head_tests(contrast)[0].rank == 2
+    fitted: Any = SimpleNamespace(example=torch.arange(200))
+    assert _directions(contrast, fitted, 0, 4)[0] == 2
 
 
 def test_copies_are_asked_once_and_the_same_text_is_one_unit(caplog):

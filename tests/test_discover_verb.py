@@ -89,7 +89,7 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
 
 
 def test_relations_are_read_off_the_tokens():
-    """Two texts that begin 5 6 7 5 6: from the second 5 the first head picks the first 5, the second head the 6 after it."""
+    """Texts that begin 5 6 7 5 6: from the second 5 the first head picks the first 5, the second the 6 after it."""
     scope = Scope.from_model(tiny_model("gpt2"))
     texts = [Example(ids=(5, 6, 7, 5, 6, 8 + i), queries=((3 + i, 4 + i),)) for i in range(2)]
     heads = scope.parse("L0H0,L0H1")
