@@ -89,10 +89,11 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
 
 
 def test_relations_are_read_off_the_tokens():
-    """One text, 5 6 7 5 6 9: from the second 5 the first head picks the first 5, the second head the 6 after it."""
+    """Texts that begin 5 6 7 5 6: from the second 5 the first head picks the first 5, the second the 6 after it."""
     scope = Scope.from_model(tiny_model("gpt2"))
-    looked = gather(scope, [Example(ids=(5, 6, 7, 5, 6, 9), queries=((3, 4), (4, 5)))], scope.parse("L0H0,L0H1"),
-                    space="post_rope", skip=1, draws=2, progress=False)  # fmt: skip
+    texts = [Example(ids=(5, 6, 7, 5, 6, 8 + i), queries=((3 + i, 4 + i),)) for i in range(2)]
+    heads = scope.parse("L0H0,L0H1")
+    looked = gather(scope, texts, heads, space="post_rope", skip=1, draws=2, progress=False)
     places = {"top_place": torch.tensor([[0, 1], [1, 2]]), "mass": torch.ones(2, 2)}
     places["drawn_place"] = torch.tensor([[[2, 3], [2, 3]], [[3, 4], [3, 4]]])
     places["drawn_mask"] = torch.ones(2, 2, 2, dtype=torch.bool)
@@ -356,7 +357,7 @@ def test_an_atlas_sorts_what_is_missing_as_smallest(found, tmp_path, missing):
         for _ in range(2):
             page.get_by_role("button", name="first two").click()
             orders.append(page.locator(".atlas tbody tr td:first-child").all_inner_texts())
-        assert page.locator(".atlas tbody td:nth-child(7)").all_inner_texts() == ["–", "-0.30", "0.20", "0.40"]
+        assert page.locator(".atlas tbody td:nth-child(8)").all_inner_texts() == ["–", "-0.30", "0.20", "0.40"]
     assert orders == [["L0H3", "L0H0", "L0H2", "L0H1"], ["L0H1", "L0H2", "L0H0", "L0H3"]]
 
 

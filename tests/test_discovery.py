@@ -74,15 +74,19 @@ def test_parts_merge_to_the_whole_and_files_bring_it_back(tmp_path):
         whole.merge(SelfContrast(["L0H0"], 4, seed=1))
 
 
-def test_replicates_are_the_contrast_of_shuffled_prompts():
+def test_replicates_are_the_contrast_of_shuffled_prompts_whole_and_in_direction_alone():
     q, attended, mean = drawn(3, 30, 1, 4).float()
     prompts = torch.arange(10).repeat_interleave(3)
     contrast = SelfContrast(["L0H0"], 4, replicates=5, seed=3)
     contrast.update(q, attended, mean, prompts=prompts)
     for r in range(5):
         order = shuffled_rows(prompts, 3, r)
+        delta = attended - mean
+        given = delta[order]
+        if r % 2:  # each row keeps its own length
+            given = given * delta.norm(dim=-1, keepdim=True) / given.norm(dim=-1, keepdim=True)
         other = SelfContrast(["L0H0"], 4)
-        other.update(q, attended[order], mean[order], prompts=prompts)
+        other.update(q, given, torch.zeros_like(given), prompts=prompts)
         torch.testing.assert_close(contrast.null_deltas("L0H0")[r], other.delta()[0], atol=1e-5, rtol=1e-4)
 
 

@@ -11,16 +11,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.discover import RESTING, key_heads
+from qkscope.analyses.discover import (
+    ABOVE,
+    NOT_ABOVE,
+    RESTING,
+    RESTS,
+    UNTESTED,
+    check_replicates,
+    key_heads,
+    untested_words,
+)
 from qkscope.analyses.evidence import example_rows, swap_of
 from qkscope.analyses.gather import Looked, gather
 from qkscope.analyses.relations import main_relation, relation_rows
+from qkscope.analyses.steps import Steps
 from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -58,11 +69,12 @@ def atlas(
     length: int = LENGTH,
     space: Space = "query_frame",
     skip: int = 1,
-    replicates: int = 19,
+    replicates: int = 41,
     draws: int = 8,
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
+    steps: Steps | None = None,
 ) -> Atlas:
     """Look for directions above the null at every head.
 
@@ -70,13 +82,16 @@ def atlas(
     ----------
     texts : passages; ``n`` of them are taken for the sums and ``test`` others for the evidence.
     heads : heads by name; all by default.
-    replicates : null replicates of each head; they are pooled over heads, so a few are enough.
+    replicates : null replicates of each head, half of them of each kind; they are pooled over heads, so a few are
+        enough.
     draws : random subspaces beside each swap.
+    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
     check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
     check_least(0, skip=skip)
     chosen = scope.parse(heads)
+    check_replicates(replicates)
     if space == "pre_rope":
         raise BadInput("pre_rope vectors do not give the model's attention: take query_frame or post_rope.")
     if n < 1 or test < 1:
@@ -98,18 +113,23 @@ def atlas(
         device=scope.device,
     )  # fmt: skip
     options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "seed": seed, "progress": progress}
-    gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, **options)
-    tested = gather(scope, examples[cut:], chosen, draws=4, **options)
+    steps = (steps or Steps()).begin(
+        scope, examples, verb="atlas", heads=[str(head) for head in chosen], cut=cut, replicates=replicates,
+        draws=draws,
+        **{name: value for name, value in options.items() if name != "progress"},
+    )  # fmt: skip
+    gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, steps=steps, name="sums", **options)
+    tested = gather(scope, examples[cut:], chosen, draws=4, steps=steps, name="test", **options)
     assert tested is not None
     tests = head_tests(contrast)
-    tables = _tables(scope, tested, contrast, tests, draws, seed)
+    tables = _tables(scope, tested, contrast, tests, draws, seed, steps)
     above = sum(row["directions"] > 0 for row in tables["atlas"])
     best = tables["atlas"][0]
     return Atlas(
         experiment="atlas",
-        answer=f"In {above} of {len(chosen)} heads queries and attended keys go together above their null "
-        f"(false-discovery rate 5%); most directions: {best['head']} with {best['directions']}, "
-        f"{best['logit_share']:.0%} of its logit.",
+        answer=f"In {above} of {len(chosen)} heads queries and attended keys go together above the shuffled "
+        f"null (false-discovery rate 5%); most directions: {best['head']} with {best['directions']}, "
+        f"{best['logit_share']:.0%} of its logit.{untested_words(tables['atlas'])}",
         tables=tables,
         model=scope.name,
         seed=seed,
@@ -120,15 +140,15 @@ def atlas(
 
 
 def _tables(
-    scope: Scope, tested: Looked, contrast: SelfContrast, tests: Sequence[HeadTest], draws: int, seed: int
+    scope: Scope, tested: Looked, contrast: SelfContrast, tests: Sequence[HeadTest], draws: int, seed: int, steps: Steps
 ) -> dict[str, list[dict[str, Any]]]:
     deltas = contrast.delta().cpu()
     u = checked_svd(deltas)[0]
     cov_k = contrast.covariances()[1].cpu()
-    relations = relation_rows(scope, tested)
-    rows: list[dict[str, Any]] = []
-    examples: list[dict[str, Any]] = []
-    for h, (head, test) in enumerate(zip(contrast.heads, tests, strict=True)):
+    relations = steps.once("relations", lambda: relation_rows(scope, tested))
+
+    def of_head(h: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        head, test = contrast.heads[h], tests[h]
         mass = float(tested.mass[:, h].mean())
         rank = 0 if mass < RESTING else test.rank
         bases = {
@@ -138,17 +158,27 @@ def _tables(
         }
         effects, _ = swap_of(tested, h, bases)
         parts, share = _carried(tested, h, u[h, :, : max(rank, 1)])
-        verdict = "rests on the first token" if mass < RESTING else "above the null" if rank else "not above the null"
-        rows.append({
+        verdict = RESTS if mass < RESTING else ABOVE if rank else NOT_ABOVE if test.tested else UNTESTED
+        row = {
             "head": str(head), "layer": head.layer, "index": head.index, "directions": rank, "z": test.z, "p": test.p,
             "q": test.q, "mass": mass, "top_weight": float(tested.top_weight[tested.valid[:, h], h].mean()),
             "logit_share": share if rank else 0.0,
             **{(kind if name == "feature" else f"{kind}_{name}"): float(getattr(effect, kind).mean())
                for kind in ("shift", "carried") for name, effect in effects.items()},
             **main_relation(relations, str(head)), "verdict": verdict,
-        })  # fmt: skip
-        if rank:
-            examples += example_rows(scope, tested, h, 1, parts, count=3, around=5)
+        }  # fmt: skip
+        return row, example_rows(scope, tested, h, 1, parts, count=3, around=5) if rank else []
+
+    def of_heads(own: Sequence[int]) -> list[Any]:
+        return [of_head(h) for h in own]
+
+    rows: list[dict[str, Any]] = []
+    examples: list[dict[str, Any]] = []
+    for layer in sorted({head.layer for head in contrast.heads}):
+        own = [h for h, head in enumerate(contrast.heads) if head.layer == layer]
+        for row, texts in steps.once(f"layer {layer}", partial(of_heads, own)):
+            rows.append(row)
+            examples += texts
     rows.sort(key=lambda row: (-row["directions"], -row["logit_share"]))
     return {"atlas": rows, "relations": relations, "examples": examples}
 

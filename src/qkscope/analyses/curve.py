@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.evidence import curve_rows, singular_projector
 from qkscope.analyses.gather import Looked
+from qkscope.analyses.steps import Steps
 from qkscope.analyses.swap import SIZES as SIZES
 from qkscope.analyses.swap import Rows, capture_rows
 from qkscope.capture.scope import Scope
@@ -65,6 +67,7 @@ def labelled_curve(
     batch_size: int,
     seed: int,
     progress: bool | None,
+    steps: Steps,
 ) -> list[dict[str, Any]]:
     """The curve on held-out units of a task: the right key is swapped with a wrong one.
 
@@ -74,14 +77,14 @@ def labelled_curve(
     contrast or of ``Cov_q Cov_k``: how much of a lead is due to them alone.
     """
     heads = list(fit.heads)
-    options: Any = {"batch_size": 2 * batch_size, "progress": progress}
-    rows = capture_rows(scope, task.test(n), fit, heads, seed=seed, **options)
+    options: Any = {"batch_size": 2 * batch_size, "progress": progress, "steps": steps}
+    rows = capture_rows(scope, task.test(n), fit, heads, seed=seed, name="curve test", **options)
     train: Rows | None = None
     aside: Rows | None = None
     try:
         train_units = task.draw("fit", ANSWER, n)
-        train = capture_rows(scope, train_units, fit, heads, seed=seed + 17, **options)
-        aside = capture_rows(scope, task.choose(n), fit, heads, seed=seed + 19, **options)
+        train = capture_rows(scope, train_units, fit, heads, seed=seed + 17, name="curve fit", **options)
+        aside = capture_rows(scope, task.choose(n), fit, heads, seed=seed + 19, name="curve choose", **options)
     except BadInput as error:  # nothing says which keys are right where one fits
         log.info("no ceiling: %s", error)
     methods = blind_methods(contrast, heads)
@@ -95,8 +98,8 @@ def labelled_curve(
     methods["cov_qk"] = lambda k: cov_qk(cov_q, cov_k, k)
     methods["cov_qk_moving"] = lambda k: moving_basis(cov_q @ cov_k, k)
     methods["key_pca"] = lambda k: key_pca(cov_k, k)
-    table = []
-    for k in sizes:
+
+    def of_size(k: int) -> list[dict[str, Any]]:
         projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}
         if singular is not None:
             projectors["omega_svd"] = singular_projector(singular, heads, k)
@@ -107,8 +110,9 @@ def labelled_curve(
             )  # fmt: skip
             projectors["ceiling"] = Projector.orthogonal(best)
         projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
-        table += curve_rows(rows.attention, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
-    return table
+        return curve_rows(rows.attention, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
+
+    return [row for k in sizes for row in steps.once(f"curve {k}", partial(of_size, k))]
 
 
 def _delta(fit: Fit, name: str) -> Float[Tensor, "h d d"]:
@@ -133,9 +137,10 @@ def text_curve(
     sizes: Sequence[int],
     draws: int,
     seed: int,
+    steps: Steps,
 ) -> list[dict[str, Any]]:
     """The curve on held-out text: the key with most attention is swapped with one drawn by lot."""
-    table = []
+    table: list[dict[str, Any]] = []
     for h, head in enumerate(tested.heads):
         rows, keep = tested.own_swaps(h)
         train, train_keep = fitted.own_swaps(h)
@@ -144,13 +149,17 @@ def text_curve(
         orig, target = torch.zeros(len(keep), dtype=torch.long), torch.ones(len(keep), dtype=torch.long)
         methods = blind_methods(contrast, [head])
         methods = {name.replace("_all", ""): make for name, make in methods.items()}  # there are no others
-        for k in sizes:
-            projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}
+        zeros = torch.zeros(len(train_keep), dtype=torch.long)
+
+        def of_size(k: int) -> list[dict[str, Any]]:
+            projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}  # noqa: B023
             if singular is not None:
-                projectors["omega_svd"] = singular_projector(singular, [head], k)
-            zeros = torch.zeros(len(train_keep), dtype=torch.long)
-            best = learned_basis(train, zeros, zeros + 1, methods["self_contrast"](k), seed=seed)
+                projectors["omega_svd"] = singular_projector(singular, [head], k)  # noqa: B023
+            best = learned_basis(train, zeros, zeros + 1, methods["self_contrast"](k), seed=seed)  # noqa: B023
             projectors["ceiling"] = Projector.orthogonal(best)
-            projectors["random"] = _random(1, rows.d_head, k, draws, seed)
-            table += curve_rows(rows, orig, target, tested.example[keep], [head], projectors, k, seed)
+            projectors["random"] = _random(1, rows.d_head, k, draws, seed)  # noqa: B023
+            return curve_rows(rows, orig, target, tested.example[keep], [head], projectors, k, seed)  # noqa: B023
+
+        for k in sizes:
+            table += steps.once(f"curve {head} {k}", partial(of_size, k))
     return table

@@ -1,8 +1,10 @@
 """A head's features without labels: one pass over any text or task, and the evidence for each feature beside it.
 
-The directions come from the self-contrast (`qkscope.maths.discovery`), tested against shuffled queries; they are taken
-apart into independent components shared by queries and attended keys (`qkscope.maths.components`); and what is found is
-tested on text that nothing was fitted on. For a task with labels the labelled contrasts stand beside it.
+The directions come from the self-contrast (`qkscope.maths.discovery`). What is tested is that queries and attended keys
+go together more than when passages exchange them; that a head *uses* what goes together is for the swaps to say, and
+heads that only follow their mean query pass the test too. Directions are taken apart into independent components shared
+by queries and attended keys (`qkscope.maths.components`); and what is found is tested on text that nothing was fitted
+on. For a task with labels the labelled contrasts stand beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from qkscope.analyses.evidence import contributions, example_rows, feature_row, 
 from qkscope.analyses.gather import Looked, gather
 from qkscope.analyses.relations import main_relation, relation_rows
 from qkscope.analyses.singular import singular_basis
-from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
+from qkscope.analyses.steps import Steps
+from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, different, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_least
@@ -29,15 +33,20 @@ from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.components import Components, paired_components
-from qkscope.maths.controls import RankTest, false_discovery, rank_above
-from qkscope.maths.discovery import SelfContrast
+from qkscope.maths.controls import rank_above
+from qkscope.maths.discovery import HeadTest, SelfContrast, above_rounding, head_tests, null_kinds
 from qkscope.maths.singular import SingularBasis
 from qkscope.result import Result, provenance
 from qkscope.tasks.task import ANSWER, Task
 
+RESTS = "rests on the first token"
+ABOVE = "go together above the shuffled null"  # queries and attended keys do: this is what was tested, and no more
+NOT_ABOVE = "not above the shuffled null"
+UNTESTED = "untested"  # the replicates could not have told
 RESTING = 0.02  # share of attention off the first token under which a head says nothing about what it looks for
-_ALPHA = 0.01  # for each direction of a head
-_HEADS = 0.05  # false-discovery rate over the heads asked for: replicates are too few for less
+_ALPHA = 0.01  # for each direction of a head after the first
+_HEADS = 0.05  # false-discovery rate over the heads asked for: decides whether there is a first one
+LEAST_REPLICATES = 39  # of two kinds: 1 in 20 of the fewer
 _PER_DIRECTION = 10  # queries needed for each direction asked for
 
 
@@ -76,6 +85,7 @@ def discover(
     batch_size: int = 16,
     seed: int = 0,
     progress: bool | None = None,
+    steps: Steps | None = None,
 ) -> Discovery:
     """Find what some heads match on.
 
@@ -85,11 +95,13 @@ def discover(
     n : passages to take: two thirds to fit, one third to test. Of a task, units to fit and as many to test.
     directions : the most directions to look for at a head.
     queries, length : queries drawn in each passage, and its tokens at most.
-    space : ``query_frame`` (the default: features of content and offset, not of the place in the text), ``post_rope``
-        or ``pre_rope`` (in which nothing can be swapped, so that there is no causal evidence and no curve).
+    space : ``query_frame`` (the default: features of content and offset, not of the place in the text) or
+        ``post_rope``; what is before rotation does not give the attention that all of this rests on.
     skip : tokens from the first on that are left out: a resting place of many heads.
+    replicates : null replicates of each head, half of them of each kind (`qkscope.maths.discovery`).
     sizes : dimensions of the curve (``tables["curve"]``) over the rivals; none for no curve.
     contrasts : labelled contrasts of the task to compare with; all by default.
+    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
     check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
@@ -100,6 +112,7 @@ def discover(
     chosen = [scope.check(head) for head in parse_heads(heads)]
     if not 1 <= directions <= scope.d_head:
         raise BadInput(f"directions are from 1 to the {scope.d_head} dimensions of a head, but got {directions}.")
+    check_replicates(replicates)
     if space == "pre_rope":
         raise BadInput("pre_rope vectors do not give the model's attention: take query_frame or post_rope.")
     sizes = [k for k in sizes if k <= scope.d_head]
@@ -117,34 +130,48 @@ def discover(
     }
     options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "chat": bool(task and task.chat),
                     "seed": seed, "progress": progress}  # fmt: skip
+    steps = (steps or Steps()).begin(
+        scope, [fit_on, test_on], verb="discover", heads=[str(head) for head in chosen], n=n, queries=queries,
+        length=length, replicates=replicates, directions=directions, draws=draws, sizes=sizes,
+        contrasts=None if contrasts is None else list(contrasts), task=None if task is None else dict(task.asked),
+        task_seed=None if task is None else task.seed, **{k: v for k, v in options.items() if k != "progress"},
+    )  # fmt: skip
     contrast = SelfContrast(
         chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
         device=scope.device,
     )  # fmt: skip
-    fitted = gather(scope, fit_on, chosen, contrast=contrast, draws=8, **options)
-    tested = gather(scope, test_on, chosen, draws=4, **options)
+    fitted = gather(scope, fit_on, chosen, contrast=contrast, draws=8, steps=steps, name="fit", **options)
+    tested = gather(scope, test_on, chosen, draws=4, steps=steps, name="test", **options)
     assert fitted is not None
     assert tested is not None
     fit = None
     if task is not None:
         fit = decompose(
             scope, task, chosen, n, contrasts=contrasts, space=space, batch_size=2 * batch_size, seed=seed,
-            progress=progress,
+            out=steps.sub("contrasts"), progress=progress,
         )  # fmt: skip
     singular = _singular(scope, chosen)
 
-    tests = {head: _test(contrast, fitted, h, directions) for h, head in enumerate(chosen)}
-    adjusted = false_discovery([test.p_values[0] for test in tests.values()])
+    tests = head_tests(contrast, alpha=_HEADS)
     found: dict[Head, Components] = {}
+    relations = steps.once("relations", lambda: relation_rows(scope, tested))
     tables: dict[str, list[dict[str, Any]]] = {"heads": [], "features": [], "examples": [], "spectrum": []}
-    tables["relations"] = relation_rows(scope, tested)
-    for h, test in enumerate(tests.values()):
-        _one_head(scope, fitted, tested, h, test, adjusted[h], contrast, fit, singular, draws, seed, found, tables)
+    tables["relations"] = relations
+    for h, head in enumerate(chosen):
+        make = partial(_one_head, scope, fitted, tested, h, tests[h], directions, contrast, fit, singular, relations,
+                       draws, seed)  # fmt: skip
+        made = steps.once(f"head {head}", make)
+        if made["components"] is not None:
+            found[head] = Components.from_plain(made["components"])
+        for name in ("heads", "features", "examples", "spectrum"):
+            tables[name] += made[name]
     if sizes:
         tables["curve"] = (
-            text_curve(fitted, tested, contrast, singular, sizes, draws, seed)
+            text_curve(fitted, tested, contrast, singular, sizes, draws, seed, steps)
             if task is None or fit is None
-            else labelled_curve(scope, task, fit, contrast, singular, n, sizes, draws, batch_size, seed, progress)
+            else labelled_curve(
+                scope, task, fit, contrast, singular, n, sizes, draws, batch_size, seed, progress, steps
+            )
         )
     return Discovery(
         experiment="discover",
@@ -170,7 +197,7 @@ def _examples(
             units = source.draw("fit", ANSWER, n)
         except BadInput:  # a file that labels its right keys for other uses only
             units = source.fit(next(iter(source.contrasts)), n)
-        return [unit[0] for unit in units], [unit[0] for unit in source.test(n)]
+        return different([unit[0] for unit in units]), different([unit[0] for unit in source.test(n)])
     check_least(1, n=n)
     texts = checked_texts(source)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:n]
@@ -194,39 +221,48 @@ def _singular(scope: Scope, heads: Sequence[Head]) -> SingularBasis | None:
         return None
 
 
-def _test(contrast: SelfContrast, fitted: Looked, h: int, directions: int) -> RankTest:
-    """Directions above shuffled queries; none where the head only rests on the first token."""
-    head = contrast.heads[h]
-    if float(fitted.mass[:, h].mean()) < RESTING or not bool(fitted.valid[:, h].any()):
-        return RankTest(0, (1.0,), (0.0,), (0.0,))
+def check_replicates(replicates: int) -> None:
+    """As many as a test at 5% needs."""
+    if type(replicates) is not int or replicates < LEAST_REPLICATES:
+        raise BadInput(f"replicates are at least {LEAST_REPLICATES}, to tell 5% of chance, but got {replicates!r}.")
+
+
+def _directions(contrast: SelfContrast, fitted: Looked, h: int, most: int) -> tuple[int, list[float]]:
+    """Directions above both kinds of replicates, those found projected out, and the 95% quantile beside each tested."""
     examples = len(fitted.example.unique())
     # few passages span few directions: with those projected out, replicates have no room left, and anything passes
-    limit = max(min(directions, examples // 4), 1)
-    return rank_above(contrast.delta()[h], contrast.null_deltas(head), _ALPHA, limit)
+    limit = max(min(most, examples // 4, int(above_rounding(contrast)[h])), 1)
+    nulls = null_kinds(contrast.null_deltas(contrast.heads[h]))
+    level = max(_ALPHA, 1 / (min(map(len, nulls)) + 1))
+    tests = [rank_above(contrast.delta()[h], null, level, limit) for null in nulls]
+    return min(test.rank for test in tests), [max(pair) for pair in zip(*(t.null_high for t in tests), strict=False)]
 
 
 def _one_head(
-    scope: Scope, fitted: Looked, tested: Looked, h: int, test: RankTest, q_value: float, contrast: SelfContrast,
-    fit: Fit | None, singular: SingularBasis | None, draws: int, seed: int, found: dict[Head, Components],
-    tables: dict[str, list[dict[str, Any]]],
-) -> None:  # fmt: skip
+    scope: Scope, fitted: Looked, tested: Looked, h: int, test: HeadTest, directions: int, contrast: SelfContrast,
+    fit: Fit | None, singular: SingularBasis | None, relations: Sequence[Mapping[str, Any]], draws: int, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One head's rows of every table, and its components."""
     head = contrast.heads[h]
-    rank = test.rank if q_value <= _HEADS else 0
     mass = float(fitted.mass[:, h].mean())
+    rests = mass < RESTING or not bool(fitted.valid[:, h].any())
+    further, null_high = _directions(contrast, fitted, h, directions)
+    rank = max(further, 1) if test.rank and not rests else 0  # whether there is a first one, the heads together decide
     spectrum = torch.linalg.svdvals(contrast.delta()[h])
-    tables["spectrum"] += [
+    tables: dict[str, Any] = {"features": [], "examples": [], "components": None}
+    tables["spectrum"] = [
         {
             "head": str(head), "component": j + 1, "value": float(spectrum[j]),
-            "null_high": test.null_high[j] if j < len(test.null_high) else None, "above": j < rank,
+            "null_high": null_high[j] if j < len(null_high) else None, "above": j < rank,
         }
         for j in range(min(max(rank + 3, 12), len(spectrum)))
     ]  # fmt: skip
     row: dict[str, Any] = {
         "head": str(head), "queries": int(fitted.valid[:, h].sum()), "mass": mass,
         "top_weight": float(fitted.top_weight[fitted.valid[:, h], h].mean()), "directions": rank,
-        "p": test.p_values[0], "q": q_value, "features": 0, "identifiable": 0, "rejected": 0, "logit_share": 0.0,
-        "diagonal": None, "diagonal_null": None, **main_relation(tables["relations"], str(head)),
-        "verdict": "rests on the first token" if mass < RESTING else "nothing above the null",
+        "z": test.z, "p": test.p, "q": test.q, "features": 0, "identifiable": 0, "rejected": 0, "logit_share": 0.0,
+        "diagonal": None, "diagonal_null": None, **main_relation(relations, str(head)),
+        "verdict": RESTS if rests else NOT_ABOVE if test.tested else UNTESTED,
     }  # fmt: skip
     if rank:
         keep = fitted.valid[:, h]
@@ -235,7 +271,7 @@ def _one_head(
             fitted.q[keep, h], fitted.attended[keep, h], fitted.mean[keep, h], rank, fitted.example[keep],
             held=(tested.q[aside, h], tested.attended[aside, h], tested.example[aside]), seed=seed,
         )  # fmt: skip
-        found[head] = components
+        tables["components"] = components.to_plain()
         parts, whole = contributions(tested, h, components)
         shares = logit_shares(parts, whole)
         labelled = {} if fit is None else {name: fit[name, head].basis("key") for name in fit.contrasts}
@@ -254,7 +290,7 @@ def _one_head(
         }  # fmt: skip
         if rank > 1 and any(feature.identifiable for feature in components.features):
             row |= {"diagonal": components.diagonal, "diagonal_null": components.diagonal_bound}
-    tables["heads"].append(row)
+    return {**tables, "heads": [row]}
 
 
 def _verdict(components: Components) -> str:
@@ -272,7 +308,17 @@ def _answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     said = [f"{row['head']}: {counted(row['features'], 'feature')} in {counted(row['directions'], 'direction')} "
             f"({row['verdict']})" for row in rows[:4]]  # fmt: skip
     more = f"; and {len(rows) - 4} more heads" if len(rows) > 4 else ""
-    return "; ".join(said) + more + "."
+    above = sum(row["directions"] > 0 for row in rows)
+    tested = (
+        f"Queries and attended keys go together above the shuffled null in {above} of {counted(len(rows), 'head')}."
+    )
+    return "; ".join(said) + more + ". " + tested + untested_words(rows)
+
+
+def untested_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What to do about heads that could not be tested; nothing where there are none."""
+    count = sum(row["verdict"] == UNTESTED for row in rows)
+    return f" {counted(count, 'head')} could not be tested: raise --replicates, or the batch size." if count else ""
 
 
 def counted(number: int, what: str) -> str:

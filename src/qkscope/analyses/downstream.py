@@ -8,8 +8,9 @@ the first right and the first wrong one are the two; of keys, those that are swa
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,21 +19,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.find import check_same_model, clusters_of
+from qkscope.analyses.steps import Steps
 from qkscope.analyses.swap import (
     Swaps,
-    check_answers,
+    check_rows,
     check_swappable,
     checked_features,
     conditions,
     draw_pairs,
     joint_name,
+    one_cluster,
+    word_clusters,
 )
 from qkscope.analyses.units import batches_of
 from qkscope.capture.marks import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
@@ -53,29 +55,30 @@ def swap_downstream(
     *,
     features: Sequence[str] | None = None,
     together: bool = True,
+    draws: int = 20,
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
+    steps: Steps | None = None,
 ) -> Swaps:
     """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
 
-    Random subspaces (one draw) and key PCA of the same size stand beside the features. The pairs of keys are those that
-    `swap` draws with the same seed; all edits are of the keys of the unedited run. An answer counts as right when the
-    likeliest candidate is a right one.
+    Random subspaces and key PCA of the same size stand beside the features; each prompt takes one of ``draws`` random
+    subspaces, by turns, so that many cost no more runs than one. The pairs of keys are those that `swap` draws with the
+    same seed; all edits are of the keys of the unedited run. An answer counts as right when the likeliest candidate is
+    a right one. Intervals are clustered as those of `swap` are: by the word that is asked for, where one is marked.
     """
     start = time.perf_counter()
     check_swappable(fit.space, downstream=True)
     chosen, names = checked_features(fit, heads, features)
-    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
-    if not units:
-        raise BadInput("there are no examples: give at least one.")
-    check_answers(units)
+    check_rows(scope, units, fit)
+    if draws < 1:
+        raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
     joint = joint_name(names)
-    every, _ = conditions(fit, chosen, names, draws=1, seed=seed)
+    every, _ = conditions(fit, chosen, names, draws, seed)
     projectors = {name: every[name] for name in (joint, f"random_{joint}", f"key_pca_{joint}")}
     sets = [chosen] if together else [[head] for head in chosen]
     parts: dict[tuple[str, str], list[torch.Tensor]] = {}
-    unit_of: list[torch.Tensor] = []
     batches = batches_of(units, batch_size)
     # the same rows in the same order as those of `swap`, so that the same pairs are drawn
     listed = [(i, example) for batch in batches for i in batch for example in units[i]]
@@ -89,9 +92,8 @@ def swap_downstream(
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
     pairs = draw_pairs(labels_of, seed)
     named = answer_ids(scope, [example for _, example in listed], chat=fit.chat)
-    shown: dict[str, None] = {}  # the key tokens that were read
 
-    def run(indices: list[int]) -> None:
+    def run(indices: list[int]) -> dict[str, Any]:
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
         check_visible(encoded, chosen, before.bias)
@@ -101,7 +103,7 @@ def swap_downstream(
         rows = torch.arange(len(orig), device=orig.device)
         tokens = encoded.inputs["input_ids"].gather(1, before.key_positions)
         of_keys = [set(tokens[r, : len(e.keys)].tolist()) for r, e in enumerate(encoded.examples) if not e.answers]
-        shown.update(dict.fromkeys(_text(scope, token) for own_tokens in of_keys for token in sorted(own_tokens)))
+        key_tokens = list(dict.fromkeys(token for own_tokens in of_keys for token in sorted(own_tokens)))
         read = _candidates(
             tokens, labels.masked_fill(~before.key_mask, 0), orig, target, [named[i] for i in own.tolist()]
         )
@@ -109,31 +111,37 @@ def swap_downstream(
         values = {("before", ""): before.logits}
         for group in sets:
             for name, projector in projectors.items():
-                edits = [_edit(before, head, chosen, projector, orig, target, rows) for head in group]
+                edits = [_edit(before, head, chosen, projector, orig, target, own) for head in group]
                 last = Head(scope.n_layers - 1, 0)
                 after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
                 assert after.logits is not None
                 values[name, ",".join(map(str, group))] = after.logits
-        for key, logits in values.items():
+        answers: list[Any] = []
+        for (condition, edited), logits in values.items():
             scores = logits.gather(1, read.tokens).masked_fill(read.signs == 0, -torch.inf)
             best = scores.argmax(1)
             right = read.signs[rows, best] > 0
-            parts.setdefault(key, []).append(
-                torch.stack(
-                    [scores[rows, read.right], scores[rows, read.wrong], right, best == read.wrong], dim=1
-                ).cpu()
-            )
-        unit_of.append(torch.tensor([i for i in indices for _ in units[i]]))
+            columns = [scores[rows, read.right], scores[rows, read.wrong], right, best == read.wrong]
+            answers.append([condition, edited, torch.stack(columns, dim=1).cpu()])
+        return {"answers": answers, "tokens": key_tokens}
 
-    for _ in stream(batches, run, progress):
-        pass
-    unit = clusters_of(units, torch.cat(unit_of))
+    steps = (steps or Steps()).begin(
+        scope, list(units), verb="downstream", heads=[str(h) for h in chosen], features=names, together=together,
+        draws=draws, batch_size=batch_size, seed=seed, chat=fit.chat, projectors=_hashed(projectors),
+    )  # fmt: skip
+    shown: dict[str, None] = {}  # the key tokens that were read
+    for piece in steps.stream("answers", batches, run, progress):
+        shown.update(dict.fromkeys(_text(scope, token) for token in piece["tokens"]))
+        for condition, edited, answers in piece["answers"]:
+            parts.setdefault((condition, edited), []).append(answers)
+    members = [(i, m) for batch in batches for i in batch for m in range(len(units[i]))]
+    cluster = word_clusters(units, [i for i, _ in members], [m for _, m in members])
     found = {key: torch.cat(value) for key, value in parts.items()}
     clean = found.pop(("before", ""))
     table: list[dict[str, Any]] = []
     for (name, group), values in found.items():
         fell = (clean[:, 0] - clean[:, 1]) - (values[:, 0] - values[:, 1])
-        low, high = clustered_bootstrap(fell, unit)
+        low, high = clustered_bootstrap(fell, cluster)
         table.append({
             "heads": group, "condition": name,
             "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(values[:, 2].mean()),
@@ -141,6 +149,7 @@ def swap_downstream(
             "logit_difference_before": float((clean[:, 0] - clean[:, 1]).mean()),
             "logit_difference_after": float((values[:, 0] - values[:, 1]).mean()),
             "fell": float(fell.mean()), "low": float(low), "high": float(high), "n": len(values),
+            "draws": min(draws, len(values)) if name.startswith("random_") else 1,
         })  # fmt: skip
     row = table[0]
     said = _read([example for _, example in listed], list(shown))
@@ -149,8 +158,7 @@ def swap_downstream(
         answer=(
             f"Swapping {joint} in {row['heads']} takes the model's answer, read among {said}, from "
             f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
-            f"{row['target_after']:.0%} (before: "
-            f"{row['target_before']:.0%})."
+            f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{one_cluster(cluster)}"
         ),
         tables={"downstream": table},
         model=scope.name,
@@ -207,12 +215,22 @@ def _read(examples: Sequence[Example], tokens: list[str]) -> str:
 
 def _edit(
     before: Any, head: Head, heads: list[Head], projector: Projector, orig: torch.Tensor, target: torch.Tensor,
-    rows: torch.Tensor,
+    places: torch.Tensor,
 ) -> Edit:  # fmt: skip
-    column = heads.index(head)
-    factors = [factor[0] if factor.ndim == 4 else factor for factor in projector]
-    own = Projector(*(factor[column] for factor in factors))
+    """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
+    column, rows = heads.index(head), torch.arange(len(orig), device=orig.device)
+    factors = [f[places % len(f), column] if f.ndim == 4 else f[column].expand(len(rows), -1, -1) for f in projector]
     keys = before.k[:, before.kv_of_head[column]]
-    pair = swapped_keys(keys[rows, orig], keys[rows, target], own)
+    pair = [key[:, 0] for key in swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*factors))]
     positions = torch.stack([before.key_positions[rows, orig], before.key_positions[rows, target]], dim=1)
     return Edit.keys(head, positions, torch.stack(pair, dim=1))
+
+
+def _hashed(projectors: Mapping[str, Projector]) -> str:
+    """What the edits are made with: a fit of the same name may have been made anew."""
+    digest = hashlib.sha256()
+    for name, projector in projectors.items():
+        digest.update(name.encode())
+        for factor in projector:
+            digest.update(factor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

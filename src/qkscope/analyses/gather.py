@@ -1,4 +1,8 @@
-"""One pass over examples: the sums of the self-contrast for all heads, and, where asked, the rows behind them."""
+"""One pass over examples: the sums of the self-contrast for all heads, and, where asked, the rows behind them.
+
+Examples with the same text are one random unit, whatever they ask in it: they stay in one batch, exchange what they
+attended to as one, and are resampled as one.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope.analyses.steps import Steps
 from qkscope.capture.pool import pool
 from qkscope.capture.pooled import Pooled
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.capture.stream import stream
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
@@ -81,20 +85,21 @@ def gather(
     chat: bool = False,
     seed: int = 0,
     progress: bool | None = None,
+    steps: Steps | None = None,
+    name: str = "rows",
 ) -> Looked | None:
     """Pool the examples batch by batch into ``contrast``; with ``keep``, also return the rows (on the CPU).
 
-    Batches are sorted by length and fixed, so that a rerun gives the same numbers.
+    Batches are sorted by length and fixed, so that a rerun gives the same numbers; with ``steps``, what is done is kept
+    there under ``name``.
     """
-    order = sorted(range(len(examples)), key=lambda i: (len(examples[i]), i))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    ids: dict[int, list[int]] = {}
+    units = unit_numbers(examples)
+    batches = _batches(examples, units, batch_size)
 
     def run(indices: list[int]) -> dict[str, Any] | None:
         encoded = scope.encode([examples[i] for i in indices], chat=chat)
-        encoded = dataclasses.replace(
-            encoded, example=torch.tensor(indices, device=encoded.example.device)[encoded.example]
-        )
+        unit = torch.tensor([units[i] for i in indices], device=encoded.example.device)
+        encoded = dataclasses.replace(encoded, example=unit[encoded.example])
         pooled = pool(scope, encoded, list(heads), space=space, skip=skip, draws=draws, seed=seed)
         if contrast is not None:
             contrast.update(
@@ -104,16 +109,36 @@ def gather(
         if not keep:
             return None
         mask = encoded.inputs["attention_mask"].bool()
-        for row, i in enumerate(indices):
-            ids[i] = encoded.inputs["input_ids"][row][mask[row]].tolist()
-        return _kept(pooled, mask.long().argmax(dim=1)[pooled.row])
+        words = {"units": unit.cpu(), "lengths": mask.sum(dim=1).cpu(), "ids": encoded.inputs["input_ids"][mask].cpu()}
+        return {**_kept(pooled, mask.long().argmax(dim=1)[pooled.row]), **words}
 
-    parts = [part for part in stream(batches, run, progress) if part is not None]
+    sums = None if contrast is None else contrast.tensors()
+    parts = (steps or Steps()).stream(name, batches, run, progress, sums)
     if not keep:
         return None
+    ids: dict[int, list[int]] = {}
+    for part in parts:
+        texts = part.pop("ids").split(part.pop("lengths").tolist())
+        ids |= {unit: text.tolist() for unit, text in zip(part.pop("units").tolist(), texts, strict=True)}
     scale, softcap = parts[0].pop("scale"), parts[0].pop("softcap")
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    whole = {column: torch.cat([part[column] for part in parts]) for column in parts[0]}
     return Looked(heads=tuple(heads), ids=ids, scale=scale, softcap=softcap, **whole)
+
+
+def unit_numbers(examples: Sequence[Example]) -> list[int]:
+    """For each example the first one with the same text or ids."""
+    first: dict[Any, int] = {}
+    return [first.setdefault((example.text, example.ids), i) for i, example in enumerate(examples)]
+
+
+def _batches(examples: Sequence[Example], units: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Examples by length, about ``batch_size`` in each; the examples of a unit together."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(examples)), key=lambda i: (len(examples[i]), units[i], i)):
+        if not batches or (len(batches[-1]) >= batch_size and units[i] != units[batches[-1][-1]]):
+            batches.append([])
+        batches[-1].append(i)
+    return batches
 
 
 def _kept(pooled: Pooled, first: Int[Tensor, " b"]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from qkscope.analyses.clouds import Cloud, Seen, make_clouds
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.find import check_same_model, clusters_of, with_notes
-from qkscope.analyses.units import capture_units
+from qkscope.analyses.steps import Steps
+from qkscope.analyses.units import batches_of, unit_runner
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head, parse_heads
@@ -33,6 +34,7 @@ from qkscope.tasks.task import ANSWER, ASKED, Unit
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 12)
+_CAPTURED = ("q", "k", "scale", "kv_of_head", "softcap", "bias", "rest", "key_mask")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def swap(
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
+    steps: Steps | None = None,
 ) -> Swaps:
     """Swap each feature alone, all together, obliquely, and the baselines of the same size, on held-out units.
 
@@ -83,6 +86,7 @@ def swap(
         all that were fitted.
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
+    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
     chosen, names = checked_features(fit, heads, features)
@@ -91,7 +95,10 @@ def swap(
     for k in sizes:
         if not 1 <= k <= scope.d_head:
             raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
-    rows = capture_rows(scope, units, fit, chosen, batch_size, seed, progress)
+    check_rows(scope, units, fit)
+    steps = (steps or Steps()).begin(scope, list(units), verb="swap", heads=[str(h) for h in chosen], space=fit.space,
+                                     chat=fit.chat, batch_size=batch_size)  # fmt: skip
+    rows = capture_rows(scope, units, fit, chosen, batch_size, seed, progress, steps)
     projectors, against = conditions(fit, chosen, names, draws, seed)
     effects = {name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in projectors.items()}
     joint = joint_name(names)
@@ -108,7 +115,7 @@ def swap(
         tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
     return Swaps(
         experiment="swap",
-        answer=with_notes(_answer(table, joint), fit.provenance.get("asked", {})),
+        answer=with_notes(_answer(table, joint) + one_cluster(rows.cluster), fit.provenance.get("asked", {})),
         tables=tables,
         model=scope.name,
         seed=seed,
@@ -134,6 +141,12 @@ def _answer(table: list[dict[str, Any]], joint: str) -> str:
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
     )
+
+
+def one_cluster(cluster: Int[Tensor, " n"]) -> str:
+    """What to say where there is nothing to resample."""
+    alone = len(cluster.unique()) < 2
+    return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
 
 
 def _is_oblique(row: Mapping[str, Any]) -> bool:
@@ -181,16 +194,21 @@ def capture_rows(
     batch_size: int,
     seed: int,
     progress: bool | None = None,
+    steps: Steps | None = None,
+    name: str = "rows",
 ) -> Rows:
     """Attention rows of held-out units, and the pairs of keys to swap: drawn once, for every condition."""
-    check_swappable(fit.space)
-    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
-    check_answers(units)
-    parts = list(
-        capture_units(scope, units, heads, space=fit.space, batch_size=batch_size, chat=fit.chat, progress=progress)
-    )
-    width = max(part.captured.k.shape[2] for part in parts)
-    first = parts[0].captured
+    check_rows(scope, units, fit)
+    capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
+
+    def run(indices: list[int]) -> dict[str, Any]:
+        batch = capture(indices)
+        own = {column: getattr(batch.captured, column) for column in _CAPTURED}
+        return {**own, "labels": batch.captured.labels[ANSWER].long(), "unit": batch.unit, "member": batch.member}
+
+    parts = (steps or Steps()).stream(name, batches_of(units, batch_size), run, progress)
+    width = max(part["k"].shape[2] for part in parts)
+    first = parts[0]
 
     def wide(tensors: list[Tensor], dim: int, fill: float) -> Tensor:
         shape = [list(t.shape) for t in tensors]
@@ -200,24 +218,33 @@ def capture_rows(
             out.append(torch.cat([t, t.new_full(size, fill)], dim=dim))
         return torch.cat(out).cpu()
 
-    labels = wide([p.captured.labels[ANSWER].long() for p in parts], 1, 0)
+    labels = wide([p["labels"] for p in parts], 1, 0)
     attention = AttentionRows(
-        q=torch.cat([p.captured.q for p in parts]).cpu(),
-        k=wide([p.captured.k for p in parts], 2, 0.0),
-        scale=first.scale.cpu(),
-        kv_of_head=first.kv_of_head.cpu(),
-        softcap=None if first.softcap is None else first.softcap.cpu(),
-        bias=wide([p.captured.bias for p in parts], 2, -torch.inf),
-        rest=torch.cat([p.captured.rest for p in parts if p.captured.rest is not None]).cpu(),
-        key_mask=wide([p.captured.key_mask.long() for p in parts], 1, 0).bool(),
+        q=torch.cat([p["q"] for p in parts]).cpu(),
+        k=wide([p["k"] for p in parts], 2, 0.0),
+        scale=first["scale"].cpu(),
+        kv_of_head=first["kv_of_head"].cpu(),
+        softcap=None if first["softcap"] is None else first["softcap"].cpu(),
+        bias=wide([p["bias"] for p in parts], 2, -torch.inf),
+        rest=torch.cat([p["rest"] for p in parts if p["rest"] is not None]).cpu(),
+        key_mask=wide([p["key_mask"].long() for p in parts], 1, 0).bool(),
     )
     orig, target = draw_pairs(labels, seed)
-    unit, member = (torch.cat([getattr(p, name) for p in parts]).cpu() for name in ("unit", "member"))
-    cluster = _clusters(units, unit.tolist(), member.tolist())
+    unit, member = (torch.cat([p[column] for p in parts]).cpu() for column in ("unit", "member"))
+    cluster = word_clusters(units, unit.tolist(), member.tolist())
     return Rows(attention, orig, target, _sham(labels, orig, target, seed), unit, member, cluster)
 
 
-def _clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[Tensor, " n"]:
+def check_rows(scope: Scope, units: Sequence[Unit], fit: Fit) -> None:
+    """Refuse what cannot be swapped before the model runs."""
+    check_swappable(fit.space)
+    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
+    check_answers(units)
+    if not units:
+        raise BadInput("there are no examples: give at least one.")
+
+
+def word_clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[Tensor, " n"]:
     """A number for each row, the same for rows that ask for the same word; for rows of one unit where none is marked.
 
     A task has a few dozen words and any number of prompts: resampling prompts alone would trust the words too much.

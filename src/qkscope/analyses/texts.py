@@ -5,17 +5,21 @@ A passage is the random unit of every null, so passages are many and short, and 
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
+
+log = logging.getLogger(__name__)
 
 LENGTH = 96  # tokens of a passage
 QUERIES = 8  # queries drawn in it
@@ -94,4 +98,17 @@ def text_examples(
         generator = torch.Generator().manual_seed(((seed << 32) + i) % 2**64)
         places = (torch.randperm(room, generator=generator)[:queries] + _FIRST_QUERY).sort().values.tolist()
         made.append(Example(ids=tuple(ids), queries=tuple((p, p + 1) for p in places), cluster=i))
-    return made
+    return different(made, same=lambda example: example.ids)
+
+
+def different(
+    examples: Sequence[Example], same: Callable[[Example], Any] = lambda e: (e.text, e.ids, e.queries)
+) -> list[Example]:
+    """Each example once: a copy is no further evidence. Passages that differ only where they are cut off are copies."""
+    first: dict[Any, Example] = {}
+    for example in examples:
+        first.setdefault(same(example), example)
+    if len(first) < len(examples):
+        log.warning("%d of %d examples are copies of others: they are asked once.", len(examples) - len(first),
+                    len(examples))  # fmt: skip
+    return list(first.values())

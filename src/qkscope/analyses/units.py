@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,13 @@ def capture_units(
     if not units:
         raise BadInput("there are no examples: give at least one.")
     own = batches_of(units, batch_size)[shard[0] :: shard[1]][first:]
+    return stream(own, unit_runner(scope, units, heads, space=space, chat=chat, rest=rest), progress)
+
+
+def unit_runner(
+    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, space: Space, chat: bool, rest: bool = True
+) -> Callable[[list[int]], Batch]:
+    """What captures the units of one batch, by number."""
 
     def run(indices: list[int]) -> Batch:
         members = [(i, m) for i in indices for m in range(len(units[i]))]
@@ -84,7 +91,7 @@ def capture_units(
         where = torch.tensor(members, device=captured.example.device)[captured.example]
         return Batch(captured, where[:, 0], where[:, 1])
 
-    return stream(own, run, progress)
+    return run
 
 
 Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]

@@ -149,6 +149,7 @@ def swap(
 ) -> None:  # fmt: skip
     """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
     from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.steps import Steps
     from qkscope.analyses.swap import SIZES, check_swappable
     from qkscope.analyses.swap import swap as run_swap
 
@@ -160,22 +161,26 @@ def swap(
     scope = load_scope(asked["model"], device, dtype)
     fit, _ = load_fit(folder, scope)
     sizes = [k for k in SIZES if k <= scope.d_head]
-    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed)
+    place = folder if os.access(folder, os.W_OK) else None
+    steps = [Steps(place), Steps(place)]
+    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed, steps=steps[0])
     if downstream:
         from dataclasses import replace
 
         from qkscope.analyses.downstream import swap_downstream
 
-        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed)
+        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed, steps=steps[1])
         result = replace(
             result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
             seconds=result.seconds + more.seconds,
         )  # fmt: skip
     print_result(result, as_json)
-    if os.access(folder, os.W_OK):  # the folder's page now tells this too
+    if place is not None:  # the folder's page now tells this too
         from qkscope.page.report import write_report
 
         write_report(folder / "report.html", result, fit)
+    for one in steps:
+        one.clear()
 
 
 def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> None:

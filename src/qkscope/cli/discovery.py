@@ -30,6 +30,7 @@ from qkscope.errors import BadInput
 _TASKS = ("binding", "filter", "ioi", "induction", "greater_than", "pronoun")
 Space = Annotated[str, typer.Option("--space", help="query_frame or post_rope.")]
 Directions = Annotated[int, typer.Option("--directions", help="The most directions to look for at a head.")]
+Replicates = Annotated[int, typer.Option("--replicates", help="Null replicates of each head.")]
 Skip = Annotated[int, typer.Option("--skip", help="Tokens from the first on that are left out.")]
 
 
@@ -43,18 +44,22 @@ def discover(
     directions: Directions = 16,
     space: Space = "query_frame",
     skip: Skip = 1,
+    replicates: Replicates = 199,
     form: Form = "list", size: Size = None, seed: Seed = 0, chat: Chat = False,
     contrasts: Annotated[str | None, typer.Option("--contrasts", help="Labelled contrasts to compare with.")] = None,
     batch_size: BatchSize = 16, device: Device = None, dtype: Dtype = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Find the features that some heads match on, without labels, with the evidence for each on held-out text."""
+    """Find the features that some heads match on, without labels, with the evidence for each on held-out text.
+
+    A run that died goes on where it stopped.
+    """
     from qkscope.heads import parse_heads
-    from qkscope.result import check_folder, plain_value
+    from qkscope.result import check_folder
 
     chosen = parse_heads(heads)
     check_folder(out, "discover")
     check_batch_size(batch_size)
-    _check_options(n, directions, space, skip)
+    _check_options(n, directions, space, skip, replicates)
     source: Any
     if len(sources) == 1 and _is_task(sources[0]):
         source = make_task(sources[0], form, size, seed, chat)
@@ -70,21 +75,21 @@ def discover(
 
         checked_contrasts(source, named)
     from qkscope.analyses.discover import discover as run
+    from qkscope.analyses.steps import keeping
 
-    result = run(
-        load_scope(model, device, dtype), source, chosen, n, directions=directions, space=space,  # type: ignore[arg-type]
-        skip=skip, contrasts=named, batch_size=batch_size, seed=seed,
-    )  # fmt: skip
-    from qkscope.page.figures.discovery import draw_discovery
+    scope = load_scope(model, device, dtype)
+    with keeping(out) as steps:
+        result = run(
+            scope, source, chosen, n, directions=directions, space=space, skip=skip,  # type: ignore[arg-type]
+            replicates=replicates, contrasts=named, batch_size=batch_size, seed=seed, steps=steps,
+        )  # fmt: skip
+        _show(result, as_json, {name: result.tables.get(name, []) for name in ("heads", "features", "curve")})
+        from qkscope.page.figures.discovery import draw_discovery
 
-    result.write(out, files=draw_discovery(result))
-    if as_json:
-        print_json(result.to_json())
-        return
-    typer.echo(result.answer)
-    for name in ("heads", "features", "curve"):
-        print_table(name, plain_value(result.tables.get(name, [])))
-    typer.echo(f"The page: {out / 'report.html'}")
+        result.write(out, files=draw_discovery(result))
+        steps.clear()
+    if not as_json:
+        typer.echo(f"The page: {out / 'report.html'}")
 
 
 @app.command()
@@ -96,14 +101,18 @@ def atlas(
     test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
     space: Space = "query_frame",
     skip: Skip = 1,
+    replicates: Replicates = 41,
     seed: Seed = 0, batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Look at every head in one pass: directions above the null, the logit they carry, examples."""
-    from qkscope.result import check_folder, plain_value
+    """Look at every head in one pass: directions above the null, the logit they carry, examples.
+
+    A run that died goes on where it stopped.
+    """
+    from qkscope.result import check_folder
 
     check_folder(out, "atlas")
     check_batch_size(batch_size)
-    _check_options(n, 1, space, skip)
+    _check_options(n, 1, space, skip, replicates)
     if test < 1:
         raise BadInput(f"--test is at least 1, but got {test}.")
     for name in sources or ():
@@ -114,20 +123,33 @@ def atlas(
             raise BadInput(f"there is no file {name!r}: an atlas takes text files, or nothing for our corpus.")
     texts = _texts(sources or ["corpus"])
     from qkscope.analyses.atlas import atlas as run
+    from qkscope.analyses.steps import keeping
 
-    result = run(
-        load_scope(model, device, dtype), texts, n, test=test, space=space,  # type: ignore[arg-type]
-        skip=skip, batch_size=batch_size, seed=seed,
-    )  # fmt: skip
-    from qkscope.page.figures.discovery import draw_atlas
+    scope = load_scope(model, device, dtype)
+    with keeping(out) as steps:
+        result = run(
+            scope, texts, n, test=test, space=space, skip=skip, replicates=replicates,  # type: ignore[arg-type]
+            batch_size=batch_size, seed=seed, steps=steps,
+        )  # fmt: skip
+        _show(result, as_json, {"atlas (the first 20)": result.tables["atlas"][:20]})
+        from qkscope.page.figures.discovery import draw_atlas
 
-    result.write(out, files=draw_atlas(result))
+        result.write(out, files=draw_atlas(result))
+        steps.clear()
+    if not as_json:
+        typer.echo(f"The page: {out / 'report.html'}")
+
+
+def _show(result: Any, as_json: bool, tables: dict[str, Any]) -> None:
+    """Say what was found before it is written: a disk that refuses then takes nothing away."""
+    from qkscope.result import plain_value
+
     if as_json:
         print_json(result.to_json())
         return
     typer.echo(result.answer)
-    print_table("atlas (the first 20)", plain_value(result.tables["atlas"][:20]))
-    typer.echo(f"The page: {out / 'report.html'}")
+    for name, rows in tables.items():
+        print_table(name, plain_value(rows))
 
 
 def _is_task(source: str) -> bool:
@@ -150,10 +172,13 @@ def _texts(sources: list[str]) -> Any:
     return read_texts(sources)
 
 
-def _check_options(n: int, directions: int, space: str, skip: int) -> None:
+def _check_options(n: int, directions: int, space: str, skip: int, replicates: int) -> None:
+    from qkscope.analyses.discover import LEAST_REPLICATES
+
     if space not in ("query_frame", "post_rope"):
         raise BadInput(f"--space is query_frame or post_rope, where attention can be had, but got {space!r}.")
-    for name, value, least in (("--n", n, 1), ("--directions", directions, 1), ("--skip", skip, 0)):
+    for name, value, least in (("--n", n, 1), ("--directions", directions, 1), ("--skip", skip, 0),
+                               ("--replicates", replicates, LEAST_REPLICATES)):  # fmt: skip
         if value < least:
             raise BadInput(f"{name} is at least {least}, but got {value}.")
 

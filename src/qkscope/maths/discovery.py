@@ -5,7 +5,14 @@ The head says itself which keys are positive, those it attends to::
     ΔC_self = E[(q − q̄) (Σ_i a_i k_i − mean_i k_i)ᵀ]        attended key against mean key, query-centred
 
 As in `qkscope.maths.moments`, one augmented matrix ``M = Σ [q; 1][δ; 1]ᵀ`` per head is all that is kept; it streams and
-merges, and so do its null replicates, in which whole prompts exchange what they attended to.
+merges, and so do its null replicates, of two kinds by turns (row j is of the prompt that takes the place of row i's)::
+
+    whole:       δ'_i = δ_j                     prompts exchange what they attended to
+    directions:  δ'_i = |δ_i| δ_j / |δ_j|       they exchange its direction, and each row keeps its own length
+
+The first asks whether δ has anything to do with q. Prompts in which queries and keys are all larger go together in
+length alone, and that is no match: the second holds there (the direction of δ knows nothing of q, nor of its own
+length), but not quite where rows of one prompt are alike. So what is called above the null stands above both.
 
 A swap moves the logit of a pair by ``qᵀ P (k_b − k_a)``, on average ``−tr(P ΔCᵀ)``. So among the subspaces of k
 dimensions that one projector cuts out of queries and keys alike, the first k eigenvectors of the symmetric part
@@ -18,7 +25,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,10 +35,11 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.augmented import augmented
 from qkscope.maths.baselines import Covariance
-from qkscope.maths.controls import false_discovery
-from qkscope.maths.ica import shuffled_rows
+from qkscope.maths.controls import ROUNDING, false_discovery
+from qkscope.maths.ica import directions_of, shuffled_rows
 from qkscope.maths.store import read_tensors, write_tensors
 
+_KINDS = 2  # of replicates, by turns: whole, and directions alone
 _AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU
 
 
@@ -114,13 +122,29 @@ class SelfContrast:
     def _add_replicates(self, queries: Float[Tensor, "h b a"], delta: Float[Tensor, "h b a"], prompts: Tensor) -> None:
         """Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds."""
         draw = torch.arange(self.replicates, device=prompts.device)[:, None]
-        partner = shuffled_rows(prompts, self.seed, draw).mT.flatten()
-        bytes_each = partner.numel() * delta.shape[-1] * delta.element_size()
-        step = max(_AT_ONCE["cpu" if delta.device.type == "cpu" else "gpu"] // bytes_each, 1)
+        partner = shuffled_rows(prompts, self.seed, draw).mT
+        weight, length = delta[..., -1], delta[..., :-1].norm(dim=-1, keepdim=True)
+        for kind, (given, taking) in enumerate(
+            ((delta[..., :-1], queries), (directions_of(delta[..., :-1]), queries * length))
+        ):
+            self._exchange(kind, partner[:, kind::_KINDS].flatten(), given, taking, queries, weight)
+
+    def _exchange(
+        self, kind: int, partner: Tensor, given: Tensor, taking: Tensor, queries: Tensor, weight: Tensor
+    ) -> None:
+        """Add the replicates of one kind: ``Σ_i [q_i; 1] [δ'_i; 1]ᵀ`` over rows that count on both sides."""
+        rows = given.shape[1]
+        bytes_each = max(partner.numel() * self.d_head * given.element_size(), 1)
+        step = max(_AT_ONCE["cpu" if given.device.type == "cpu" else "gpu"] // bytes_each, 1)
         for start in range(0, len(self.heads), step):
             own = slice(start, start + step)
-            given = delta[own].index_select(1, partner).view(-1, delta.shape[1], self.replicates * delta.shape[-1])
-            self.null_sums[own] += (queries[own].mT @ given).view(-1, *self.null_sums.shape[1:])
+            null = self.null_sums[own, :, kind::_KINDS]
+            counts = weight[own, :, None]
+            moved = given[own].index_select(1, partner).view(-1, rows, null.shape[2] * self.d_head)
+            null[..., :-1] += ((taking[own] * counts).mT @ moved).view(*null.shape[:3], -1)
+            null[..., -1] += queries[own].mT @ (
+                counts * weight[own].index_select(1, partner).view(-1, rows, null.shape[2])
+            )
 
     # ------------------------------------------------------------------ results
 
@@ -224,35 +248,76 @@ class HeadTest:
     z: float
     p: float
     q: float  # after false-discovery control over all heads
+    tested: bool  # False where its replicates do not differ, or are too few to reach ``alpha`` among these heads
     spectrum: tuple[float, ...]
     null_high: float
 
 
 def head_tests(contrast: SelfContrast, *, alpha: float = 0.05) -> list[HeadTest]:
-    """Directions above the null for many heads with few replicates each.
+    """Directions above the null for many heads, with as many replicates of each as there are.
 
-    A head's singular values are put into units of the largest one of its own null, ``z = (σ − mean)/sd``, and so is
-    each replicate among the others of its head. In these units heads are alike, so their replicates are pooled, and a
-    few of each give p-values fine enough for false-discovery control over all. Every direction is held against the
-    largest one of the null, nothing projected out: that counts too few rather than too many (`rank_above` is sharper,
-    and dear).
+    A head's p-value is that of its own replicates, ``(1 + how many reach σ)/(R + 1)``, as long as one of them reaches
+    it: that is exact, whatever the other heads are. Where none does, it can only be below ``1/(R + 1)``, and the other
+    heads say how far: singular values are put into units of the largest one of their own null, ``z = (σ − mean)/sd``,
+    so is each replicate among the others of its head, and in these units the replicates of all heads are pooled. So a
+    head far above its null is not lost among many that are asked beside it. Of the two kinds of replicates the larger
+    p-value counts.
+
+    Every direction is held against the largest one of the null, nothing projected out: that counts too few rather than
+    too many (`rank_above` is sharper, and dear). What is below the rounding of float32 is no direction.
     """
     if contrast.replicates < 8:
         raise BadInput(f"pooling needs 8 replicates or more of each head, but there are {contrast.replicates}.")
-    s = torch.linalg.svdvals(contrast.delta())
+    s, seen = torch.linalg.svdvals(contrast.delta()), above_rounding(contrast)
     nulls = torch.stack([_largest(contrast.null_deltas(head)) for head in contrast.heads])
-    pooled = torch.cat([_left_out(own) for own in nulls]).sort().values
-    z = (s - nulls.mean(dim=1, keepdim=True)) / nulls.std(dim=1, correction=0, keepdim=True).clamp_min(1e-300)
-    p = _tail(z, pooled)
+    kinds = [_against(s, nulls[:, kind::_KINDS]) for kind in range(_KINDS)]
+    p = torch.stack([kind.p for kind in kinds]).amax(dim=0)
+    z = torch.stack([kind.z for kind in kinds]).amin(dim=0)
+    moves = torch.stack([kind.moves for kind in kinds]).all(dim=0)
+    finest = max(kind.finest for kind in kinds)
     adjusted = false_discovery(p[:, 0].tolist())
-    highs = nulls.quantile(0.95, dim=1)
+    highs = torch.stack([nulls[:, kind::_KINDS].quantile(0.95, dim=1) for kind in range(_KINDS)]).amax(dim=0)
     return [
         HeadTest(
-            int((p[i] <= alpha).cumprod(dim=0).sum()) if adjusted[i] <= alpha else 0, float(z[i, 0]), float(p[i, 0]),
-            adjusted[i], tuple(s[i].tolist()), float(highs[i]),
+            rank=int((p[i, : int(seen[i])] <= alpha).cumprod(dim=0).sum()) if adjusted[i] <= alpha else 0,
+            z=float(z[i]), p=float(p[i, 0]), q=adjusted[i],
+            tested=bool(moves[i]) and (adjusted[i] <= alpha or float(p[i, 0]) > 1.01 * finest),
+            spectrum=tuple(s[i].tolist()), null_high=float(highs[i]),
         )
         for i in range(len(s))
     ]  # fmt: skip
+
+
+class _Against(NamedTuple):
+    """Singular values of many heads against replicates of one kind."""
+
+    p: Float[Tensor, "h m"]
+    z: Float[Tensor, " h"]
+    moves: Bool[Tensor, " h"]  # whether replicates differ at all: prompts alone in their batches exchange nothing
+    finest: float  # the smallest p-value that can be had
+
+
+def _against(s: Float[Tensor, "h m"], nulls: Float[Tensor, "h r"]) -> _Against:
+    least = 1 / (nulls.shape[1] + 1)
+    mean, spread = nulls.mean(dim=1, keepdim=True), nulls.std(dim=1, correction=0, keepdim=True)
+    moves = (spread > ROUNDING * mean)[:, 0]
+    z = (s - mean) / spread.clamp_min(1e-300)
+    own = (1 + (nulls[:, :, None] >= s[:, None, :]).sum(dim=1)).double() / (nulls.shape[1] + 1)
+    pooled = torch.cat([_left_out(null) for null in nulls[moves]] or [s.new_zeros(0)]).sort().values
+    p = torch.where(own > 1.5 * least, own, own.minimum(_tail(z, pooled)))
+    p[~moves] = 1.0
+    return _Against(p, torch.where(moves, z[:, 0], 0.0), moves, min(least, 1 / (len(pooled) + 1)))
+
+
+def null_kinds(nulls: Float[Tensor, "r d d"]) -> tuple[Float[Tensor, "r d d"], ...]:
+    """Replicates of one head, each kind apart."""
+    return tuple(nulls[kind::_KINDS] for kind in range(_KINDS))
+
+
+def above_rounding(contrast: SelfContrast) -> Int[Tensor, " h"]:
+    """How many directions of each head are more than rounding errors of the float32 numbers they were computed from."""
+    centred, whole = (torch.linalg.svdvals(contrast.delta(center)) for center in (True, False))
+    return (centred > ROUNDING * torch.maximum(centred[:, :1], whole[:, :1])).sum(dim=1)
 
 
 def _largest(x: Float[Tensor, "r a b"]) -> Float[Tensor, " r"]:
@@ -270,4 +335,4 @@ def _left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
 def _tail(z: Float[Tensor, "h m"], pooled: Float[Tensor, " n"]) -> Float[Tensor, "h m"]:
     """Share of the pooled null that reaches each value, the value itself counted in."""
     reached = len(pooled) - torch.searchsorted(pooled, z.contiguous())
-    return (1 + reached) / (len(pooled) + 1)
+    return (1 + reached).double() / (len(pooled) + 1)

@@ -146,6 +146,11 @@ def shuffled_rows(prompts: Int[Tensor, " n"], *address: int | Tensor) -> Int[Ten
     return torch.empty_like(by_lot).index_copy(-1, places, by_lot)
 
 
+def directions_of(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """Vectors of length 1; of length 0 where there is none."""
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+
+
 def connected(edges: Tensor) -> list[list[int]]:
     """Groups of indices joined by edges, each in order, the group of the smallest index first."""
     left, groups = set(range(len(edges))), []

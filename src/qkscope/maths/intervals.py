@@ -19,7 +19,8 @@ def clustered_bootstrap(
 ) -> tuple[Float[Tensor, "*cols"], Float[Tensor, "*cols"]]:
     """Percentile interval of the mean of each column, resampling whole prompts.
 
-    All columns share the resamples, so the interval of a difference of columns is a paired one.
+    All columns share the resamples, so the interval of a difference of columns is a paired one. Of one prompt there is
+    nothing to resample: its interval is NaN, not a point.
     """
     if len(values) == 0 or len(values) != len(prompts):
         raise BadInput(
@@ -35,6 +36,8 @@ def clustered_bootstrap(
     counts = flat.new_zeros(draws, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))
     means = (counts @ sums) / (counts @ sizes)[:, None]
     tail = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype, device=flat.device)
+    if clusters < 2:
+        means = torch.full_like(means, torch.nan)
     low, high = means.quantile(tail, dim=0).reshape(2, *values.shape[1:])
     return low, high
 

@@ -77,7 +77,8 @@ def _marks(examples: Sequence[Row]) -> Markup:
 
 def _head_words(head: Row) -> str:
     said = (
-        f"{counted(head['directions'], 'direction')} above shuffled queries, {counted(head['features'], 'feature')}; "
+        f"Queries and attended keys go together in {counted(head['directions'], 'direction')} above the shuffled null "
+        f"(q {_number(head['q'], '.2g')}, z {_number(head.get('z'), '.1f')}), {counted(head['features'], 'feature')}; "
         f"{_number(head['mass'], '.0%')} of its attention is off the first token; its features carry "
         f"{_number(head['logit_share'], '.0%')} of the logit of the most attended key over another."
     )
@@ -169,7 +170,7 @@ def _causal(row: Row) -> Markup:
 
 
 def _spectrum(rows: Sequence[Row]) -> Markup:
-    """Singular values of the head's self-contrast; the dash is the 95% quantile under shuffled queries."""
+    """Singular values of the head's self-contrast; the dash is the 95% quantile under the shuffled null."""
     if not rows:
         return Markup("")
     highest = max(max(row["value"], row["null_high"] or 0) for row in rows) or 1.0
@@ -184,8 +185,9 @@ def _spectrum(rows: Sequence[Row]) -> Markup:
         out += Markup('<text class="soft" x="{}" y="90" text-anchor="middle">{}</text>').format(x, row["component"])
     width = 26 * len(rows) + 8
     return Markup(
-        "<figure><figcaption>Singular values of the self-contrast; a dash is their 95% quantile under shuffled queries"
-        '</figcaption><svg viewBox="0 0 {} 94" width="{}" role="img" aria-label="spectrum against the null">{}</svg>'
+        "<figure><figcaption>Singular values of the self-contrast; a dash is their 95% quantile when passages exchange "
+        'what they attended to, or its direction alone</figcaption><svg viewBox="0 0 {} 94" width="{}" role="img" '
+        'aria-label="spectrum against the null">{}</svg>'
         "</figure>"
     ).format(width, width, out)
 
@@ -194,6 +196,7 @@ _COLUMNS = (
     "head",
     "directions",
     "q",
+    "z",
     "mass",
     "top_weight",
     "logit_share",
@@ -202,7 +205,7 @@ _COLUMNS = (
     "carried_random",
 )
 _NAMES = {
-    "head": "head", "directions": "directions", "q": "q", "mass": "off the first", "top_weight": "on one key",
+    "head": "head", "directions": "directions", "q": "q", "z": "z", "mass": "off the first", "top_weight": "on one key",
     "logit_share": "logit share", "carried": "first two", "carried_key_pca": "key PCA", "carried_random": "random",
 }  # fmt: skip
 
@@ -223,10 +226,12 @@ def atlas_table(result: Result) -> tuple[str, str]:
     options = Markup("").join(Markup('<option value="{0}">{0}</option>').format(verdict) for verdict in verdicts)
     return str(
         Markup(
-            '<section class="block atlas"><h2>Every head</h2><p class="words">Directions above shuffled queries '
-            "(false-discovery rate 5% over all heads), what they carry of the logit between the most attended key and "
-            "another, what the first two carry beside as many key principal components and random directions, and what "
-            "the most attended token is to the asking one. "
+            '<section class="block atlas"><h2>Every head</h2><p class="words">Directions in which queries and '
+            "attended keys go together more than when passages exchange them (false-discovery rate 5% over all heads, "
+            "z in units of the null): this says that they go together, not that the head uses it, and heads that only "
+            "follow their mean query pass too. Beside it: what they carry of the logit between the most attended key "
+            "and another, what the first two carry beside as many key principal components and random directions, and "
+            "what the most attended token is to the asking one. "
             'Click a column to sort.</p>{}<p class="choices"><input type="search" '
             'aria-label="filter" placeholder="L18, Anna, ..."> <select aria-label="verdict"><option value="">all'
             '</option>{}</select> <output></output></p><div class="scroll" tabindex="0"><table><thead><tr>{}</tr>'
@@ -238,7 +243,7 @@ def atlas_table(result: Result) -> tuple[str, str]:
 def _atlas_row(row: Row, example: Row | None) -> Markup:
     cells = Markup('<td data-value="{}">{}</td>').format(row["layer"] * 1000 + row["index"], row["head"])
     for column in _COLUMNS[1:]:
-        value = row[column]
+        value = row.get(column)
         shown = _number(value, "d" if isinstance(value, int) else ".2g" if column == "q" else ".2f")
         cells += Markup('<td class="n" data-value="{}">{}</td>').format(_order(value), shown)
     known = row.get("relation") is not None

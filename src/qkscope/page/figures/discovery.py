@@ -82,7 +82,10 @@ def _map(result: Result) -> Figure:
     rows = result.tables["atlas"]
     layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "index"))
     figure = new_figure(8, 4.4)
-    panels = (("directions", "directions above the null", None), ("logit_share", "share of the logit they carry", 1.0))
+    panels = (
+        ("directions", "directions above the shuffled null", None),
+        ("logit_share", "share of the logit they carry", 1.0),
+    )
     for axis, (column, title, top) in zip(figure.subplots(2, 1, sharex=True), panels, strict=True):
         grid = np.full((heads, layers), np.nan)
         for row in rows:
