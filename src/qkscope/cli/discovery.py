@@ -24,6 +24,7 @@ from qkscope.cli.shell import (
     make_task,
     print_json,
     print_table,
+    say,
 )
 from qkscope.errors import BadInput
 
@@ -147,7 +148,7 @@ def _show(result: Any, as_json: bool, tables: dict[str, Any]) -> None:
     if as_json:
         print_json(result.to_json())
         return
-    typer.echo(result.answer)
+    say(result.answer)
     for name, rows in tables.items():
         print_table(name, plain_value(rows))
 
