@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths import alignment
-from qkscope.maths.alignment import (
+from qkscope.papers.franco2026.toy import alignment
+from qkscope.papers.franco2026.toy.alignment import (
     anti_whiten,
     best_cosines,
     cosines,
@@ -20,7 +20,7 @@ from qkscope.maths.alignment import (
     random_best,
     whiten,
 )
-from qkscope.toys.superposition import distort, isotropic_dictionary
+from qkscope.papers.franco2026.toy.superposition import distort, isotropic_dictionary
 
 
 def drawn(*shape, seed=0):

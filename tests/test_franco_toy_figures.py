@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkscope.maths.alignment import whiten
 from qkscope.maths.relative import relative_logit
-from qkscope.papers.franco2026 import toys
+from qkscope.papers.franco2026 import cells as toys
 from qkscope.papers.franco2026.anisotropy import anisotropy_row
 from qkscope.papers.franco2026.decomposition import _strengths
 from qkscope.papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
@@ -17,12 +16,13 @@ from qkscope.papers.franco2026.emergence import sparsity_row
 from qkscope.papers.franco2026.geometry import geometry_row
 from qkscope.papers.franco2026.rope import band_rows
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
+from qkscope.papers.franco2026.toy.alignment import whiten
+from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and_error
+from qkscope.papers.franco2026.toy.stack import Cell
+from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, distort, isotropic_dictionary
+from qkscope.papers.franco2026.toy.trained import TrainedToy, stacks
 from qkscope.papers.registry import Settings, reproduce
 from qkscope.rules import rule_holds
-from qkscope.toys.superposition import Positional, Superposition, Toy, distort, isotropic_dictionary
-from qkscope.toys.superposition_models import TrainedToy, stacks
-from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
-from qkscope.toys.superposition_training import Cell
 
 ALIGNMENT = {
     "config", "seed", "step", "pair", "side", "matched", "best", "best_random", "singular_value", "target_logit",

@@ -13,10 +13,10 @@ from qkscope.papers.lee2026.geometry import similarity_fit, vertices_recovered
 from qkscope.papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope.papers.lee2026.ranks import head_ranks
 from qkscope.papers.lee2026.swaps import swap_rows
-from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.retrieval import Retrieval, RetrievalHead, asymmetry, cross_variable, off_diagonal
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.retrieval_training import Cell
+from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead, asymmetry, cross_variable, off_diagonal
+from qkscope.papers.lee2026.toy.stack import Cell
+from qkscope.papers.lee2026.toy.trained import TrainedHead
 
 
 def untrained(ranks=(2, 3), variant="discrete", d_head=8, seed=0, **task):

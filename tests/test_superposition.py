@@ -8,8 +8,9 @@ import torch
 
 from qkscope import BadInput
 from qkscope.cli import main
-from qkscope.maths.alignment import gram
-from qkscope.toys.superposition import (
+from qkscope.papers.franco2026.toy.alignment import gram
+from qkscope.papers.franco2026.toy.stack import Cell, StackedSuperposition
+from qkscope.papers.franco2026.toy.superposition import (
     FOUR_PAIRS,
     Positional,
     Superposition,
@@ -20,9 +21,8 @@ from qkscope.toys.superposition import (
     linear_pairs,
     rotated_logits,
 )
-from qkscope.toys.superposition_models import stacks, train_toys
-from qkscope.toys.superposition_training import Cell, StackedSuperposition
-from qkscope.toys.trainer import Recipe, Trainer, TrainingTask
+from qkscope.papers.franco2026.toy.trained import stacks, train_toys
+from qkscope.papers.trainer import Recipe, Trainer, TrainingTask
 
 SMALL = {"n": 6, "d": 4, "d_head": 4, "pairs": ((0, 2, 6.0), (1, 3, 4.0))}
 CELLS = [

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.alignment import cosines, gram, whiten
-from qkscope.maths.theory import (
+from qkscope.papers.franco2026.theory import (
     SILENT_FROM,
     TwoKeyPopulation,
     key_difference_moment,
@@ -19,6 +18,7 @@ from qkscope.maths.theory import (
     theorem1_minimiser,
     theorem2_bound,
 )
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, whiten
 
 
 def features(d=3, n=5, seed=0):

@@ -14,11 +14,11 @@ import torch
 
 from qkscope import BadInput
 from qkscope.maths.store import read_tensors
-from qkscope.toys.fleet import train_all
-from qkscope.toys.retrieval import Retrieval, RetrievalHead
-from qkscope.toys.retrieval_heads import _groups, all_grids, train_heads
-from qkscope.toys.retrieval_training import Cell, StackedRetrieval
-from qkscope.toys.trainer import Recipe, Stack, Trainer, TrainingTask
+from qkscope.papers.fleet import train_all
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
+from qkscope.papers.lee2026.toy.stack import Cell, StackedRetrieval
+from qkscope.papers.lee2026.toy.trained import _groups, all_grids, train_heads
+from qkscope.papers.trainer import Recipe, Stack, Trainer, TrainingTask
 
 CELLS = [
     Cell(Retrieval((2, 3)), 8),
@@ -149,9 +149,9 @@ SCRIPT = textwrap.dedent(
     """
     import sys, torch
     torch.set_num_threads(1)
-    from qkscope.toys.retrieval import Retrieval
-    from qkscope.toys.retrieval_training import Cell, StackedRetrieval
-    from qkscope.toys.trainer import Recipe, Trainer
+    from qkscope.papers.lee2026.toy.retrieval import Retrieval
+    from qkscope.papers.lee2026.toy.stack import Cell, StackedRetrieval
+    from qkscope.papers.trainer import Recipe, Trainer
     cells = [Cell(Retrieval((2, 3)), 8), Cell(Retrieval((1, 1)), 4)]
     task = StackedRetrieval(cells, batch=64, validation=(2, 64))
     recipe = Recipe(steps=600, validate_every=20, patience=4, min_delta=0.02)

@@ -32,7 +32,7 @@ def toy_retrieval(
     as_json: Json = False,
 ) -> None:
     """Train heads on payload retrieval, many at once; stop it and say the same again, and it goes on."""
-    from qkscope.toys.retrieval_run import train_retrieval
+    from qkscope.papers.lee2026.toy.train import train_retrieval
 
     parts = ranks.split(",")
     if not all(part.strip().isdecimal() for part in parts):
@@ -62,8 +62,8 @@ def nano(
     as_json: Json = False,
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
+    from qkscope.nano.train import last_rows, train_nano, write_beside
     from qkscope.page.figures.nano import draw
-    from qkscope.toys.nano_run import last_rows, train_nano, write_beside
 
     result = train_nano(out, preset=preset, steps=steps, seed=seed, device=device, check_every=check_every, lr=lr)
     write_beside(result, out, draw(result))
@@ -100,7 +100,7 @@ def toy_superposition(
     as_json: Json = False,
 ) -> None:
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
-    from qkscope.toys.superposition_run import parse_pairs, train_superposition
+    from qkscope.papers.franco2026.toy.train import parse_pairs, train_superposition
 
     result = train_superposition(
         out, n=n, d=d, d_head=d_head, context=context, p=_numbers("--p", p), weight=_numbers("--weight", weight),

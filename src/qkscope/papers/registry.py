@@ -53,7 +53,7 @@ _DRAW = "qkscope.page.figures"
 
 
 def _toy(title: str, module: str) -> Experiment:
-    return Experiment(title, f"{_LEE}.{module}:run", f"{_DRAW}.{module}:draw", f"{_LEE}.heads:prepare")
+    return Experiment(title, f"{_LEE}.{module}:run", f"{_DRAW}.{module}:draw", f"{_LEE}.cells:prepare")
 
 
 def _model(title: str, run: str, draw: str) -> Experiment:
@@ -61,7 +61,7 @@ def _model(title: str, run: str, draw: str) -> Experiment:
 
 
 def _superposition(title: str, run: str, draw: str) -> Experiment:
-    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw", f"{_FRANCO}.toys:prepare")
+    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw", f"{_FRANCO}.cells:prepare")
 
 
 def _franco_model(title: str, run: str, model: str = NANO) -> Experiment:

@@ -6,14 +6,14 @@ best cosine that a random direction finds, and the same numbers before training.
 
 from __future__ import annotations
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
-from qkscope.papers.franco2026.toys import MANY_PAIRS, ONE_PAIR, PRESETS, toys_of
+from qkscope.maths.draws import derived_seed
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import MANY_PAIRS, ONE_PAIR, PRESETS, toys_of
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, least, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition_rows import Row, divergence_and_error
-from qkscope.toys.threads import one_thread
 
 
 @one_thread()

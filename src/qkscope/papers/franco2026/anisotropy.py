@@ -12,15 +12,15 @@ import statistics
 
 import torch
 
-from qkscope.maths.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
-from qkscope.maths.theory import sharp_bound, theorem2_bound
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, toys_of
+from qkscope.papers.franco2026.theory import sharp_bound, theorem2_bound
+from qkscope.papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
+from qkscope.papers.franco2026.toy.measure import alignment_rows
+from qkscope.papers.franco2026.toy.superposition import Toy, by_logit
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Toy, by_logit
-from qkscope.toys.superposition_rows import Row, alignment_rows
-from qkscope.toys.threads import one_thread
 
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")
 

@@ -8,14 +8,14 @@ A feature lies *on* the vector with which its |cos| is largest.
 
 from __future__ import annotations
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import before_and_after, mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, toys_of
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import before_and_after
+from qkscope.papers.franco2026.toy.superposition import by_logit
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import by_logit
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 
 @one_thread()

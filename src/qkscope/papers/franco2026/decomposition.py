@@ -11,17 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.sparsity import rotated_terms, sparsity
-from qkscope.papers.franco2026.rows import mean
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, toys_of
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.franco2026.toy.superposition import by_logit
+from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import by_logit
-from qkscope.toys.superposition_models import TrainedToy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 _SHOWN = 40  # contexts of a heat map
 

@@ -15,15 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, toys_of
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import alignment_rows
+from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
+from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Pair, by_logit
-from qkscope.toys.superposition_models import TrainedToy
-from qkscope.toys.superposition_rows import Row, alignment_rows
-from qkscope.toys.threads import one_thread
 
 STAYS = 0.95
 _SHOWN = 60  # checkpoints of figure 3

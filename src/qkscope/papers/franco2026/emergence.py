@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.sparsity import (
     cancellation,
@@ -18,16 +19,14 @@ from qkscope.maths.sparsity import (
     shared_terms,
     sparsity,
 )
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, Work, toys_of
 from qkscope.papers.franco2026.dynamics import checkpoints
-from qkscope.papers.franco2026.rows import mean, pick
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
-from qkscope.papers.franco2026.toys import PRESETS, Work, toys_of
+from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import Toy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 TOLERANCE = 0.99
 _RESAMPLES = 400

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from qkscope.maths.alignment import cosines, gram, isotropy_error
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import MANY_PAIRS, NO_HEAD, ONE_PAIR, PRESETS, toys_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import MANY_PAIRS, NO_HEAD, ONE_PAIR, PRESETS, toys_of
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
+from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Toy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 _ANTIPODAL = -0.9
 _SPARSE = "no head, p=0.27"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import PRESETS, toys_of
+from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, least, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 ALIGNED = 0.99
 _OVER = {"fig12": "p", "fig14": "λ", "fig15": "n", "fig16": "d_head", "fig17": "context", "fig18": "seeds"}

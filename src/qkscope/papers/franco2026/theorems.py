@@ -14,15 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.alignment import cosines, gram, isotropy_error, whiten
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.svd import checked_svd
-from qkscope.maths.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
-from qkscope.papers.franco2026.rows import mean, pick
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
 from qkscope.papers.registry import Settings
+from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0

@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import PRESETS, heads_of
+from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import RetrievalHead, derived_seed
-from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 _SHOWN = 400  # points of each kind in the picture

@@ -17,12 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.bases import random_bases
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.maths.draws import derived_seed
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import PRESETS, heads_of
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
+from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import Retrieval, asymmetry, cross_variable, derived_seed, off_diagonal
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 _ROTATIONS = 20

@@ -15,15 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.controls import rank_above
-from qkscope.maths.draws import draw_signs
+from qkscope.maths.draws import derived_seed, draw_signs
 from qkscope.maths.svd import energy_rank
-from qkscope.papers.lee2026.heads import PRESETS, grids_of, heads_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import PRESETS, grids_of, heads_of
+from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
+from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.retrieval import RetrievalHead, derived_seed
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 WHERE = ("below", "boundary", "above")

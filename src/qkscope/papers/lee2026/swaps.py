@@ -21,14 +21,15 @@ from torch import Tensor
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import Covariance, cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, principal_cosines, random_bases
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import PRESETS, heads_of
+from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
+from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import Contexts, RetrievalHead, derived_seed
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
 
 Row = dict[str, Any]
 Condition = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]

@@ -12,9 +12,9 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.nano.score import CLAIMED
+from qkscope.nano.trainer import PRESETS, STATE, NanoTrainer
 from qkscope.result import Claim, Result, check_folder, provenance
-from qkscope.toys.nano import PRESETS, STATE, NanoTrainer
-from qkscope.toys.nano_score import CLAIMED
 
 
 def train_nano(

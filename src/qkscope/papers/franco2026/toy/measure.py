@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from qkscope.maths.alignment import cosines, random_best
-from qkscope.toys.superposition import Toy, by_logit
-
-Row = dict[str, Any]
+from qkscope.papers.franco2026.toy.alignment import cosines, random_best
+from qkscope.papers.franco2026.toy.superposition import Toy, by_logit
+from qkscope.papers.franco2026.toy.trained import TrainedToy
+from qkscope.papers.rows import Row
 
 
 def alignment_rows(
@@ -37,6 +37,17 @@ def alignment_rows(
         for i, pair in enumerate(pairs)
         for side, feature, found in (("query", pair[0], query), ("key", pair[1], key))
     ]  # fmt: skip
+
+
+def before_and_after(toys: Mapping[str, Sequence[TrainedToy]], *, joint: bool = False) -> list[Row]:
+    """Rows of every toy after training, and, as the control, before."""
+    rows = []
+    for config, found in toys.items():
+        for trained in found:
+            for check, control in ((-1, False), (0, True)):
+                rows += alignment_rows(config, trained.cell.seed, trained.steps[check], trained.at(check),
+                                       control=control, joint=joint)  # fmt: skip
+    return rows
 
 
 def divergence_and_error(toy: Toy, contexts: int, seed: int) -> tuple[float, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qkscope.papers.registry import Settings
-from qkscope.toys.superposition import (
+from qkscope.papers.franco2026.toy.stack import Cell
+from qkscope.papers.franco2026.toy.superposition import (
     FOUR_PAIRS,
     Positional,
     Superposition,
@@ -18,8 +18,8 @@ from qkscope.toys.superposition import (
     isotropic_dictionary,
     linear_pairs,
 )
-from qkscope.toys.superposition_models import TrainedToy, train_toys
-from qkscope.toys.superposition_training import Cell
+from qkscope.papers.franco2026.toy.trained import TrainedToy, train_toys
+from qkscope.papers.registry import Settings
 
 
 @dataclass(frozen=True)

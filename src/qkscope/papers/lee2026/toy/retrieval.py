@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.draws import draw_bits
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,6 @@ Variant = Literal["discrete", "continuous"]
 VARIANTS: tuple[Variant, ...] = ("discrete", "continuous")
 Sampling = Literal["strict", "fresh"]
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
-
-
-def derived_seed(*parts: int) -> int:
-    """A seed of its own for every address, so that no two draws of a project share a stream."""
-    return int(draw_bits(*parts)) & (2**62 - 1)
 
 
 class Contexts(NamedTuple):

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.toys.fleet import train_all
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import Toy
-from qkscope.toys.superposition_training import Cell, StackedSuperposition
-from qkscope.toys.trainer import Trainer
+from qkscope.papers.fleet import train_all
+from qkscope.papers.franco2026.toy.stack import Cell, StackedSuperposition
+from qkscope.papers.franco2026.toy.superposition import Toy
+from qkscope.papers.trainer import Trainer
 
 _WEIGHTS = ("W", "b", "W_Q", "W_K")
 

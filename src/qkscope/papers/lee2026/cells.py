@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, Variant
+from qkscope.papers.lee2026.toy.stack import Cell
+from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
 from qkscope.papers.registry import Settings
-from qkscope.toys.retrieval import VARIANTS, Retrieval, Variant
-from qkscope.toys.retrieval_heads import GRIDS, TrainedHead, grid, train_heads
-from qkscope.toys.retrieval_training import Cell
-from qkscope.toys.trainer import Recipe
+from qkscope.papers.trainer import Recipe
 
 
 @dataclass(frozen=True)

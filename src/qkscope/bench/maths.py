@@ -1,83 +1,14 @@
-"""Every speed we claim, as a ratio against the plain way of doing the same work, measured in the same run.
-
-``ratio = plain_s / ours_s`` (times faster), except for overhead rows, where it is ``ours_s / plain_s`` (the cost).
-The two sides alternate and each gives its median, so that a busy machine slows both alike.
-"""
+"""Bench rows of plain tensors: sums of many heads at once, and thin SVDs against dense ones."""
 
 from __future__ import annotations
 
-import logging
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
-
 import torch
 
-from qkscope.errors import BadInput
+from qkscope.bench.harness import Row, compare, faster, row
 from qkscope.heads import Head
 from qkscope.maths.moments import Moments
 from qkscope.maths.weights import thin_svd
-
-Row = dict[str, Any]
-_ROWS: dict[str, Callable[[], Row]] = {}
-_log = logging.getLogger(__name__)
-
-
-def bench(only: Sequence[str] | None = None) -> list[Row]:
-    """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
-    for module in ("bench_toys", "bench_models", "bench_scale", "bench_discovery"):  # they register their rows
-        import_module(f"qkscope.{module}")
-    unknown = [name for name in only or () if name not in _ROWS]
-    if unknown:
-        raise BadInput(f"there is no bench row {unknown[0]!r}: there is {', '.join(_ROWS)}.")
-    rows = []
-    for name in only or _ROWS:
-        _log.info("bench: %s ...", name)
-        rows.append({"name": name, **_ROWS[name]()})
-    return rows
-
-
-def row(function: Callable[[], Row]) -> Callable[[], Row]:
-    """Register a row under its function's name."""
-    _ROWS[function.__name__] = function
-    return function
-
-
-def compare(
-    plain: Callable[[], Any], ours: Callable[[], Any], repeats: int, *, warm: bool = True
-) -> tuple[float, float]:
-    """Median seconds of both, alternating."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + warm):
-        for side, call in zip(seconds, (plain, ours), strict=True):
-            start = time.perf_counter()
-            call()
-            if turn or not warm:
-                side.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
-
-
-def faster(plain_s: float, ours_s: float, note: str) -> Row:
-    """A row that says how many times faster we are."""
-    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": plain_s / ours_s, "note": note}
-
-
-def overhead(plain_s: float, ours_s: float, note: str) -> Row:
-    """A row that says how many times the cost it is."""
-    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": ours_s / plain_s, "note": note}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+from qkscope.papers.fleet import one_thread
 
 
 @row
@@ -101,7 +32,7 @@ def moments_update() -> Row:
             sums[index, 0] += torch.einsum("nd,ne->de", queries, own[right])
             sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
 
-    with _threads(1):
+    with one_thread():
         plain_s, ours_s = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
     ours_c = moments.delta("c") * moments.count("c")[0, 0]
     plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
@@ -124,7 +55,7 @@ def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> 
     def ours() -> None:
         found["ours"] = thin_svd(w_q, w_k)[1]
 
-    with _threads(1):
+    with one_thread():
         plain_s, ours_s = compare(plain, ours, repeats, warm=repeats > 1)
     error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
     assert error < 1e-10, "both sides must find the same singular values"

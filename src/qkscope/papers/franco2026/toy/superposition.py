@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.weights import thin_svd
-from qkscope.toys.retrieval import derived_seed
 
 Reading = Literal["C", "B"]
 READINGS: tuple[Reading, ...] = ("C", "B")

@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkscope.nano.words import BOS, PAD, SPECIAL, vocabulary, word_ids
 from qkscope.tasks import boxes, lists
 from qkscope.tasks.indirect import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
-from qkscope.toys.nano_words import BOS, PAD, SPECIAL, vocabulary, word_ids
 
 QUESTIONS = {"list": 6, "sentence": 4, "question": 3}
 """Questions about one context: fewer where they are long."""

@@ -6,7 +6,7 @@ import torch
 
 from qkscope.analyses.discover import key_heads
 from qkscope.analyses.texts import corpus, text_examples
-from qkscope.bench import Row, compare, overhead, row
+from qkscope.bench.harness import Row, compare, overhead, row
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.maths.discovery import SelfContrast

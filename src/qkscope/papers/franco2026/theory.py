@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.alignment import gram, invert_gram
+from qkscope.papers.franco2026.toy.alignment import gram, invert_gram
 
 SILENT_FROM = 1 - math.sqrt(2 / 3)  # Theorem 2 says nothing from this ε on
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkscope.bench import Row, faster, overhead, row
+from qkscope.bench.harness import Row, faster, overhead, row
 from qkscope.capture.scope import Scope
 from qkscope.maths.store import read_tensors
 

@@ -21,8 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.toys.retrieval import VARIANTS, WEIGHTS, Encoders, Retrieval, RetrievalHead, derived_seed
-from qkscope.toys.trainer import Stack, TrainingTask
+from qkscope.maths.draws import derived_seed
+from qkscope.papers.lee2026.toy.retrieval import VARIANTS, WEIGHTS, Encoders, Retrieval, RetrievalHead
+from qkscope.papers.trainer import Stack, TrainingTask
 
 _DRAWN_AT_ONCE = (
     12  # latents are drawn in this many columns, so that a head sees the same data whoever trains beside it

@@ -15,14 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qkscope.bench import Row, faster, row
-from qkscope.toys.retrieval import Retrieval
-from qkscope.toys.retrieval_heads import grid
-from qkscope.toys.retrieval_training import StackedRetrieval
-from qkscope.toys.superposition import Superposition, Toy
-from qkscope.toys.superposition_training import TOKENS, Cell, StackedSuperposition
-from qkscope.toys.threads import one_thread
-from qkscope.toys.trainer import Trainer
+from qkscope.bench.harness import Row, faster, row
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.toy.stack import TOKENS, Cell, StackedSuperposition
+from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
+from qkscope.papers.lee2026.toy.retrieval import Retrieval
+from qkscope.papers.lee2026.toy.stack import StackedRetrieval
+from qkscope.papers.lee2026.toy.trained import grid
+from qkscope.papers.trainer import Trainer
 
 _STEPS, _ROUNDS, _BATCH = 20, 7, 256
 

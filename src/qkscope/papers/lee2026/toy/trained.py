@@ -15,11 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors
-from qkscope.toys.fleet import train_all
-from qkscope.toys.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant, derived_seed
-from qkscope.toys.retrieval_training import Cell, StackedRetrieval
-from qkscope.toys.trainer import Recipe, Trainer
+from qkscope.papers.fleet import train_all
+from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
+from qkscope.papers.lee2026.toy.stack import Cell, StackedRetrieval
+from qkscope.papers.trainer import Recipe, Trainer
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import torch
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.papers.fleet import check_workers
+from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and_error
+from qkscope.papers.franco2026.toy.stack import Cell
+from qkscope.papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
+from qkscope.papers.franco2026.toy.trained import train_toys
 from qkscope.result import Result, check_folder, provenance
-from qkscope.toys.fleet import check_workers
-from qkscope.toys.superposition import FOUR_PAIRS, Pair, Reading, Superposition
-from qkscope.toys.superposition_models import train_toys
-from qkscope.toys.superposition_rows import alignment_rows, divergence_and_error
-from qkscope.toys.superposition_training import Cell
 
 
 def train_superposition(

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import Superposition, Toy, band_frequencies, rotated_logits
-from qkscope.toys.trainer import Recipe, Stack, TrainingTask
+from qkscope.maths.draws import derived_seed
+from qkscope.papers.franco2026.toy.superposition import Superposition, Toy, band_frequencies, rotated_logits
+from qkscope.papers.trainer import Recipe, Stack, TrainingTask
 
 TOKENS = 1024  # keys of a batch, in contexts of one query each
 _MODELS_AT_ONCE = 8  # on a CPU: 0.1 MB for each table of tokens

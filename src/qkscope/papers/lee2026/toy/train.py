@@ -9,13 +9,13 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
+from qkscope.papers.fleet import check_workers
+from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, Variant
+from qkscope.papers.lee2026.toy.stack import Cell
+from qkscope.papers.lee2026.toy.trained import GRIDS, all_grids, grid, train_heads
+from qkscope.papers.trainer import Recipe
 from qkscope.result import Result, check_folder, provenance
-from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.fleet import check_workers
-from qkscope.toys.retrieval import Retrieval, Variant
-from qkscope.toys.retrieval_heads import GRIDS, all_grids, grid, train_heads
-from qkscope.toys.retrieval_training import Cell
-from qkscope.toys.trainer import Recipe
 
 
 def train_retrieval(

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from qkscope.capture.cache import tokenizer_hash
 from qkscope.errors import BadInput
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.toys.nano_score import Exam, exams
-from qkscope.toys.nano_text import Rows, Texts, stacked
-from qkscope.toys.nano_words import BOS, CONTEXT, PAD, nano_tokenizer, vocabulary, word_ids
-from qkscope.toys.retrieval import derived_seed
+from qkscope.nano.score import Exam, exams
+from qkscope.nano.text import Rows, Texts, stacked
+from qkscope.nano.words import BOS, CONTEXT, PAD, nano_tokenizer, vocabulary, word_ids
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from qkscope import tasks
 from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.swap import Rows, capture_rows, conditions
 from qkscope.analyses.units import batches_of
-from qkscope.bench import Row, compare, faster, overhead, row
+from qkscope.bench.harness import Row, compare, faster, overhead, row
 from qkscope.capture.encode import Encoded
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
