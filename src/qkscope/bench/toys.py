@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qkscope.bench.harness import Row, faster, row
 from qkscope.papers.fleet import one_thread
-from qkscope.papers.franco2026.toy.stack import TOKENS, Cell, StackedSuperposition
+from qkscope.papers.franco2026.toy.stack import TOKENS, StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope.papers.lee2026.toy.retrieval import Retrieval
 from qkscope.papers.lee2026.toy.stack import StackedRetrieval
@@ -113,7 +113,7 @@ class PlainToy(nn.Module):
         return w_rec * error + w_att * nn.functional.cross_entropy(logits, target)
 
 
-def plain_toy_loop(cell: Cell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
+def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
     """One toy, and a function that trains it for some steps on the stream of tokens of this seed."""
     task, model = cell.task, PlainToy(cell.untrained())
     optimiser = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=0.01)
@@ -135,7 +135,7 @@ def plain_toy_loop(cell: Cell, seed: int) -> tuple[PlainToy, Callable[[int], Non
 @one_thread()
 def superposition_trainer() -> Row:
     """20 toys (p and λ differ) at once, each as the plain loop trains it; CPU seconds of one model-step."""
-    cells = [Cell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    cells = [ToyCell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
     trainer = Trainer(StackedSuperposition(cells), 1e-3, seed=5)
     model, plain = plain_toy_loop(cells[7], seed=5)
     plain_s, ours_s = _model_steps(plain, trainer, len(cells))

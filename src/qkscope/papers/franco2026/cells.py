@@ -1,29 +1,24 @@
-"""Which trained toys each figure needs, and how much work each preset spends on them.
+"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one go.
 
 Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which one it is about.
-Where the paper leaves a choice open, the choice stands here.
+Where the paper leaves a choice open, the choice stands here or with the figure that makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from qkscope.papers.franco2026.toy.stack import Cell
-from qkscope.papers.franco2026.toy.superposition import (
-    FOUR_PAIRS,
-    Positional,
-    Superposition,
-    distort,
-    isotropic_dictionary,
-    linear_pairs,
-)
+from qkscope.papers.franco2026.toy.stack import ToyCell
+from qkscope.papers.franco2026.toy.superposition import Superposition, linear_pairs
 from qkscope.papers.franco2026.toy.trained import TrainedToy, train_toys
-from qkscope.papers.registry import Settings
+from qkscope.papers.registry import Experiment, Figure, Settings, figure
+from qkscope.result import Result
 
 
 @dataclass(frozen=True)
-class Work:
+class ToyWork:
     """Counts of one preset: steps by kind of toy, seeds, and how much is measured."""
 
     steps: int  # the default configuration and the sweeps
@@ -41,113 +36,72 @@ class Work:
     points: int  # of a curve over training
 
 
-PRESETS = {
+WORK = {
     # Enough training to see the point, not to finish: short, at a high learning rate.
-    "smoke": Work(2000, 1000, 400, 800, 200, 5e-3, 100, 20, 1, 1, 128, 5, 6),
-    "default": Work(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 40, 5, 5, 512, 20, 14),
-    "paper": Work(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 40, 5, 20, 1024, 50, 20),
+    "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 20, 1, 1, 128, 5, 6),
+    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 40, 5, 5, 512, 20, 14),
+    "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 40, 5, 20, 1024, 50, 20),
 }
 
-NO_HEAD, ONE_PAIR, MANY_PAIRS, DEFAULT = "no head", "one pair", "20 pairs", "default"
-ONE: tuple[tuple[int, int, float], ...] = ((0, 1, 1.0),)
-MANY = {"n": 100, "d": 50, "d_head": 50, "pairs": linear_pairs(20, 20.0)}
-ROPE = Superposition(
-    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
-)
-PROBABILITIES = tuple(50 ** (-k / 6) for k in range(7))
-WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4
-FEATURES = (10, 15, 20, 25, 30)
-WIDTHS = (10, 8, 6, 4)
-CONTEXTS = (2, 4, 8, 16, 32, 64)
-EPSILONS = (0.0, 0.05, 0.1, 0.15, 1.0, 5.0, 10.0, 25.0, 40.0, 55.0)
-_DENSE = ("fig3", "fig5", "fig6", "fig7a", "fig24")  # they share one run, the run of figure 3
+Tasks = Callable[[str], dict[str, Superposition]]
+"""Configurations by name, which depend on the preset."""
+Cells = Callable[[Settings], dict[str, list[ToyCell]]]
+"""The toys that a figure needs: for every configuration one per seed."""
+
+ONE_PAIR, MANY_PAIRS = "one pair", "20 pairs"
+ONE = Superposition(pairs=((0, 1, 1.0),))
+MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
+_PROBABILITIES = tuple(50 ** (-k / 6) for k in range(7))
 
 
-def settings_of(figure: str, preset: str) -> dict[str, Superposition]:
-    """The configurations of a figure by name."""
-    smoke = preset == "smoke"
-    if figure in ("fig1", "fig19"):
-        found = {NO_HEAD: Superposition(weight=0.0), "no head, p=0.27": Superposition(weight=0.0, p=0.27),
-                 ONE_PAIR: Superposition(pairs=ONE)}  # fmt: skip
-        return found if figure == "fig19" else {**found, MANY_PAIRS: Superposition(**MANY)}  # type: ignore[arg-type]
-    if figure in ("fig2", "fig11"):
-        return {ONE_PAIR: Superposition(pairs=ONE), MANY_PAIRS: Superposition(**MANY)}  # type: ignore[arg-type]
-    if figure in ("fig12", "fig13"):
-        return {f"p={p:.3g}": Superposition(p=p) for p in (PROBABILITIES[::2] if smoke else PROBABILITIES)}
-    if figure == "fig14":
-        return {f"λ={w:.3g}": Superposition(weight=w) for w in (WEIGHTS[::3] if smoke else WEIGHTS)}
-    if figure == "fig15":
-        return {f"n={n}": Superposition(n=n) for n in (FEATURES[::2] if smoke else FEATURES)}
-    if figure == "fig16":
-        return {f"d_head={h}": Superposition(d_head=h) for h in WIDTHS}
-    if figure == "fig17":
-        return {f"context={c}": Superposition(context=c) for c in (CONTEXTS[::2] if smoke else CONTEXTS)}
-    if figure == "fig18":
-        return {DEFAULT: Superposition(), "reading B": Superposition(reading="B")}
-    if figure in ("fig21", "fig22"):
-        return {"RoPE": ROPE}
-    if figure == "fig23":
-        small, large = (range(5, 11), range(10, 21))
-        if smoke:
-            small, large = range(5, 11, 5), range(0)
-        found = {f"d_head=5 m={m}": Superposition(d_head=5, pairs=linear_pairs(m, 1.0 + m)) for m in small}
-        wide = {f"d_head=10 m={m}": Superposition(n=40, d=20, d_head=10, pairs=linear_pairs(m, 1.0 + m))
-                for m in large if preset == "paper" or m % 5 == 0}  # fmt: skip
-        return {**found, **wide}
-    return {DEFAULT: Superposition()}
+def over_p(preset: str) -> dict[str, Superposition]:
+    """The default toy with rarer and rarer features."""
+    return {f"p={p:.3g}": Superposition(p=p) for p in (_PROBABILITIES[::2] if preset == "smoke" else _PROBABILITIES)}
 
 
-def cells_of(figure: str, settings: Settings) -> dict[str, list[Cell]]:
-    """The toys a figure needs: for every configuration one per seed."""
-    work = PRESETS[settings.preset]
-    if figure.startswith("thm"):
-        return {}
-    if figure == "fig4":
-        return {f"ε={e:g}": [anisotropic_cell(e, settings.seed + k, work) for k in range(work.directions)]
-                for e in (EPSILONS[::3] if settings.preset == "smoke" else EPSILONS)}  # fmt: skip
-    return {name: [_cell(figure, task, settings.seed + k, work) for k in range(_seeds(figure, task, work))]
-            for name, task in settings_of(figure, settings.preset).items()}  # fmt: skip
+def toys_of(tasks: Tasks, *, crowded: bool = False, dense: bool = False) -> Cells:
+    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the paper, once each.
+
+    ``dense`` keeps more checkpoints: several figures share one such run.
+    """
+
+    def cell(task: Superposition, seed: int, work: ToyWork) -> ToyCell:
+        steps = work.rope if task.rope else work.many if task.n == MANY.n else work.crowded if crowded else work.steps
+        return ToyCell(task, seed, steps, work.lr, every=work.dense if dense else work.every)
+
+    def cells(settings: Settings) -> dict[str, list[ToyCell]]:
+        work = WORK[settings.preset]
+        return {
+            name: [cell(task, settings.seed + k, work) for k in range(1 if crowded or task.n == MANY.n else work.seeds)]
+            for name, task in tasks(settings.preset).items()
+        }
+
+    return cells
 
 
-def _seeds(figure: str, task: Superposition, work: Work) -> int:
-    if task.n == MANY["n"] or figure == "fig23":
-        return 1  # the large ones once, as the paper
-    return work.seeds
+DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()}, dense=True)
+"""The run that figures 3, 5, 6, 7a and 24 share."""
 
 
-def _cell(figure: str, task: Superposition, seed: int, work: Work) -> Cell:
-    steps = work.steps
-    if task.rope:
-        steps = work.rope
-    elif task.n == MANY["n"]:
-        steps = work.many
-    elif figure == "fig23":
-        steps = work.crowded
-    return Cell(task, seed, steps, work.lr, every=work.dense if figure in _DENSE else work.every)
+def toy_figure(
+    name: str, title: str, cells: Cells, **asked: Any
+) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
+    """Decorator: the figure of this name, on these toys; figures asked for together have theirs trained together."""
+    return figure("franco2026", name, title, prepare=_train_together, cells=cells, **asked)
 
 
-def anisotropic_cell(epsilon: float, seed: int, work: Work) -> Cell:
-    """A head on the dictionary of C.3, distorted along one random direction."""
-    features = distort(isotropic_dictionary(), epsilon, seed)
-    # a small start: the unused directions of a head keep what they started from, and a maximum over all sees them
-    task = Superposition.frozen(features.float(), pairs=FOUR_PAIRS, scaled=True, head_std=0.02)
-    return Cell(task, seed, work.frozen, work.lr,
-                "constant", work.every)  # fmt: skip
+def train(cells: Cells, settings: Settings) -> dict[str, list[TrainedToy]]:
+    """The trained toys of a figure, by configuration."""
+    named = cells(settings)
+    found = iter(_train([cell for own in named.values() for cell in own], settings))
+    return {name: [next(found) for _ in own] for name, own in named.items()}
 
 
-def prepare(figures: Sequence[str], settings: Settings) -> None:
+def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
     """Train everything the figures need in one go: toys side by side cost far less than one by one."""
-    wanted = [cell for figure in figures for cells in cells_of(figure, settings).values() for cell in cells]
-    if wanted:
-        _train(list(dict.fromkeys(wanted)), settings)
+    named = [figure.asked["cells"](settings) for figure in figures]
+    _train(list(dict.fromkeys(cell for each in named for cells in each.values() for cell in cells)), settings)
 
 
-def toys_of(settings: Settings) -> dict[str, list[TrainedToy]]:
-    """The trained toys of the figure that is asked for, by configuration."""
-    named = cells_of(settings.figure, settings)
-    found = iter(_train([cell for cells in named.values() for cell in cells], settings))
-    return {name: [next(found) for _ in cells] for name, cells in named.items()}
-
-
-def _train(cells: Sequence[Cell], settings: Settings) -> list[TrainedToy]:
+def _train(cells: Sequence[ToyCell], settings: Settings) -> list[TrainedToy]:
     return train_toys(cells, settings.shared / "superposition", device=settings.device)

@@ -7,22 +7,33 @@ lies in each band of two dimensions. A pair with target ``cos(θ_1 Δ)`` should 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
 
 from qkscope.maths.draws import derived_seed
+from qkscope.page.figures.style import new_figure, styled
 from qkscope.papers.fleet import one_thread
-from qkscope.papers.franco2026.cells import PRESETS, toys_of
+from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
-from qkscope.papers.franco2026.toy.superposition import Toy, band_frequencies
+from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
+from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
-from qkscope.result import Claim, Result, provenance
+from qkscope.result import Claim, Result
+
+ROPE = Superposition(
+    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
+)
 
 
+@toy_figure("fig21", "Alignment under RoPE", toys_of(lambda preset: {"RoPE": ROPE}))
+@toy_figure("fig22", "Features in RoPE's bands", toys_of(lambda preset: {"RoPE": ROPE}))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Alignment and bands of every seed."""
-    work, toys = PRESETS[settings.preset], toys_of(settings)
+    work, toys = WORK[settings.preset], train(cells, settings)
     found = next(iter(toys.values()))
     rows = before_and_after(toys, joint=True)
     for row in rows:
@@ -36,8 +47,7 @@ def run(settings: Settings) -> Result:
         t.toy, 1024, derived_seed(settings.seed, 37)), strict=True))} for t in found]  # fmt: skip
     after = pick(rows, control=False)
     positional = [r for r in pick(bands, control=False) if r["positional"]]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Under RoPE the joint matched |cos| is at least {least(r['matched'] for r in after):.3f} over "
             f"{len(found)} seeds (untrained {mean(r['matched'] for r in pick(rows, control=True)):.2f}); the "
@@ -47,10 +57,7 @@ def run(settings: Settings) -> Result:
         tables={"alignment": rows, "bands": bands, "losses": losses},
         claims=_claims(rows, bands),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work),
-                              periods=[2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]),
+        about={"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]},
     )  # fmt: skip
 
 
@@ -98,3 +105,57 @@ def _claims(rows: list[Row], bands: list[Row]) -> list[Claim]:
               "low frequencies", least(r["slow"] for r in trained if not r["positional"]),
               mean(r["slow"] for r in untrained if not r["positional"]), "ours >= 0.95"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Two heat maps: query side and key side."""
+    bands = figure_name(result) == "fig22"
+    figure = new_figure(9.2, 3.3 if bands else 3.9)
+    with styled():
+        axes = figure.subplots(1, 2)
+        for axis, side in zip(axes, ("query", "key"), strict=True):
+            image = _bands(axis, result, side) if bands else _cosines(axis, result, side)
+        label = "share of ‖W_Q f‖ (right: ‖W_K f‖), mean over seeds" if bands else "|cos|"
+        figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01).set_label(label, fontsize=8)
+    return files_of(result, figure)
+
+
+def _cosines(axis: Any, result: Result, side: str) -> Any:
+    rows = [r for r in result.tables["alignment"] if r["side"] == side and not r["control"]]
+    rows = [r for r in rows if r["seed"] == rows[0]["seed"]]
+    features = [int(r["pair"].split("-")[side == "key"]) for r in rows]
+    image = axis.imshow(result.arrays[side][features].numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
+    labels = [
+        f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}" for feature, row in zip(features, rows, strict=True)
+    ]
+    axis.set(title=f"{side} features", xlabel=f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated "
+                   "Ω",
+             yticks=range(len(features)), yticklabels=labels)  # fmt: skip
+    return image
+
+
+def _bands(axis: Any, result: Result, side: str) -> Any:
+    rows = [r for r in result.tables["bands"] if r["side"] == side and not r["control"]]
+    pairs = list(dict.fromkeys((r["pair"], r["positional"]) for r in rows))
+    names = [key for key in rows[0] if key.startswith("band_")]
+    shares = torch.tensor(
+        [[_mean([r[band] for r in rows if r["pair"] == pair]) for band in names] for pair, _ in pairs]
+    )
+    image = axis.imshow(shares.numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
+    for y, line in enumerate(shares.tolist()):
+        for x, value in enumerate(line):
+            axis.text(
+                x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.55 else "black"
+            )
+    axis.set(title=f"{side} features", xlabel="band (0 fast … 4 slow)", xticks=range(len(names)),
+             yticks=range(len(pairs)),
+             yticklabels=[f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs])  # fmt: skip
+    return image
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -37,17 +37,6 @@ def theorem1_minimiser(
     return alpha * torch.outer(left, right)
 
 
-def key_difference_moment(keys: Float[Tensor, "d n"], p: float) -> Float[Tensor, "d d"]:
-    """Lemma 3: ``E[(t_i − t_j)(t_i − t_j)ᵀ] = 2p(1 − p) G_k`` for two independent keys."""
-    return 2 * p * (1 - p) * gram(keys)
-
-
-def query_moment(queries: Float[Tensor, "d n"], p: float) -> Float[Tensor, "d d"]:
-    """``E[t_q t_qᵀ] = p(1 − p) G_q + p² s sᵀ`` with ``s = Σ q_i``."""
-    total = queries.double().sum(1)
-    return p * (1 - p) * gram(queries) + p * p * torch.outer(total, total)
-
-
 def theorem2_bound(epsilon: float) -> float:
     """Least |cos| of feature and singular vector; NaN where the theorem says nothing.
 

@@ -1,19 +1,20 @@
-"""Which trained heads each figure of the toy needs, and how much work each preset spends on them."""
+"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all trained in one go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, Variant
-from qkscope.papers.lee2026.toy.stack import Cell
+from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
-from qkscope.papers.registry import Settings
+from qkscope.papers.registry import Experiment, Figure, Settings, figure
 from qkscope.papers.trainer import Recipe
+from qkscope.result import Result
 
 
 @dataclass(frozen=True)
-class Work:
+class HeadWork:
     """Counts of one preset."""
 
     lr: float
@@ -25,52 +26,54 @@ class Work:
     ranks: dict[int, tuple[int, ...]] = field(default_factory=lambda: dict(GRIDS))  # d_head: the grid's ranks
 
 
-PRESETS = {
+WORK = {
     # Enough training to see the point, not to finish: corners of the grids, a high learning rate, 800 steps.
-    "smoke": Work(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048, {8: (2, 5), 16: (4, 10)}),
-    "default": Work(1e-3, Recipe(), 40_960, 199, 10_240, 10_240),
-    "paper": Work(1e-4, Recipe(), 40_960, 199, 20_480, 51_200),
+    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048, {8: (2, 5), 16: (4, 10)}),
+    "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240),
+    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200),
 }
-_EXAMPLE = (3, 5)  # the paper's example head, d_head 16
-_SWAPPED: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
-    "fig14": {16: ((4, 4), (4, 8), (6, 6), (6, 8), (8, 8))},
-    "fig15": {8: ((2, 2), (2, 4), (3, 3), (3, 4), (4, 4))},
-}
-_SWAPPED_SMOKE = {"fig14": {16: ((4, 4), (4, 10))}, "fig15": {8: ((2, 2), (2, 5))}}
+Cells = Callable[[Settings], list[HeadCell]]
+"""The heads that a figure needs, which depend on preset and seed."""
 
 
-def grids_of(figure: str) -> list[tuple[Variant, int]]:
-    """The grids (variant, d_head) a figure shows."""
-    if figure == "fig2":
-        return [("discrete", 16)]
-    if figure == "fig11":
-        return [("discrete", 8), ("continuous", 8), ("continuous", 16)]
-    variant: Variant = "continuous" if figure == "fig5" else "discrete"
-    return [(variant, d_head) for d_head in GRIDS]
+def whole_grids(*grids: tuple[Variant, int]) -> Cells:
+    """Every cell of grids (variant, d_head)."""
+    return lambda settings: [
+        cell
+        for variant, d_head in grids
+        for cell in grid(variant, d_head, WORK[settings.preset].ranks[d_head], settings.seed)
+    ]
 
 
-def cells_of(figure: str, settings: Settings) -> list[Cell]:
-    """The heads a figure needs."""
-    seed, work = settings.seed, PRESETS[settings.preset]
-    if figure in ("fig3", "fig4", "fig12"):
-        return [Cell(Retrieval(_EXAMPLE, "continuous" if figure == "fig12" else "discrete"), 16, seed)]
-    if figure in _SWAPPED:
-        chosen = (_SWAPPED_SMOKE if settings.preset == "smoke" else _SWAPPED)[figure]
-        return [Cell(Retrieval(r, v), d_head, seed) for v in VARIANTS for d_head, rs in chosen.items() for r in rs]
-    return [cell for v, d_head in grids_of(figure) for cell in grid(v, d_head, work.ranks[d_head], seed)]
+def example_head(variant: Variant) -> Cells:
+    """The paper's example, ranks (3, 5) at d_head 16."""
+    return lambda settings: [HeadCell(Retrieval((3, 5), variant), 16, settings.seed)]
 
 
-def prepare(figures: Sequence[str], settings: Settings) -> None:
+def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tuple[int, int]]) -> Cells:
+    """Heads of one width and these ranks, in both variants; fewer at preset smoke."""
+    return lambda settings: [
+        HeadCell(Retrieval(r, variant), d_head, settings.seed)
+        for variant in VARIANTS
+        for r in (smoke if settings.preset == "smoke" else ranks)
+    ]
+
+
+def toy_figure(name: str, title: str, cells: Cells) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
+    """Decorator: the figure of this name, on these heads; figures asked for together have theirs trained together."""
+    return figure("lee2026", name, title, prepare=_train_together, cells=cells)
+
+
+def train(cells: Cells, settings: Settings) -> list[TrainedHead]:
+    """The heads of a figure, from the shared folder where they are there already."""
+    return _train(cells(settings), settings)
+
+
+def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
     """Train everything the figures need in one go: a hundred heads side by side cost far less than one by one."""
-    train(list(dict.fromkeys(cell for figure in figures for cell in cells_of(figure, settings))), settings)
+    _train(list(dict.fromkeys(cell for figure in figures for cell in figure.asked["cells"](settings))), settings)
 
 
-def train(cells: Sequence[Cell], settings: Settings) -> list[TrainedHead]:
-    """Heads of these cells, from the shared folder where they are there already."""
-    work = PRESETS[settings.preset]
+def _train(cells: Sequence[HeadCell], settings: Settings) -> list[TrainedHead]:
+    work = WORK[settings.preset]
     return train_heads(cells, settings.shared / "heads", lr=work.lr, recipe=work.recipe, device=settings.device)
-
-
-def heads_of(settings: Settings) -> list[TrainedHead]:
-    """The trained heads of the figure that is asked for."""
-    return train(cells_of(settings.figure, settings), settings)

@@ -34,18 +34,6 @@ def cosines(features: Float[Tensor, "d k"], basis: Float[Tensor, "d m"]) -> Floa
     return (_unit(features).mT @ _unit(basis.to(features))).abs().clamp_max(1.0)
 
 
-def matched_cosines(features: Float[Tensor, "d k"], basis: Float[Tensor, "d m"]) -> Float[Tensor, " k"]:
-    """``|cos(f_i, u_i)|``; features beyond the m-th are matched to the last vector, the one surplus pairs share."""
-    last = basis.shape[-1] - 1
-    index = torch.arange(features.shape[-1], device=features.device).clamp_max(last)
-    return cosines(features, basis).gather(-1, index[:, None])[:, 0]
-
-
-def best_cosines(features: Float[Tensor, "d k"], basis: Float[Tensor, "d m"]) -> Float[Tensor, " k"]:
-    """``max_j |cos(f_i, u_j)|``."""
-    return cosines(features, basis).amax(-1)
-
-
 class RandomBest(NamedTuple):
     """What a random direction scores: the mean best cosine, and the one that 5% exceed."""
 
@@ -72,11 +60,6 @@ def random_best(d: int, vectors: int, draws: int = 4000, seed: int = 0) -> Rando
 def gram(features: Float[Tensor, "d n"]) -> Float[Tensor, "d d"]:
     """``G = W Wᵀ`` in float64."""
     return features.double() @ features.double().mT
-
-
-def feature_norms(features: Float[Tensor, "d n"]) -> Float[Tensor, " n"]:
-    """Lengths: a cosine hides that a feature has all but vanished."""
-    return features.norm(dim=-2)
 
 
 class GramInverse(NamedTuple):

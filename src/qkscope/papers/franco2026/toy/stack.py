@@ -30,7 +30,7 @@ _MODELS_AT_ONCE = 8  # on a CPU: 0.1 MB for each table of tokens
 
 
 @dataclass(frozen=True)
-class Cell:
+class ToyCell:
     """One toy to train: its setting, the seed of its start and its data, and how long."""
 
     task: Superposition
@@ -76,12 +76,17 @@ class StackedSuperposition(TrainingTask):
 
     Parameters
     ----------
-    cells : toys to train, all with the same `Cell.stack_key`.
+    cells : toys to train, all with the same `ToyCell.stack_key`.
     tokens, validation : keys of a training batch and of the fixed validation set.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], *, tokens: int = TOKENS, validation: int = 4096, device: torch.device | str = "cpu"
+        self,
+        cells: Sequence[ToyCell],
+        *,
+        tokens: int = TOKENS,
+        validation: int = 4096,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not cells:
             raise BadInput("there is no toy to train: name at least one.")

@@ -16,7 +16,7 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.papers.fleet import check_workers
 from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and_error
-from qkscope.papers.franco2026.toy.stack import Cell
+from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
 from qkscope.papers.franco2026.toy.trained import train_toys
 from qkscope.result import Result, check_folder, provenance
@@ -66,7 +66,7 @@ def train_superposition(
     out = Path(out)
     folder = check_folder(out / "superposition")
     start = time.perf_counter()
-    named = [(config, Cell(task, seed, steps, lr, every=every))
+    named = [(config, ToyCell(task, seed, steps, lr, every=every))
              for config, task in tasks.items() for seed in range(seeds)]  # fmt: skip
     trained = train_toys([cell for _, cell in named], out / "toys", device=device, workers=workers)
     seconds = time.perf_counter() - start

@@ -21,7 +21,7 @@ from torch import Tensor
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.papers.fleet import train_all
-from qkscope.papers.franco2026.toy.stack import Cell, StackedSuperposition
+from qkscope.papers.franco2026.toy.stack import StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.trainer import Trainer
 
@@ -32,7 +32,7 @@ _WEIGHTS = ("W", "b", "W_Q", "W_K")
 class TrainedToy:
     """A toy at every checkpoint, the cell it was trained for, and how training ended."""
 
-    cell: Cell
+    cell: ToyCell
     steps: list[int]
     weights: dict[str, Float[Tensor, "checks *s"]]
     reason: str
@@ -50,7 +50,7 @@ class TrainedToy:
 
 
 def train_toys(
-    cells: Sequence[Cell], folder: str | Path, *, device: str = "cpu", workers: int | None = None
+    cells: Sequence[ToyCell], folder: str | Path, *, device: str = "cpu", workers: int | None = None
 ) -> list[TrainedToy]:
     """Toys for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
     folder = Path(folder)
@@ -73,13 +73,13 @@ def train_toys(
     return [_read(cell, paths[cell]) for cell in cells]
 
 
-def stacks(cells: Sequence[Cell]) -> list[list[Cell]]:
+def stacks(cells: Sequence[ToyCell]) -> list[list[ToyCell]]:
     """Cells that train side by side: one shape, one length, one seed and so one stream of tokens."""
     ordered = sorted(cells, key=lambda cell: (cell.stack_key(), _slug(cell)))
-    return [list(group) for _, group in groupby(ordered, Cell.stack_key)]
+    return [list(group) for _, group in groupby(ordered, ToyCell.stack_key)]
 
 
-def cell_to_json(cell: Cell) -> dict[str, Any]:
+def cell_to_json(cell: ToyCell) -> dict[str, Any]:
     """As JSON would have it."""
     return {**vars(cell), "task": cell.task.to_json()}
 
@@ -91,13 +91,13 @@ def _trainer(task: StackedSuperposition, folder: Path) -> Trainer:
                    checkpoint=folder / f"training-{name}.safetensors", keep_history=True)  # fmt: skip
 
 
-def _read(cell: Cell, path: Path) -> TrainedToy:
+def _read(cell: ToyCell, path: Path) -> TrainedToy:
     weights, manifest = read_tensors(path, "superposition toy")
     about = manifest["about"]
     return TrainedToy(cell, about["steps"], weights, about["reason"], about["loss"])
 
 
-def _slug(cell: Cell) -> str:
+def _slug(cell: ToyCell) -> str:
     t = cell.task
     return f"n{t.n}-d{t.d}-h{t.d_head}-c{t.context}-s{cell.seed}-{_hash(cell_to_json(cell))}"
 

@@ -31,7 +31,7 @@ _DRAWN_AT_ONCE = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class HeadCell:
     """One head to train: the task, its width, and the seed of its encoders and starting weights."""
 
     task: Retrieval
@@ -73,7 +73,7 @@ class StackedRetrieval(TrainingTask):
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        cells: Sequence[HeadCell],
         *,
         batch: int = 256,
         validation: tuple[int, int] = (20, 512),

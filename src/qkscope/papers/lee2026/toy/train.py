@@ -12,7 +12,7 @@ from qkscope.errors import BadInput
 from qkscope.papers.fleet import check_workers
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, Variant
-from qkscope.papers.lee2026.toy.stack import Cell
+from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, all_grids, grid, train_heads
 from qkscope.papers.trainer import Recipe
 from qkscope.result import Result, check_folder, provenance
@@ -80,9 +80,9 @@ def train_retrieval(
 
 def _cells(
     grids: str | None, ranks: tuple[int, ...], variant: Variant, d_head: int, seeds: int, scales: dict[str, Any]
-) -> list[Cell]:
+) -> list[HeadCell]:
     if grids is None:
-        return [Cell(Retrieval(ranks, variant, **scales), d_head, seed) for seed in range(seeds)]
+        return [HeadCell(Retrieval(ranks, variant, **scales), d_head, seed) for seed in range(seeds)]
     if grids == "all":
         return all_grids(seeds, **scales)
     name, _, width = grids.partition("-")

@@ -19,7 +19,7 @@ from qkscope.maths.draws import derived_seed
 from qkscope.maths.store import read_tensors
 from qkscope.papers.fleet import train_all
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
-from qkscope.papers.lee2026.toy.stack import Cell, StackedRetrieval
+from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
 from qkscope.papers.trainer import Recipe, Trainer
 
 log = logging.getLogger(__name__)
@@ -31,20 +31,22 @@ GRIDS: dict[int, tuple[int, ...]] = {8: (2, 3, 4, 5, 6), 16: (4, 6, 8, 10, 12)} 
 class TrainedHead:
     """A head, the cell it was trained for, and how training ended."""
 
-    cell: Cell
+    cell: HeadCell
     head: RetrievalHead
     steps: int
     reason: str
     loss: float
 
 
-def grid(variant: Variant, d_head: int, ranks: Sequence[int] | None = None, seed: int = 0, **task: Any) -> list[Cell]:
+def grid(
+    variant: Variant, d_head: int, ranks: Sequence[int] | None = None, seed: int = 0, **task: Any
+) -> list[HeadCell]:
     """The cells of one of the paper's grids: every pair of ranks."""
     values = GRIDS[d_head] if ranks is None else ranks
-    return [Cell(Retrieval((a, b), variant, **task), d_head, seed) for a in values for b in values]
+    return [HeadCell(Retrieval((a, b), variant, **task), d_head, seed) for a in values for b in values]
 
 
-def all_grids(seeds: int = 1, **task: Any) -> list[Cell]:
+def all_grids(seeds: int = 1, **task: Any) -> list[HeadCell]:
     """The paper's four grids, 100 cells for each seed."""
     return [
         cell for s in range(seeds) for v in VARIANTS for d_head in GRIDS for cell in grid(v, d_head, seed=s, **task)
@@ -52,7 +54,7 @@ def all_grids(seeds: int = 1, **task: Any) -> list[Cell]:
 
 
 def train_heads(
-    cells: Sequence[Cell],
+    cells: Sequence[HeadCell],
     folder: str | Path,
     *,
     lr: float = 1e-4,
@@ -89,10 +91,10 @@ def _trainer(task: StackedRetrieval, lr: float, recipe: Recipe, folder: Path) ->
     )  # fmt: skip
 
 
-def _groups(cells: Sequence[Cell], merge_widths: bool) -> list[list[Cell]]:
+def _groups(cells: Sequence[HeadCell], merge_widths: bool) -> list[list[HeadCell]]:
     """Cells that can share a stack: the same data; on CPU also the same width, as padding costs arithmetic there."""
 
-    def key(cell: Cell) -> tuple[Any, ...]:
+    def key(cell: HeadCell) -> tuple[Any, ...]:
         task = cell.task
         shared = (cell.seed, task.variant, task.d, task.keys, task.payloads, len(task.ranks))
         return shared if merge_widths else (*shared, cell.d_head)
@@ -100,13 +102,13 @@ def _groups(cells: Sequence[Cell], merge_widths: bool) -> list[list[Cell]]:
     return [list(group) for _, group in groupby(sorted(cells, key=lambda c: (key(c), c.slug)), key)]
 
 
-def _read(cell: Cell, path: Path) -> TrainedHead:
+def _read(cell: HeadCell, path: Path) -> TrainedHead:
     head = RetrievalHead.load(path, encoders=cell.task.encoders(cell.seed))
     about = read_tensors(path, "retrieval head")[1]["about"]
     return TrainedHead(cell, head, about["steps"], about["reason"], about["loss"])
 
 
-def _recipe_hash(cell: Cell, lr: float, recipe: Recipe) -> str:
+def _recipe_hash(cell: HeadCell, lr: float, recipe: Recipe) -> str:
     return _hash([asdict(cell), lr, recipe.about()])
 
 

@@ -1,4 +1,4 @@
-"""Figures 7, 9, 18, 19 and 20: attention on the right and the target key after each swap, its shift with an interval,
+"""Swaps in language models, drawn: attention on the right and the target key after each, its shift with an interval,
 and how the shift grows with the number of dimensions.
 """
 
@@ -8,28 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from qkscope.page.figures.captions import model_name
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled, with_page
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.papers.plots import Files, files_of, model_name
+from qkscope.papers.rows import Row
 from qkscope.result import Result
 
-Row = dict[str, Any]
-_BINDING = (
-    ("order", "order"), ("order_oblique", "order, oblique"), ("lexical", "lexical"),
-    ("lexical_oblique", "lexical, oblique"), ("both", "both"), ("random_order", "random, as order"),
-    ("random_lexical", "random, as lexical"), ("random_both", "random, as both"), ("key_pca_both", "key PCA, as both"),
-    ("cov_qk_both", "Cov_q Cov_k, as both"), ("sham_both", "sham"),
-)  # fmt: skip
-_SHORT = tuple(
-    (name, label.removesuffix(", as both"))
-    for name, label in _BINDING
-    if name in ("order", "lexical", "both", "random_both", "key_pca_both", "cov_qk_both", "sham_both")
-)
-_FILTER = (
-    ("all", "5 categories"), ("category", "pooled, centred"), ("random_all", "random"), ("key_pca_all", "key PCA"),
-    ("cov_qk_all", "Cov_q Cov_k"), ("sham_all", "sham"),
-)  # fmt: skip
+Shown = Sequence[tuple[str, str]]  # conditions and their labels
 _LINES = {
     "lexical": ("lexical", TARGET), "order": ("order", ORIGINAL), "category": ("category, pooled", TARGET),
     "key_pca": ("key PCA", "#5a9367"), "cov_qk": ("Cov_q Cov_k", "#8b5fa8"), "random": ("random", REST),
@@ -37,27 +22,24 @@ _LINES = {
 _COLUMNS = 4
 
 
-def draw(result: Result) -> dict[str, str | bytes]:
-    """Figure 18 is small multiples of the other heads; the rest show heads in full, with the curve."""
-    name = result.experiment.split("/")[1]
+def _by_head(result: Result) -> dict[str, dict[str, Row]]:
     cells: dict[str, dict[str, Row]] = {}
     for row in result.tables["swap"]:
         cells.setdefault(row["head"], {})[row["condition"]] = dict(row)
-    figure = _multiples(cells) if name == "fig18" else _full(result, cells)
-    return with_page(result, {name: figure})
+    return cells
 
 
-def _full(result: Result, cells: dict[str, dict[str, Row]]) -> Figure:
-    lists = "all" in next(iter(cells.values()))
-    shown = list(cells) if lists else list(cells)[:1]
-    conditions = _FILTER if lists else _BINDING
+def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Files:
+    """The first heads with every condition, the curve of the first, and what the model then answers."""
+    cells = _by_head(result)
+    shown = list(cells)[:heads]
     widths = [0.42 * len(conditions) + 0.6] * len(shown) + [4.4]
     figure = new_figure(sum(widths) + 0.6, 5.6)
     with styled():
         grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
         for i, head in enumerate(shown):
             top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
-            attention_bars(top, cells[head], conditions, head)
+            _attention(top, cells[head], conditions, head)
             top.set_xticks([])
             _shifts(low, cells[head], conditions)
             if i == 0:
@@ -70,24 +52,26 @@ def _full(result: Result, cells: dict[str, dict[str, Row]]) -> Figure:
             _downstream(figure.add_subplot(grid[1, -1]), patched)
         figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
         figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
-    return figure
+    return files_of(result, figure)
 
 
-def _multiples(cells: dict[str, dict[str, Row]]) -> Figure:
+def draw_multiples(result: Result, conditions: Shown) -> Files:
+    """One small panel per head."""
+    cells = _by_head(result)
     columns = min(_COLUMNS, len(cells))
     lines = -(-len(cells) // columns)
     figure = new_figure(2.8 * columns + 0.5, 2.7 * lines + 0.9)
     with styled():
         axes = figure.subplots(lines, columns, squeeze=False).flatten()
         for axis, (head, cell) in zip(axes, cells.items(), strict=False):
-            attention_bars(axis, cell, _SHORT, head)
+            _attention(axis, cell, conditions, head)
         for axis in axes[len(cells) :]:
             axis.set_axis_off()
         for axis in axes[::columns]:
             axis.set_ylabel("attention")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    return figure
+    return files_of(result, figure)
 
 
 def _ticks(axis: Axes, labels: Sequence[str]) -> None:
@@ -95,7 +79,7 @@ def _ticks(axis: Axes, labels: Sequence[str]) -> None:
     axis.set_xlim(-0.6, len(labels) - 0.4)
 
 
-def attention_bars(axis: Axes, cell: dict[str, Row], conditions: Sequence[tuple[str, str]], title: str) -> None:
+def _attention(axis: Axes, cell: dict[str, Row], conditions: Shown, title: str) -> None:
     """Attention on the right and on the target key: before, and after each swap."""
     shown = [(label, cell[name]) for name, label in conditions if name in cell]
     start = shown[0][1]
@@ -109,7 +93,7 @@ def attention_bars(axis: Axes, cell: dict[str, Row], conditions: Sequence[tuple[
     _ticks(axis, ["start", *(label for label, _ in shown)])
 
 
-def _shifts(axis: Axes, cell: dict[str, Row], conditions: Sequence[tuple[str, str]]) -> None:
+def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
     """Shift of a_target / (a_right + a_target), with its interval; the first place is the unchanged start."""
     shown = [(f"{label} ({cell[name]['rank']})", cell[name]) for name, label in conditions if name in cell]
     values = [row["shift"] for _, row in shown]

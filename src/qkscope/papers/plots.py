@@ -1,10 +1,25 @@
-"""How figures of language models name the model and the axes of a 3-D view."""
+"""What drawings of papers share: the files they give, and how they name the model and the axes of a 3-D view."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from qkscope.page.figures.style import with_page
 from qkscope.result import Result
+
+Files = dict[str, str | bytes]  # by their names in the run's folder
+
+
+def files_of(result: Result, figure: Figure) -> Files:
+    """The figure under its own name as PNG and PDF, and the page that shows it."""
+    return with_page(result, {figure_name(result): figure})
+
+
+def figure_name(result: Result) -> str:
+    """``fig9`` of ``lee2026/fig9``."""
+    return result.experiment.split("/")[1]
 
 
 def model_name(result: Result) -> str:
