@@ -97,9 +97,12 @@ class Figure:
         return self.experiment(settings, **self.asked)
 
     def draw(self, result: Result) -> dict[str, str | bytes]:
-        """Its files."""
+        """Its files, drawn in our style."""
+        from qkscope.page.figures.style import styled
+
         assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
-        return self.experiment.draw(result)
+        with styled():
+            return self.experiment.draw(result)
 
 
 _FIGURES: dict[str, dict[str, Figure]] = {paper: {} for paper in PAPERS}

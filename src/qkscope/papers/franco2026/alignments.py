@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.maths.draws import derived_seed
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
@@ -110,20 +110,19 @@ def draw(result: Result) -> Files:
     short = figure_name(result) == "fig2"
     configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
     figure = new_figure(11.5, 4.0 * len(configs)) if short else new_figure(9.5, 4.9 * len(configs))
-    with styled():
-        axes = figure.subplots(len(configs), 3 if short else 2, squeeze=False)
-        image = None
-        for line, config in zip(axes, configs, strict=True):
-            pairs = _pairs(result, config)
-            for axis, side in zip(line[:2], ("query", "key"), strict=True):
-                matrix = result.arrays[f"{side}/{config}"]
-                features: Any = [pair[side == "key"] for pair in pairs] if short else range(len(matrix))
-                shown = matrix[list(features)][:, :_SHOWN] if short else matrix
-                image = _heat_map(axis, shown.numpy(), side, config, list(features))
-            if short:
-                _spectrum(line[2], result, config)
-        assert image is not None
-        figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
+    axes = figure.subplots(len(configs), 3 if short else 2, squeeze=False)
+    image = None
+    for line, config in zip(axes, configs, strict=True):
+        pairs = _pairs(result, config)
+        for axis, side in zip(line[:2], ("query", "key"), strict=True):
+            matrix = result.arrays[f"{side}/{config}"]
+            features: Any = [pair[side == "key"] for pair in pairs] if short else range(len(matrix))
+            shown = matrix[list(features)][:, :_SHOWN] if short else matrix
+            image = _heat_map(axis, shown.numpy(), side, config, list(features))
+        if short:
+            _spectrum(line[2], result, config)
+    assert image is not None
+    figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
     return files_of(result, figure)
 
 

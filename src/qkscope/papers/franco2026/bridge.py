@@ -19,7 +19,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.scope import Scope
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
@@ -115,20 +115,19 @@ def draw(result: Result) -> Files:
     rows = [dict(row) for row in result.tables["alignment"] if row["contrast"] == "lexical"]
     curve = [dict(row) for row in result.tables["curve"] if row["contrast"] == "lexical"]
     figure = new_figure(3.1 * len(rows) + 0.6, 7.4)
-    with styled():
-        axes = figure.subplots(3, len(rows), squeeze=False)
-        for i, row in enumerate(rows):
-            carried = result.arrays[f"carried/lexical/{row['head']}"].numpy()
-            _carried(axes[0, i], carried, row)
-            _overlaps(axes[1, i], row)
-            _swaps(axes[2, i], [r for r in curve if r["head"] == row["head"]], row)
-        axes[0, 0].set_ylabel("share of tr ΔC")
-        axes[1, 0].set_ylabel("share of the subspace")
-        axes[2, 0].set_ylabel("shift of attention")
-        axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
-        handles, labels = axes[2, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-        figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
+    axes = figure.subplots(3, len(rows), squeeze=False)
+    for i, row in enumerate(rows):
+        carried = result.arrays[f"carried/lexical/{row['head']}"].numpy()
+        _carried(axes[0, i], carried, row)
+        _overlaps(axes[1, i], row)
+        _swaps(axes[2, i], [r for r in curve if r["head"] == row["head"]], row)
+    axes[0, 0].set_ylabel("share of tr ΔC")
+    axes[1, 0].set_ylabel("share of the subspace")
+    axes[2, 0].set_ylabel("shift of attention")
+    axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
+    handles, labels = axes[2, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
     return files_of(result, figure)
 
 

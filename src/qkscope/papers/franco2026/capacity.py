@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
@@ -112,32 +112,29 @@ def draw(result: Result) -> Files:
     columns = min(len(configs), 6)
     lines = -(-len(configs) // columns)
     figure = new_figure(2.1 * columns + 0.8, (2.9 + 1.7) * lines)
-    with styled():
-        axes = figure.subplots(2 * lines, columns, squeeze=False, height_ratios=[2.9, 1.7] * lines)
-        image = None
-        for place in range(lines * columns):
-            above, below = (
-                axes[2 * (place // columns)][place % columns],
-                axes[2 * (place // columns) + 1][place % columns],
-            )
-            if place >= len(configs):
-                above.set_axis_off()
-                below.set_axis_off()
-                continue
-            config = configs[place]
-            image = above.imshow(result.arrays[f"query/{config}"].numpy(), cmap="magma_r", vmin=0, vmax=1,
-                                 aspect="auto", interpolation="nearest")  # fmt: skip
-            width = result.arrays[f"query/{config}"].shape[1]
-            above.axhline(width - 0.5, color=TARGET, lw=1)
-            above.set_title(config, fontsize=8.5)
-            above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
-            for side in (above.xaxis, above.yaxis, below.xaxis):
-                side.set_major_locator(MaxNLocator(4, integer=True))
-            _norms(below, result, config, width, place % columns == 0)
-        assert image is not None
-        figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label(
-            "|cos| of query features and u_k"
+    axes = figure.subplots(2 * lines, columns, squeeze=False, height_ratios=[2.9, 1.7] * lines)
+    image = None
+    for place in range(lines * columns):
+        above, below = (
+            axes[2 * (place // columns)][place % columns],
+            axes[2 * (place // columns) + 1][place % columns],
         )
+        if place >= len(configs):
+            above.set_axis_off()
+            below.set_axis_off()
+            continue
+        config = configs[place]
+        image = above.imshow(result.arrays[f"query/{config}"].numpy(), cmap="magma_r", vmin=0, vmax=1,
+                             aspect="auto", interpolation="nearest")  # fmt: skip
+        width = result.arrays[f"query/{config}"].shape[1]
+        above.axhline(width - 0.5, color=TARGET, lw=1)
+        above.set_title(config, fontsize=8.5)
+        above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
+        for side in (above.xaxis, above.yaxis, below.xaxis):
+            side.set_major_locator(MaxNLocator(4, integer=True))
+        _norms(below, result, config, width, place % columns == 0)
+    assert image is not None
+    figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label("|cos| of query features and u_k")
     return files_of(result, figure)
 
 

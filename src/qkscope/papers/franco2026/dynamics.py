@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.page.figures.style import INK, new_figure, styled
+from qkscope.page.figures.style import INK, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, over_p, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
@@ -210,25 +210,24 @@ def draw(result: Result) -> Files:
     pairs = list(dict.fromkeys((row["pair"], row["target_logit"]) for row in result.tables["onsets"]))
     steps = result.arrays["steps"].tolist()
     figure = new_figure(2.7 * len(pairs) + 0.8, 10.4)
-    with styled():
-        parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1])
-        axes = parts[0].subplots(3, len(pairs), squeeze=False, sharex=True, sharey=True)
-        image, edges = None, _edges(steps)
-        for line, (kind, label) in zip(axes, _LINES, strict=True):
-            for k, axis in enumerate(line):
-                image = axis.pcolormesh(edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0,
-                                        vmax=1, rasterized=True)  # fmt: skip
-                if kind == "vector":
-                    axis.set_title(f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9)
-                _spread(axis, steps[-1], "xy")
-                axis.tick_params(labelsize=7)
-            line[0].set_ylabel(f"|cos| of {label}\nstep s")
-        for axis in axes[-1]:
-            axis.set_xlabel("step s'")
-            axis.tick_params(axis="x", rotation=45)
-        parts[0].colorbar(image, ax=axes, shrink=0.5, pad=0.01).set_label("|cos|")
-        axes[0, 0].invert_yaxis()  # shared by all
-        _curves(parts[1].subplots(), result, pairs)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1])
+    axes = parts[0].subplots(3, len(pairs), squeeze=False, sharex=True, sharey=True)
+    image, edges = None, _edges(steps)
+    for line, (kind, label) in zip(axes, _LINES, strict=True):
+        for k, axis in enumerate(line):
+            image = axis.pcolormesh(edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0,
+                                    vmax=1, rasterized=True)  # fmt: skip
+            if kind == "vector":
+                axis.set_title(f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9)
+            _spread(axis, steps[-1], "xy")
+            axis.tick_params(labelsize=7)
+        line[0].set_ylabel(f"|cos| of {label}\nstep s")
+    for axis in axes[-1]:
+        axis.set_xlabel("step s'")
+        axis.tick_params(axis="x", rotation=45)
+    parts[0].colorbar(image, ax=axes, shrink=0.5, pad=0.01).set_label("|cos|")
+    axes[0, 0].invert_yaxis()  # shared by all
+    _curves(parts[1].subplots(), result, pairs)
     return files_of(result, figure)
 
 
@@ -268,17 +267,16 @@ def draw_by_p(result: Result) -> Files:
     figure = new_figure(7.6, 4.0)
     colours = matplotlib.colormaps["viridis"]
     configs = list(dict.fromkeys(row["config"] for row in rows))
-    with styled():
-        axis = figure.subplots()
-        for i, config in enumerate(configs):
-            own = [r for r in rows if r["config"] == config]
-            steps = sorted({r["step"] for r in own})
-            means = [mean(r["matched"] for r in own if r["step"] == step) for step in steps]
-            lows = [min(r["matched"] for r in own if r["step"] == step) for step in steps]
-            colour = colours(i / max(len(configs) - 1, 1) * 0.92)
-            axis.plot(steps, means, "-o", color=colour, ms=3, lw=1.4, label=config)
-            axis.plot(steps, lows, "-", color=colour, lw=0.6, alpha=0.5)
-        axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
-        axis.set(xlabel="step", ylabel="matched |cos|: mean (thick), least (thin)", ylim=(-0.03, 1.05))
-        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis = figure.subplots()
+    for i, config in enumerate(configs):
+        own = [r for r in rows if r["config"] == config]
+        steps = sorted({r["step"] for r in own})
+        means = [mean(r["matched"] for r in own if r["step"] == step) for step in steps]
+        lows = [min(r["matched"] for r in own if r["step"] == step) for step in steps]
+        colour = colours(i / max(len(configs) - 1, 1) * 0.92)
+        axis.plot(steps, means, "-o", color=colour, ms=3, lw=1.4, label=config)
+        axis.plot(steps, lows, "-", color=colour, lw=0.6, alpha=0.5)
+    axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
+    axis.set(xlabel="step", ylabel="matched |cos|: mean (thick), least (thin)", ylim=(-0.03, 1.05))
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)

@@ -15,7 +15,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from qkscope.page.figures.style import new_figure, styled
+from qkscope.page.figures.style import new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
@@ -155,13 +155,12 @@ def draw(result: Result) -> Files:
     kind = "gram" if figure_name(result) == "fig19" else "cosines"
     panels = {key.split("/", 1)[1]: value for key, value in result.arrays.items() if key.startswith(f"{kind}/")}
     figure = new_figure(3.3 * len(panels) + 0.5, 3.9)
-    with styled():
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (config, matrix) in zip(axes, panels.items(), strict=True):
-            row = next(r for r in result.tables["geometry"] if r["config"] == config and not r["control"])
-            image = _panel(axis, matrix, f"{config}\n{_facts(row, kind)}", kind)
-        label = "cos(f_i, f_j)" if kind == "cosines" else "W Wᵀ / its mean diagonal"
-        figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01, ticks=[-1, 0, 1]).set_label(label)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (config, matrix) in zip(axes, panels.items(), strict=True):
+        row = next(r for r in result.tables["geometry"] if r["config"] == config and not r["control"])
+        image = _panel(axis, matrix, f"{config}\n{_facts(row, kind)}", kind)
+    label = "cos(f_i, f_j)" if kind == "cosines" else "W Wᵀ / its mean diagonal"
+    figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01, ticks=[-1, 0, 1]).set_label(label)
     return files_of(result, figure)
 
 

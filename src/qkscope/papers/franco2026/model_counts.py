@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope.papers.franco2026.model_sweep import Swept, swept
 from qkscope.papers.plots import Files, files_of, model_name
@@ -108,14 +108,13 @@ def draw(result: Result) -> Files:
     heads = list(dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows))
     width = max(0.3 * len(heads) + 1.2, 4.5)
     figure = new_figure(width + (4.2 if training else 0), 4.2)
-    with styled():
-        if training:
-            left, right = figure.subplots(1, 2, width_ratios=[width, 4.0])
-            _training(right, training)
-        else:
-            left = figure.subplots()
-        _boxes(left, rows, heads)
-        left.set_title(f"{model_name(result)}: vectors that reach the relative logit")
+    if training:
+        left, right = figure.subplots(1, 2, width_ratios=[width, 4.0])
+        _training(right, training)
+    else:
+        left = figure.subplots()
+    _boxes(left, rows, heads)
+    left.set_title(f"{model_name(result)}: vectors that reach the relative logit")
     return files_of(result, figure)
 
 

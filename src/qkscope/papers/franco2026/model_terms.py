@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope.analyses.sparsity import group_difference
 from qkscope.maths.sparsity import sparsity
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import Swept, swept
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import NANO, Settings, figure
@@ -134,24 +134,23 @@ def draw(result: Result) -> Files:
     columns = min(len(rows), 6 if len(rows) > 8 else 4)
     blocks = -(-len(rows) // columns)
     figure = new_figure(2.5 * columns + 0.4, 1.35 * len(lines) * blocks + 0.7)
-    with styled():
-        axes = figure.subplots(len(lines) * blocks, columns, squeeze=False, sharex=True)
-        for i in range(blocks * columns):
-            block, column = divmod(i, columns)
-            for j, (label, key, colour) in enumerate(lines):
-                axis = axes[block * len(lines) + j, column]
-                if i >= len(rows):
-                    axis.set_axis_off()
-                    continue
-                _bars(axis, arrays[key][i], colour)
-                if column == 0:
-                    axis.set_ylabel(label if trained else label.replace("end, ", "").replace("end", "terms"))
-                if j == 0:
-                    axis.set_title(_title(rows[i]), fontsize=8.5)
-        for axis in axes[-1]:
-            axis.set_xlabel("singular vector, largest σ first", fontsize=8)
-        when = "one prompt, at the start and at the end of training" if trained else "one prompt"
-        figure.suptitle(f"{model_name(result)}: terms of the relative logit; {when}", fontsize=10)
+    axes = figure.subplots(len(lines) * blocks, columns, squeeze=False, sharex=True)
+    for i in range(blocks * columns):
+        block, column = divmod(i, columns)
+        for j, (label, key, colour) in enumerate(lines):
+            axis = axes[block * len(lines) + j, column]
+            if i >= len(rows):
+                axis.set_axis_off()
+                continue
+            _bars(axis, arrays[key][i], colour)
+            if column == 0:
+                axis.set_ylabel(label if trained else label.replace("end, ", "").replace("end", "terms"))
+            if j == 0:
+                axis.set_title(_title(rows[i]), fontsize=8.5)
+    for axis in axes[-1]:
+        axis.set_xlabel("singular vector, largest σ first", fontsize=8)
+    when = "one prompt, at the start and at the end of training" if trained else "one prompt"
+    figure.suptitle(f"{model_name(result)}: terms of the relative logit; {when}", fontsize=10)
     return files_of(result, figure)
 
 

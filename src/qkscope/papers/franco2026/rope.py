@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qkscope.maths.draws import derived_seed
-from qkscope.page.figures.style import new_figure, styled
+from qkscope.page.figures.style import new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
@@ -115,12 +115,11 @@ def draw(result: Result) -> Files:
     """Two heat maps: query side and key side."""
     bands = figure_name(result) == "fig22"
     figure = new_figure(9.2, 3.3 if bands else 3.9)
-    with styled():
-        axes = figure.subplots(1, 2)
-        for axis, side in zip(axes, ("query", "key"), strict=True):
-            image = _bands(axis, result, side) if bands else _cosines(axis, result, side)
-        label = "share of ‖W_Q f‖ (right: ‖W_K f‖), mean over seeds" if bands else "|cos|"
-        figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01).set_label(label, fontsize=8)
+    axes = figure.subplots(1, 2)
+    for axis, side in zip(axes, ("query", "key"), strict=True):
+        image = _bands(axis, result, side) if bands else _cosines(axis, result, side)
+    label = "share of ‖W_Q f‖ (right: ‖W_K f‖), mean over seeds" if bands else "|cos|"
+    figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01).set_label(label, fontsize=8)
     return files_of(result, figure)
 
 

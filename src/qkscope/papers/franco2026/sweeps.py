@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-from qkscope.page.figures.style import INK, REST, new_figure, styled
+from qkscope.page.figures.style import INK, REST, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, over_p, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.measure import before_and_after
@@ -137,19 +137,18 @@ def draw(result: Result) -> Files:
     varied, _, by_value = rows[0]["config"].partition("=")
     by_seed = not by_value
     figure = new_figure(9.6, 3.7)
-    with styled():
-        axes = figure.subplots(1, 2, sharey=True)
-        keys: list[Any] = list(dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows))
-        for axis, side in zip(axes, ("query", "key"), strict=True):
-            own = [r for r in rows if r["side"] == side]
-            _dots(axis, own, keys, by_seed)
-            labels = [f"{config[-1] if config[-1] == 'B' else 'C'}{seed}" for config, seed in keys] if by_seed else [
-                key.split("=")[1] for key in keys]  # fmt: skip
-            axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", xticks=range(len(keys)),
-                     xticklabels=labels, ylim=(-0.03, 1.05),
-                     xlabel="reading of the loss and seed" if by_seed else _LABELS[varied])  # fmt: skip
-        axes[0].set_ylabel("matched |cos|")
-        axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes = figure.subplots(1, 2, sharey=True)
+    keys: list[Any] = list(dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows))
+    for axis, side in zip(axes, ("query", "key"), strict=True):
+        own = [r for r in rows if r["side"] == side]
+        _dots(axis, own, keys, by_seed)
+        labels = [f"{config[-1] if config[-1] == 'B' else 'C'}{seed}" for config, seed in keys] if by_seed else [
+            key.split("=")[1] for key in keys]  # fmt: skip
+        axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", xticks=range(len(keys)),
+                 xticklabels=labels, ylim=(-0.03, 1.05),
+                 xlabel="reading of the loss and seed" if by_seed else _LABELS[varied])  # fmt: skip
+    axes[0].set_ylabel("matched |cos|")
+    axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.svd import checked_svd
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
@@ -224,33 +224,30 @@ def run_overlap(settings: Settings) -> Result:
 def draw_minimiser(result: Result) -> Files:
     """Errors of the formula; cosines with features and whitened features."""
     figure = new_figure(9.6, 3.9)
-    with styled():
-        rows = list(result.tables["minimiser"])
-        left, right = figure.subplots(1, 2)
-        kinds = [(f, p) for f in ("random", "isotropic", "flat") for p in (0.1, 0.5, 1.0)]
-        for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
-            own = [r for r in rows if r["teacher"] == teacher]
-            x = [kinds.index((r["features"], r["p"])) for r in own]
-            left.scatter(x, [max(r["error"], 1e-17) for r in own], s=16, color=colour, alpha=0.7, linewidths=0,
-                         label=f"{teacher} target")  # fmt: skip
-        left.axhline(1e-3, color=INK, lw=0.8, ls=":")
-        left.set(yscale="log", ylabel="relative error of the formula", xticks=range(len(kinds)))
-        left.set_xticklabels([f"{f}\np={p:g}" for f, p in kinds], fontsize=7, rotation=45)
-        left.legend(frameon=False, fontsize=8)
-        left.set_title("p = 1 and flat features: where Theorem 1 is silent", fontsize=9)
-        chosen = [r for r in rows if r["p"] < 1 and r["features"] != "flat"]
-        for teacher, kind, marker in (("whitened", "raw", "o"), ("indicator", "raw", "o"),
-                                      ("whitened", "whitened", "s"), ("indicator", "whitened", "s")):  # fmt: skip
-            own = [r for r in chosen if r["teacher"] == teacher]
-            right.scatter([r["isotropy_error"] for r in own], [r[kind] for r in own], s=18, marker=marker,
-                          facecolors="none" if kind == "whitened" else None, alpha=0.8,
-                          edgecolors=ORIGINAL if teacher == "whitened" else TARGET,
-                          color=None if kind == "whitened" else (ORIGINAL if teacher == "whitened" else TARGET),
-                          label=f"{teacher} target, |cos| with {'G⁻¹f' if kind == 'whitened' else 'f'}")  # fmt: skip
-        right.set(
-            xlabel="‖G/c − I‖ of the query features", ylabel="|cos| of the top singular vector", ylim=(None, 1.01)
-        )
-        right.legend(frameon=False, fontsize=7.5)
+    rows = list(result.tables["minimiser"])
+    left, right = figure.subplots(1, 2)
+    kinds = [(f, p) for f in ("random", "isotropic", "flat") for p in (0.1, 0.5, 1.0)]
+    for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
+        own = [r for r in rows if r["teacher"] == teacher]
+        x = [kinds.index((r["features"], r["p"])) for r in own]
+        left.scatter(x, [max(r["error"], 1e-17) for r in own], s=16, color=colour, alpha=0.7, linewidths=0,
+                     label=f"{teacher} target")  # fmt: skip
+    left.axhline(1e-3, color=INK, lw=0.8, ls=":")
+    left.set(yscale="log", ylabel="relative error of the formula", xticks=range(len(kinds)))
+    left.set_xticklabels([f"{f}\np={p:g}" for f, p in kinds], fontsize=7, rotation=45)
+    left.legend(frameon=False, fontsize=8)
+    left.set_title("p = 1 and flat features: where Theorem 1 is silent", fontsize=9)
+    chosen = [r for r in rows if r["p"] < 1 and r["features"] != "flat"]
+    for teacher, kind, marker in (("whitened", "raw", "o"), ("indicator", "raw", "o"),
+                                  ("whitened", "whitened", "s"), ("indicator", "whitened", "s")):  # fmt: skip
+        own = [r for r in chosen if r["teacher"] == teacher]
+        right.scatter([r["isotropy_error"] for r in own], [r[kind] for r in own], s=18, marker=marker,
+                      facecolors="none" if kind == "whitened" else None, alpha=0.8,
+                      edgecolors=ORIGINAL if teacher == "whitened" else TARGET,
+                      color=None if kind == "whitened" else (ORIGINAL if teacher == "whitened" else TARGET),
+                      label=f"{teacher} target, |cos| with {'G⁻¹f' if kind == 'whitened' else 'f'}")  # fmt: skip
+    right.set(xlabel="‖G/c − I‖ of the query features", ylabel="|cos| of the top singular vector", ylim=(None, 1.01))
+    right.legend(frameon=False, fontsize=7.5)
     return files_of(result, figure)
 
 
@@ -258,18 +255,17 @@ def draw_minimiser(result: Result) -> Files:
 def draw_bound(result: Result) -> Files:
     """Bound, worst and random feature against ε."""
     figure = new_figure(6.4, 4.1)
-    with styled():
-        rows = list(result.tables["bound"])
-        axis = figure.subplots()
-        x = [r["epsilon"] for r in rows]
-        axis.plot(x, [r["random"] for r in rows], "o-", color=REST, ms=4, label="a random feature, mean")
-        axis.plot(x, [r["worst"] for r in rows], "o", color=ORIGINAL, ms=5, label="the worst feature found")
-        axis.plot(x, [r["sharp"] for r in rows], "-", color=ORIGINAL, lw=1, label="sin θ ≤ ε (sharp)")
-        axis.plot(x, [r["bound"] for r in rows], "s-", color=TARGET, ms=4, label="Theorem 2")
-        axis.axvspan(1 - (2 / 3) ** 0.5, max(x), color=REST, alpha=0.2, lw=0)
-        axis.text(0.4, 0.06, "Theorem 2 is silent", color=INK, fontsize=8.5)
-        axis.set(xlabel="ε = ‖E‖", ylabel="|cos| of feature and singular vector", ylim=(0, 1.03))
-        axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.22, 0.12))
+    rows = list(result.tables["bound"])
+    axis = figure.subplots()
+    x = [r["epsilon"] for r in rows]
+    axis.plot(x, [r["random"] for r in rows], "o-", color=REST, ms=4, label="a random feature, mean")
+    axis.plot(x, [r["worst"] for r in rows], "o", color=ORIGINAL, ms=5, label="the worst feature found")
+    axis.plot(x, [r["sharp"] for r in rows], "-", color=ORIGINAL, lw=1, label="sin θ ≤ ε (sharp)")
+    axis.plot(x, [r["bound"] for r in rows], "s-", color=TARGET, ms=4, label="Theorem 2")
+    axis.axvspan(1 - (2 / 3) ** 0.5, max(x), color=REST, alpha=0.2, lw=0)
+    axis.text(0.4, 0.06, "Theorem 2 is silent", color=INK, fontsize=8.5)
+    axis.set(xlabel="ε = ‖E‖", ylabel="|cos| of feature and singular vector", ylim=(0, 1.03))
+    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.22, 0.12))
     return files_of(result, figure)
 
 
@@ -277,24 +273,23 @@ def draw_bound(result: Result) -> Files:
 def draw_overlap(result: Result) -> Files:
     """Overlap and bound against μ, by tilt of the teacher."""
     figure = new_figure(6.6, 4.1)
-    with styled():
-        rows = [r for r in result.tables["orthogonalisation"] if r["mu"] > 0]
-        axis = figure.subplots()
-        colours = matplotlib.colormaps["viridis"]
-        tilts = list(dict.fromkeys(r["tilt"] for r in rows))
-        for i, tilt in enumerate(tilts):
-            own = [r for r in rows if r["tilt"] == tilt]
-            colour = colours(i / max(len(tilts) - 1, 1) * 0.85)
-            floor = 1e-9
-            label = f"teacher tilted by {tilt:g}" if tilt else "orthogonal teacher (0)"
-            axis.plot(
-                [r["mu"] for r in own], [max(r["overlap"], floor) for r in own], "o-", color=colour, ms=4, label=label
-            )
-            if tilt:
-                axis.plot([r["mu"] for r in own], [max(r["bound"], floor) for r in own], "--", color=colour, lw=1,
-                          label="   its bound [CE′ − CE*]/μ")  # fmt: skip
-        axis.axhline(2, color=INK, lw=0.8, ls=":")
-        axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
-        axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")
-        axis.legend(frameon=False, fontsize=8)
+    rows = [r for r in result.tables["orthogonalisation"] if r["mu"] > 0]
+    axis = figure.subplots()
+    colours = matplotlib.colormaps["viridis"]
+    tilts = list(dict.fromkeys(r["tilt"] for r in rows))
+    for i, tilt in enumerate(tilts):
+        own = [r for r in rows if r["tilt"] == tilt]
+        colour = colours(i / max(len(tilts) - 1, 1) * 0.85)
+        floor = 1e-9
+        label = f"teacher tilted by {tilt:g}" if tilt else "orthogonal teacher (0)"
+        axis.plot(
+            [r["mu"] for r in own], [max(r["overlap"], floor) for r in own], "o-", color=colour, ms=4, label=label
+        )
+        if tilt:
+            axis.plot([r["mu"] for r in own], [max(r["bound"], floor) for r in own], "--", color=colour, lw=1,
+                      label="   its bound [CE′ − CE*]/μ")  # fmt: skip
+    axis.axhline(2, color=INK, lw=0.8, ls=":")
+    axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
+    axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")
+    axis.legend(frameon=False, fontsize=8)
     return files_of(result, figure)

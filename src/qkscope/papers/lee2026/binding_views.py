@@ -19,7 +19,7 @@ from torch import Tensor
 from qkscope.analyses.clouds import principal
 from qkscope.analyses.decompose import Fit
 from qkscope.heads import Head
-from qkscope.page.figures.style import new_figure, styled
+from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
 from qkscope.papers.plots import Files, figure_name, files_of, model_name, name_axes
@@ -201,37 +201,34 @@ def draw(result: Result) -> Files:
     mapped = "lexical/umap_keys" in arrays
     columns = 3 if mapped else 2
     figure = new_figure(4.3 * columns + 0.4, 8.0)
-    with styled():
-        for line, feature in enumerate(FEATURES):
-            labels = [row["label"] for row in result.tables["labels"] if row["feature"] == feature]
-            space = feature if projected else "whole head"
-            row = next(dict(r) for r in result.tables["views"] if (r["feature"], r["space"]) == (feature, space))
-            solid: Any = figure.add_subplot(2, columns, line * columns + 1, projection="3d")
-            plane = figure.add_subplot(2, columns, line * columns + 2)
-            _scatter(solid, arrays, feature, labels, slice(0, 3))
-            _scatter(plane, arrays, feature, labels, slice(1, 3))
-            name_axes(solid)
-            where = f"{feature} subspace ({row['dimensions']} dimensions)" if projected else f"{space}, by {feature}"
-            solid.set_title(
-                f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}"
-            )
-            plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
-            plane.set_title(
-                f"PCs 2, 3: cosine {row['cosine_pc23']:.2f} (random {row['cosine_pc23_shuffled_high']:.2f}); whole "
-                f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
-                f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
-            )
-            legend = plane.legend(frameon=False, fontsize=7.5, ncols=1, loc="center left", bbox_to_anchor=(1, 0.5),
-                                  title="place" if feature == "order" else "word", markerscale=1.8)  # fmt: skip
-            for handle in legend.legend_handles:
-                handle.set_alpha(1)  # type: ignore[union-attr]
-            if f"{feature}/umap_keys" in arrays:
-                flat = figure.add_subplot(2, columns, line * columns + 3)
-                shown = {f"{feature}/{side}": arrays[f"{feature}/umap_{side}"] for side in ("keys", "queries")}
-                _scatter(flat, {**arrays, **shown}, feature, labels, slice(0, 2))
-                flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
-                flat.set_title("UMAP")
-        figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)
+    for line, feature in enumerate(FEATURES):
+        labels = [row["label"] for row in result.tables["labels"] if row["feature"] == feature]
+        space = feature if projected else "whole head"
+        row = next(dict(r) for r in result.tables["views"] if (r["feature"], r["space"]) == (feature, space))
+        solid: Any = figure.add_subplot(2, columns, line * columns + 1, projection="3d")
+        plane = figure.add_subplot(2, columns, line * columns + 2)
+        _scatter(solid, arrays, feature, labels, slice(0, 3))
+        _scatter(plane, arrays, feature, labels, slice(1, 3))
+        name_axes(solid)
+        where = f"{feature} subspace ({row['dimensions']} dimensions)" if projected else f"{space}, by {feature}"
+        solid.set_title(f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}")
+        plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
+        plane.set_title(
+            f"PCs 2, 3: cosine {row['cosine_pc23']:.2f} (random {row['cosine_pc23_shuffled_high']:.2f}); whole "
+            f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
+            f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
+        )
+        legend = plane.legend(frameon=False, fontsize=7.5, ncols=1, loc="center left", bbox_to_anchor=(1, 0.5),
+                              title="place" if feature == "order" else "word", markerscale=1.8)  # fmt: skip
+        for handle in legend.legend_handles:
+            handle.set_alpha(1)  # type: ignore[union-attr]
+        if f"{feature}/umap_keys" in arrays:
+            flat = figure.add_subplot(2, columns, line * columns + 3)
+            shown = {f"{feature}/{side}": arrays[f"{feature}/umap_{side}"] for side in ("keys", "queries")}
+            _scatter(flat, {**arrays, **shown}, feature, labels, slice(0, 2))
+            flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
+            flat.set_title("UMAP")
+    figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)
     return files_of(result, figure)
 
 

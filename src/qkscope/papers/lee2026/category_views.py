@@ -21,7 +21,7 @@ from qkscope.heads import Head
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis
 from qkscope.maths.subspace import Side
-from qkscope.page.figures.style import new_figure, styled
+from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import Found, Session, session_of
 from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
 from qkscope.papers.plots import Files, files_of, model_name, name_axes
@@ -245,37 +245,34 @@ def draw(result: Result) -> Files:
     names = {panel: [row["label"] for row in result.tables["labels"] if row["panel"] == panel] for panel in "ab"}
     view = dict(result.tables["views"][0])
     arrays = {name: value.numpy() for name, value in result.arrays.items()}
-    with styled():
-        solid: Any = figure.add_subplot(1, 3, 1, projection="3d")
-        plane = figure.add_subplot(1, 3, 2)
-        fine = figure.add_subplot(1, 3, 3)
-        for i, name in enumerate(names["a"]):
-            colour = _COLOURS[i % len(_COLOURS)]
-            for side, marker, size, alpha in (("keys", "o", 9, 0.35), ("queries", "^", 26, 0.9)):
-                label = "key_labels" if side == "keys" else "query_labels"
-                points = arrays[f"best/{side}"][arrays[f"best/{label}"] == i]
-                look: dict[str, Any] = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
-                solid.scatter(*points.T, **look)
-                plane.scatter(points[:, 1], points[:, 2], label=name if side == "keys" else None, **look)
-        name_axes(solid)
-        solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
-        plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
-        plane.set_title(
-            f"PCs 2 and 3: cosine of centroids {view['cosine_pc23']:.2f}\n"
-            f"(95% of random pairings below {view['cosine_pc23_shuffled_high']:.2f})"
-        )
-        legend = plane.legend(frameon=False, fontsize=8, markerscale=1.6, loc="best")
-        for handle in legend.legend_handles:
-            handle.set_alpha(1)  # type: ignore[union-attr]
-        _draw_fine(fine, arrays, names["b"])
-        clusters = {row["space"]: row["accuracy"] for row in result.tables["clusters"]}
-        fine.set_title(
-            f"13 categories, keys: nearest centroid {clusters['category directions']:.0%}\n"
-            f"(key PCA {clusters['key PCA']:.0%}, shuffled words {clusters['category directions, shuffled words']:.0%})"
-        )
-        figure.suptitle(
-            f"{model_name(result)}: items of lists in the categorical subspace, held-out words", fontsize=10
-        )
+    solid: Any = figure.add_subplot(1, 3, 1, projection="3d")
+    plane = figure.add_subplot(1, 3, 2)
+    fine = figure.add_subplot(1, 3, 3)
+    for i, name in enumerate(names["a"]):
+        colour = _COLOURS[i % len(_COLOURS)]
+        for side, marker, size, alpha in (("keys", "o", 9, 0.35), ("queries", "^", 26, 0.9)):
+            label = "key_labels" if side == "keys" else "query_labels"
+            points = arrays[f"best/{side}"][arrays[f"best/{label}"] == i]
+            look: dict[str, Any] = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
+            solid.scatter(*points.T, **look)
+            plane.scatter(points[:, 1], points[:, 2], label=name if side == "keys" else None, **look)
+    name_axes(solid)
+    solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
+    plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
+    plane.set_title(
+        f"PCs 2 and 3: cosine of centroids {view['cosine_pc23']:.2f}\n"
+        f"(95% of random pairings below {view['cosine_pc23_shuffled_high']:.2f})"
+    )
+    legend = plane.legend(frameon=False, fontsize=8, markerscale=1.6, loc="best")
+    for handle in legend.legend_handles:
+        handle.set_alpha(1)  # type: ignore[union-attr]
+    _draw_fine(fine, arrays, names["b"])
+    clusters = {row["space"]: row["accuracy"] for row in result.tables["clusters"]}
+    fine.set_title(
+        f"13 categories, keys: nearest centroid {clusters['category directions']:.0%}\n"
+        f"(key PCA {clusters['key PCA']:.0%}, shuffled words {clusters['category directions, shuffled words']:.0%})"
+    )
+    figure.suptitle(f"{model_name(result)}: items of lists in the categorical subspace, held-out words", fontsize=10)
     return files_of(result, figure)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from qkscope.analyses.clouds import Cloud, Colouring
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
-from qkscope.page.figures.style import figure_files, new_figure, styled
+from qkscope.page.figures.style import figure_files, new_figure
 from qkscope.page.report import report_html
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
@@ -168,26 +168,23 @@ def draw(result: Result) -> Files:
     name = figure_name(result)
     discrete = result.tables["geometry"][0]["variant"] == "discrete"
     figure = new_figure(10.5, 5.6)
-    with styled():
-        for place, head in enumerate(_HEADS):
-            axis: Any = figure.add_subplot(1, 2, place + 1, projection="3d")
-            row = dict(result.tables["geometry"][place])
-            colours = _colours(result, head, discrete)
-            for side, marker, size in (("keys", "o", 14), ("queries", "^", 20)):
-                points = result.arrays[f"{head}/{side}"].numpy()
-                axis.scatter(*points.T, c=colours, marker=marker, s=size, alpha=0.7, linewidths=0, label=side)
-            facts = f"{row['vertices']} vertices, " if discrete else ""
-            axis.set_title(
-                f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}"
-            )
-            axis.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
-            reach = 1.02 * max(float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries"))
-            axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
-            axis.view_init(elev=18, azim=-62)
-            axis.set_box_aspect((1, 1, 1), zoom=0.98)
-        handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-        figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
+    for place, head in enumerate(_HEADS):
+        axis: Any = figure.add_subplot(1, 2, place + 1, projection="3d")
+        row = dict(result.tables["geometry"][place])
+        colours = _colours(result, head, discrete)
+        for side, marker, size in (("keys", "o", 14), ("queries", "^", 20)):
+            points = result.arrays[f"{head}/{side}"].numpy()
+            axis.scatter(*points.T, c=colours, marker=marker, s=size, alpha=0.7, linewidths=0, label=side)
+        facts = f"{row['vertices']} vertices, " if discrete else ""
+        axis.set_title(f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}")
+        axis.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
+        reach = 1.02 * max(float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries"))
+        axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
+        axis.view_init(elev=18, azim=-62)
+        axis.set_box_aspect((1, 1, 1), zoom=0.98)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
     files = figure_files({name: figure})
     pictures = {name: files[f"figures/{name}.png"]}
     return {**files, "report.html": report_html([result], pictures, clouds=_clouds(result, discrete))}

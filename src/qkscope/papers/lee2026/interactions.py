@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkscope.maths.bases import random_bases
 from qkscope.maths.draws import derived_seed
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
@@ -127,26 +127,25 @@ def draw(result: Result) -> Files:
     have = {(row["d_head"], row["r1"], row["r2"]) for row in rows}
     shown = {d: [r for r in dict.fromkeys((*_SHOWN[d], *_SMOKE[d])) if (d, *r) in have][:4] for d in _SHOWN}
     figure = new_figure(11, 9.8)
-    with styled():
-        parts: Any = figure.subfigures(2, 1, height_ratios=[2.05, 1])
-        axes = parts[0].subplots(2, max(len(cells) for cells in shown.values()), squeeze=False)
-        image = None
-        for line, (d_head, cells) in zip(axes, shown.items(), strict=True):
-            for axis, ranks in zip(line, cells, strict=False):
-                row = next(r for r in rows if (r["d_head"], r["r1"], r["r2"]) == (d_head, *ranks))
-                image = _heat_map(axis, result, row)
-            for axis in line[len(cells) :]:
-                axis.set_axis_off()
-        parts[0].supylabel("query latents", fontsize=9)
-        parts[0].supxlabel("key latents (lines: between z1 and z2)", fontsize=9)
-        if image is not None:
-            bar = parts[0].colorbar(image, ax=axes, shrink=0.6, pad=0.01, ticks=[-1, 0, 1])
-            bar.set_label("G / largest entry")
-        left, right = parts[1].subplots(1, 2)
-        _scatter(left, rows, (("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
-                              ("untrained", "untrained", REST)), "share of |G|² off the diagonal")  # fmt: skip
-        _scatter(right, rows, (("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
-                               ("untrained_asymmetry", "untrained", REST)), "asymmetry |G − Gᵀ| / |G|")  # fmt: skip
+    parts: Any = figure.subfigures(2, 1, height_ratios=[2.05, 1])
+    axes = parts[0].subplots(2, max(len(cells) for cells in shown.values()), squeeze=False)
+    image = None
+    for line, (d_head, cells) in zip(axes, shown.items(), strict=True):
+        for axis, ranks in zip(line, cells, strict=False):
+            row = next(r for r in rows if (r["d_head"], r["r1"], r["r2"]) == (d_head, *ranks))
+            image = _heat_map(axis, result, row)
+        for axis in line[len(cells) :]:
+            axis.set_axis_off()
+    parts[0].supylabel("query latents", fontsize=9)
+    parts[0].supxlabel("key latents (lines: between z1 and z2)", fontsize=9)
+    if image is not None:
+        bar = parts[0].colorbar(image, ax=axes, shrink=0.6, pad=0.01, ticks=[-1, 0, 1])
+        bar.set_label("G / largest entry")
+    left, right = parts[1].subplots(1, 2)
+    _scatter(left, rows, (("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
+                          ("untrained", "untrained", REST)), "share of |G|² off the diagonal")  # fmt: skip
+    _scatter(right, rows, (("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
+                           ("untrained_asymmetry", "untrained", REST)), "asymmetry |G − Gᵀ| / |G|")  # fmt: skip
     return files_of(result, figure)
 
 

@@ -15,7 +15,7 @@ from qkscope.analyses.attribute import attribute
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
-from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
@@ -119,26 +119,25 @@ def draw(result: Result) -> Files:
     # the first token is a sink whose logit dwarfs the others; the page's table has it
     rows = rows[1:] if len(rows) > 2 else rows
     figure = new_figure(max(9.0, 0.19 * len(rows) + 3.6), 4.9)
-    with styled():
-        axes = figure.subplots(2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1])
-        parts, attention = axes[0][0], axes[1][0]
-        places = range(len(rows))
-        for i, (name, colour) in enumerate(_PARTS):
-            parts.bar([x + (i - 1) * 0.27 for x in places], [row[name] for row in rows], 0.26, color=colour, label=name)
-        parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
-        parts.axhline(0, color=INK, lw=0.6)
-        parts.set_ylabel("logit")
-        parts.set_xticks([])
-        parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
-        head = result.tables["prompt"][0]["head"]
-        parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
-        attention.bar(places, [row["attention"] for row in rows], 0.7, color="#8a919e")
-        attention.set_ylabel("attention")
-        attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)
-        for axis in (parts, attention):
-            axis.set_xlim(-0.8, len(rows) - 0.2)
-        _draw_shares(axes[0][1], result)
-        axes[1][1].set_axis_off()
+    axes = figure.subplots(2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1])
+    parts, attention = axes[0][0], axes[1][0]
+    places = range(len(rows))
+    for i, (name, colour) in enumerate(_PARTS):
+        parts.bar([x + (i - 1) * 0.27 for x in places], [row[name] for row in rows], 0.26, color=colour, label=name)
+    parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
+    parts.axhline(0, color=INK, lw=0.6)
+    parts.set_ylabel("logit")
+    parts.set_xticks([])
+    parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
+    head = result.tables["prompt"][0]["head"]
+    parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
+    attention.bar(places, [row["attention"] for row in rows], 0.7, color="#8a919e")
+    attention.set_ylabel("attention")
+    attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)
+    for axis in (parts, attention):
+        axis.set_xlim(-0.8, len(rows) - 0.2)
+    _draw_shares(axes[0][1], result)
+    axes[1][1].set_axis_off()
     return files_of(result, figure)
 
 

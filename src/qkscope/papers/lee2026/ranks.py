@@ -19,7 +19,7 @@ from torch import Tensor
 from qkscope.maths.controls import rank_above
 from qkscope.maths.draws import derived_seed, draw_signs
 from qkscope.maths.svd import energy_rank
-from qkscope.page.figures.style import INK, new_figure, styled
+from qkscope.page.figures.style import INK, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
@@ -178,19 +178,18 @@ def draw(result: Result) -> Files:
     rows = [dict(row) for row in result.tables["ranks"]]
     grids = list(dict.fromkeys((row["variant"], row["d_head"]) for row in rows))
     figure = new_figure(13.2, 3.5 * len(grids) + 0.3)
-    with styled():
-        axes = figure.subplots(len(grids), 4, squeeze=False)
-        for line, (variant, d_head) in zip(axes, grids, strict=True):
-            cells = [row for row in rows if (row["variant"], row["d_head"]) == (variant, d_head)]
-            for axis, (kind, title) in zip(line, _KINDS, strict=False):
-                _rank_panel(axis, cells, kind, f"{variant}, d_head {d_head}: {title}")
-            _accuracy_panel(line[3], cells, f"{variant}, d_head {d_head}: accuracy / ceiling")
-        figure.supxlabel(
-            "Written: recovered ranks r1, r2. Colour: how far off they are, |Δr1| + |Δr2| (green and bold: exact). "
-            "Framed: boundary cells, r1 + r2 = d_head.\n"
-            "Accuracy above, ceiling below it: the best one head can do, min(Bayes, ideal dot product).",
-            fontsize=8.5,
-        )
+    axes = figure.subplots(len(grids), 4, squeeze=False)
+    for line, (variant, d_head) in zip(axes, grids, strict=True):
+        cells = [row for row in rows if (row["variant"], row["d_head"]) == (variant, d_head)]
+        for axis, (kind, title) in zip(line, _KINDS, strict=False):
+            _rank_panel(axis, cells, kind, f"{variant}, d_head {d_head}: {title}")
+        _accuracy_panel(line[3], cells, f"{variant}, d_head {d_head}: accuracy / ceiling")
+    figure.supxlabel(
+        "Written: recovered ranks r1, r2. Colour: how far off they are, |Δr1| + |Δr2| (green and bold: exact). "
+        "Framed: boundary cells, r1 + r2 = d_head.\n"
+        "Accuracy above, ceiling below it: the best one head can do, min(Bayes, ideal dot product).",
+        fontsize=8.5,
+    )
     return files_of(result, figure)
 
 

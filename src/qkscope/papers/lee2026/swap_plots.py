@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.rows import Row
 from qkscope.result import Result
@@ -35,23 +35,22 @@ def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Fi
     shown = list(cells)[:heads]
     widths = [0.42 * len(conditions) + 0.6] * len(shown) + [4.4]
     figure = new_figure(sum(widths) + 0.6, 5.6)
-    with styled():
-        grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
-        for i, head in enumerate(shown):
-            top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
-            _attention(top, cells[head], conditions, head)
-            top.set_xticks([])
-            _shifts(low, cells[head], conditions)
-            if i == 0:
-                top.set_ylabel("attention")
-                low.set_ylabel("shift")
-                handles, labels = top.get_legend_handles_labels()
-        patched = result.tables.get("downstream", ())
-        _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
-        if patched:
-            _downstream(figure.add_subplot(grid[1, -1]), patched)
-        figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
-        figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
+    grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
+    for i, head in enumerate(shown):
+        top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
+        _attention(top, cells[head], conditions, head)
+        top.set_xticks([])
+        _shifts(low, cells[head], conditions)
+        if i == 0:
+            top.set_ylabel("attention")
+            low.set_ylabel("shift")
+            handles, labels = top.get_legend_handles_labels()
+    patched = result.tables.get("downstream", ())
+    _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
+    if patched:
+        _downstream(figure.add_subplot(grid[1, -1]), patched)
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
+    figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
     return files_of(result, figure)
 
 
@@ -61,16 +60,15 @@ def draw_multiples(result: Result, conditions: Shown) -> Files:
     columns = min(_COLUMNS, len(cells))
     lines = -(-len(cells) // columns)
     figure = new_figure(2.8 * columns + 0.5, 2.7 * lines + 0.9)
-    with styled():
-        axes = figure.subplots(lines, columns, squeeze=False).flatten()
-        for axis, (head, cell) in zip(axes, cells.items(), strict=False):
-            _attention(axis, cell, conditions, head)
-        for axis in axes[len(cells) :]:
-            axis.set_axis_off()
-        for axis in axes[::columns]:
-            axis.set_ylabel("attention")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis, (head, cell) in zip(axes, cells.items(), strict=False):
+        _attention(axis, cell, conditions, head)
+    for axis in axes[len(cells) :]:
+        axis.set_axis_off()
+    for axis in axes[::columns]:
+        axis.set_ylabel("attention")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return files_of(result, figure)
 
 

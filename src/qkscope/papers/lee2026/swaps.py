@@ -25,7 +25,7 @@ from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, prin
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
-from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure, styled
+from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
@@ -269,18 +269,17 @@ def draw(result: Result) -> Files:
     single = len(cells) == 1
     columns = 1 if single else max(sum(key[0] == v for key in cells) for v in variants)
     figure = new_figure(10.5, 4.4) if single else new_figure(2.75 * columns + 0.6, 3.1 * len(variants) + 0.4)
-    with styled():
-        axes = figure.subplots(len(variants), columns, squeeze=False, sharey=True)
-        for line, variant in zip(axes, variants, strict=True):
-            own = [(key, cell) for key, cell in cells.items() if key[0] == variant]
-            for axis, (key, cell) in zip(line, own, strict=False):
-                title = f"{key[0]}, ({key[2]}, {key[3]}), d_head {key[1]}"
-                _bars(axis, cell, _FULL if single else _SHORT, title)
-            for axis in line[len(own) :]:
-                axis.set_axis_off()
-            line[0].set_ylabel("attention")
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    axes = figure.subplots(len(variants), columns, squeeze=False, sharey=True)
+    for line, variant in zip(axes, variants, strict=True):
+        own = [(key, cell) for key, cell in cells.items() if key[0] == variant]
+        for axis, (key, cell) in zip(line, own, strict=False):
+            title = f"{key[0]}, ({key[2]}, {key[3]}), d_head {key[1]}"
+            _bars(axis, cell, _FULL if single else _SHORT, title)
+        for axis in line[len(own) :]:
+            axis.set_axis_off()
+        line[0].set_ylabel("attention")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return files_of(result, figure)
 
 
