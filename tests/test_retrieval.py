@@ -14,7 +14,14 @@ from qkscope.papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope.papers.lee2026.ranks import head_ranks
 from qkscope.papers.lee2026.swaps import swap_rows
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead, asymmetry, cross_variable, off_diagonal
+from qkscope.papers.lee2026.toy.retrieval import (
+    AS_WRITTEN,
+    Retrieval,
+    RetrievalHead,
+    asymmetry,
+    cross_variable,
+    off_diagonal,
+)
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 
@@ -123,7 +130,7 @@ def test_a_dot_product_is_no_distance():
     assert bayes_ceiling(task.encoders(0), 4000) > 0.999
     assert dot_product_ceiling(task, 4000) < 0.7
     assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
-    noisy = bayes_ceiling(Retrieval.as_written((2, 2), "continuous").encoders(0), 4000)
+    noisy = bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000)
     assert 0.8 < noisy < 0.999
 
 

@@ -6,7 +6,7 @@ import torch
 
 from qkscope.analyses.discover import key_heads
 from qkscope.analyses.texts import corpus, text_examples
-from qkscope.bench.harness import Row, compare, overhead, row
+from qkscope.bench.harness import Row, compare, hardware, overhead, row, wait
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.maths.discovery import SelfContrast
@@ -26,28 +26,22 @@ def discover_overhead() -> Row:
         heads, scope.d_head, kv_of_head=key_heads(scope, heads), replicates=_REPLICATES, device=scope.device
     )
 
-    def wait() -> None:
-        if scope.device.type == "cuda":
-            torch.cuda.synchronize()
-
     @torch.no_grad()
     def plain() -> None:
         for batch in batches:
             scope.model.base_model(**batch.inputs, use_cache=False)
-        wait()
+        wait(scope.device)
 
     def ours() -> None:
         for batch in batches:
             pooled = pool(scope, batch, space="query_frame")
-            contrast.update(
-                pooled.q, pooled.attended, pooled.mean, prompts=pooled.example, valid=pooled.valid,
-                drawn=pooled.drawn, drawn_mask=pooled.drawn_mask,
-            )  # fmt: skip
-        wait()
+            drawn = {"drawn": pooled.drawn, "drawn_mask": pooled.drawn_mask}
+            whose = {"prompts": pooled.example, "valid": pooled.valid}
+            contrast.update(pooled.q, pooled.attended, pooled.mean, **whose, **drawn)
+        wait(scope.device)
 
     plain_s, ours_s = compare(plain, ours, repeats=5)
-    where = "one GPU" if scope.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     tokens = sum(len(example) for example in examples)
     queries = sum(len(example.queries) for example in examples)
-    note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {_REPLICATES} replicates each; {where}"
-    return overhead(plain_s, ours_s, note)
+    note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {_REPLICATES} replicates each"
+    return overhead(plain_s, ours_s, f"{note}; {hardware(scope.device)}")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from qkscope.errors import BadInput
 
 Row = dict[str, Any]
@@ -62,3 +64,19 @@ def faster(plain_s: float, ours_s: float, note: str) -> Row:
 def overhead(plain_s: float, ours_s: float, note: str) -> Row:
     """A row that says how many times the cost it is."""
     return {"plain_s": plain_s, "ours_s": ours_s, "ratio": ours_s / plain_s, "note": note}
+
+
+def not_here(reason: str) -> Row:
+    """A row that this machine cannot measure."""
+    return {"plain_s": None, "ours_s": None, "ratio": None, "note": reason}
+
+
+def wait(device: torch.device) -> None:
+    """Until what was ordered is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def hardware(device: torch.device) -> str:
+    """What it was measured on."""
+    return "one GPU" if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

@@ -14,21 +14,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from qkscope.bench.harness import Row, faster, overhead, row
+from qkscope.bench.harness import Row, faster, not_here, overhead, row
 from qkscope.capture.scope import Scope
 from qkscope.maths.store import read_tensors
 
 _PROMPTS = 1536
 _HEADS = "L18H6,L17H5"
+_ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _timed(command: list[str], cores: set[int]) -> float:
     start = time.perf_counter()
-    subprocess.run(
-        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )  # fmt: skip
+    bound: Any = {"env": _ONE_THREAD, "preexec_fn": lambda: os.sched_setaffinity(0, cores)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **bound)
     return time.perf_counter() - start
 
 
@@ -36,12 +36,7 @@ def _timed(command: list[str], cores: set[int]) -> float:
 def data_parallel() -> Row:
     """One contrast of the embedded model over many prompts: torchrun with two processes, against one on one core."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
-        return {
-            "plain_s": None,
-            "ours_s": None,
-            "ratio": None,
-            "note": "needs two cores that a process can be bound to",
-        }
+        return not_here("needs two cores that a process can be bound to")
     one, two = sorted(os.sched_getaffinity(0))[:2]
     job = ["qkscope", "decompose", "binding", "--heads", _HEADS, "-n", str(_PROMPTS), "--contrasts", "order",
            "--device", "cpu"]  # fmt: skip
@@ -76,11 +71,8 @@ def _in_turns(commands: list[list[str]], turn: float = 5.0) -> tuple[list[float]
     A machine that is busy now and quiet then slows all of them alike, which whole runs one after the other are not. A
     turn is long beside a save: one that is stopped half-way looks slow to its process, which then saves more rarely.
     """
-    started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for command in commands
-    ]  # fmt: skip
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    started = [subprocess.Popen(command, text=True, env=_ONE_THREAD, **pipes) for command in commands]
     for process in started:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkscope.bench.harness import Row, compare, faster, row
+from qkscope.bench.harness import Row, compare, faster, row, wait
 from qkscope.heads import Head
 from qkscope.maths.moments import Moments
 from qkscope.maths.weights import thin_svd
@@ -87,18 +87,14 @@ def thin_svd_8b() -> Row:
     )
     kv_of_head = torch.arange(heads, device=device) // (heads // key_heads)
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     def plain() -> None:
         torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double())
-        wait()
+        wait(device)
 
     def ours() -> None:
         for _ in range(layers):
             thin_svd(w_q, w_k, kv_of_head)
-        wait()
+        wait(device)
 
     thin_svd(w_q[:1], w_k[:1])
     plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)

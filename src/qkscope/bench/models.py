@@ -18,7 +18,7 @@ from qkscope import tasks
 from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.swap import Rows, capture_rows, conditions
 from qkscope.analyses.units import batches_of
-from qkscope.bench.harness import Row, compare, faster, overhead, row
+from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
 from qkscope.capture.encode import Encoded
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
@@ -31,6 +31,10 @@ from qkscope.tasks.task import Unit
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
 _BATCH = 16
+_LLAMA_8B: Any = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @cache
@@ -47,7 +51,7 @@ def _bare_body(scope: Scope, count: int) -> tuple[list[Encoded], Callable[[], No
     def plain() -> None:
         for batch in batches:
             scope.model.base_model(**batch.inputs, use_cache=False)
-        _wait(scope)
+        wait(scope.device)
 
     return batches, plain
 
@@ -63,10 +67,10 @@ def capture_overhead() -> Row:
         for batch in batches:
             captured = scope.capture_inputs(batch)
             moments.update(captured.q, captured.k, {"order": captured.labels["order"]})
-        _wait(scope)
+        wait(scope.device)
 
     plain_s, ours_s = compare(plain, ours, repeats=7)
-    return overhead(plain_s, ours_s, f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {_hardware(scope)}")
+    return overhead(plain_s, ours_s, f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
 
 
 @row
@@ -78,23 +82,22 @@ def early_stop() -> Row:
     def ours() -> None:
         for batch in batches:
             scope.capture_inputs(batch, heads=[Head(21, 0)])
-        _wait(scope)
+        wait(scope.device)
 
     plain_s, ours_s = compare(plain, ours, repeats=7)
-    return faster(plain_s, ours_s, f"head of layer 21 of {scope.n_layers}, against the bare body; {_hardware(scope)}")
+    return faster(
+        plain_s, ours_s, f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}"
+    )
 
 
 @row
 def capture_overhead_8b() -> Row:
     """The same at the shape of Llama-3.1-8B with random bfloat16 weights, all 1,024 heads, on a GPU."""
     if not torch.cuda.is_available():
-        return {"plain_s": None, "ours_s": None, "ratio": None, "note": "needs a GPU"}
+        return not_here("needs a GPU")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16",
-    )  # fmt: skip
+    config = LlamaConfig(**_LLAMA_8B)
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     scope = Scope.from_model(model, name="llama-8b-shape")
@@ -107,26 +110,17 @@ def capture_overhead_8b() -> Row:
     @torch.no_grad()
     def plain() -> None:
         model.model(**batch.inputs, use_cache=False)
-        _wait(scope)
+        wait(scope.device)
 
     def ours() -> None:
         captured = scope.capture_inputs(batch)
         moments.update(captured.q, captured.k, {"c": captured.labels["c"]})
-        _wait(scope)
+        wait(scope.device)
 
     plain_s, ours_s = compare(plain, ours, repeats=9)
     peak = torch.cuda.max_memory_allocated() / 2**30
     note = f"1,024 heads, 64×96 tokens, ΔC in float64: {64 / ours_s:.0f} prompts/s, {peak:.1f} GiB; one GPU"
     return overhead(plain_s, ours_s, note)
-
-
-def _wait(scope: Scope) -> None:
-    if scope.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _hardware(scope: Scope) -> str:
-    return "one GPU" if scope.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 # ---------------------------------------------------------------- the causal test
@@ -271,7 +265,7 @@ def swap_pipeline() -> Row:
     plain, ours, found, scope = _swap_sides()
     plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
     return faster(
-        plain_s, ours_s, f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {_hardware(scope)}"
+        plain_s, ours_s, f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}"
     )
 
 
@@ -289,4 +283,4 @@ def binding_pipeline() -> Row:
         ours_swap()
 
     plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
-    return faster(plain_s, ours_s, f"fit with nulls, and swap; equal to {_same(found):.0e}; {_hardware(scope)}")
+    return faster(plain_s, ours_s, f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")

@@ -55,8 +55,13 @@ def train_nano(
         answer=f"After {recipe.steps:,} steps the model answers the first question of {len(CLAIMED) - len(missed)} of "
         f"{len(CLAIMED)} tasks in 95% of prompts or more" + (f" (not {', '.join(missed)})." if missed else "."),
         claims=[
-            Claim(f"{name}: the likeliest token is right in 95% of test prompts", "", final[name]["accuracy"],
-                  final[name]["chance"], "ours >= 0.95")
+            Claim(
+                f"{name}: the likeliest token is right in 95% of test prompts",
+                "",
+                final[name]["accuracy"],
+                final[name]["chance"],
+                "ours >= 0.95",
+            )
             for name in CLAIMED
         ],
         tables={"accuracy": curve, "parts": [{"all_forms_from": trainer.all_forms_from}]},
@@ -64,7 +69,7 @@ def train_nano(
         seed=seed,
         seconds=seconds,
         provenance=provenance(recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device),
-    )  # fmt: skip
+    )
 
 
 def write_beside(result: Result, out: str | Path, files: Mapping[str, str | bytes]) -> None:

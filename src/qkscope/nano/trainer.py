@@ -77,8 +77,10 @@ class NanoRecipe:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise BadInput(f"{name} should be a whole number of at least 1, but got {getattr(self, name)!r}.")
         if self.heads % self.kv_heads or self.width % (2 * self.heads):
-            raise BadInput(f"{self.heads} heads should be a multiple of {self.kv_heads} key heads, and the width "
-                           f"{self.width} of twice the heads (rotations pair dimensions).")  # fmt: skip
+            raise BadInput(
+                f"{self.heads} heads should be a multiple of {self.kv_heads} key heads, and the width "
+                f"{self.width} of twice the heads (rotations pair dimensions)."
+            )
         if not 0 < self.lr < math.inf:
             raise BadInput(f"the learning rate should be positive and finite, but got {self.lr}.")
         if self.rows < 20:
@@ -106,11 +108,20 @@ def new_model(recipe: NanoRecipe, seed: int) -> Any:
 
     ids = word_ids()
     config = LlamaConfig(
-        vocab_size=len(vocabulary()), hidden_size=recipe.width, intermediate_size=recipe.mlp,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=recipe.init,
-        bos_token_id=ids[BOS], eos_token_id=None, pad_token_id=ids[PAD], dtype="float32",
-    )  # fmt: skip
+        vocab_size=len(vocabulary()),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=recipe.init,
+        bos_token_id=ids[BOS],
+        eos_token_id=None,
+        pad_token_id=ids[PAD],
+        dtype="float32",
+    )
     model = LlamaForCausalLM(config)
     draw = torch.Generator().manual_seed(derived_seed(seed, 1))
     with torch.no_grad():
@@ -138,8 +149,10 @@ class NanoTrainer:
         gains = [p for p in self.named.values() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": gains, "weight_decay": 0.0}],
-            lr=recipe.lr, betas=(0.9, 0.98), fused=True,
-        )  # fmt: skip
+            lr=recipe.lr,
+            betas=(0.9, 0.98),
+            fused=True,
+        )
         self.step, self.all_forms_from, self.curve = 0, -1, []  # type: int, int, list[dict[str, Any]]
         self._exams: Mapping[str, Exam] | None = None
         if (out / STATE).exists():
@@ -253,8 +266,10 @@ class NanoTrainer:
         self.step, self.curve = manifest["step"], manifest["curve"]
         self.all_forms_from = manifest["all_forms_from"]
         if self.step > self.recipe.steps:
-            raise BadInput(f"{self.out} has been trained for {self.step} steps already, more than the "
-                           f"{self.recipe.steps} asked for: name another folder.")  # fmt: skip
+            raise BadInput(
+                f"{self.out} has been trained for {self.step} steps already, more than the "
+                f"{self.recipe.steps} asked for: name another folder."
+            )
         with torch.no_grad():
             for name, parameter in self.named.items():
                 parameter.copy_(tensors[f"weight/{name}"])

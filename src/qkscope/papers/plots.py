@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -20,6 +21,23 @@ def files_of(result: Result, figure: Figure) -> Files:
 def figure_name(result: Result) -> str:
     """``fig9`` of ``lee2026/fig9``."""
     return result.experiment.split("/")[1]
+
+
+def column(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """One column of a table."""
+    return [row[name] for row in rows]
+
+
+def heat_map(axis: Any, matrix: Any, **look: Any) -> Any:
+    """A matrix of values from 0 to 1, cell by cell."""
+    usual = {"cmap": "magma_r", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    return axis.imshow(matrix, **{**usual, **look})
+
+
+def slanted(axis: Any, labels: Sequence[str], rotation: float, fontsize: float) -> None:
+    """Long names below their places, read from the right."""
+    look: Any = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor", "fontsize": fontsize}
+    axis.set_xticks(range(len(labels)), labels, **look)
 
 
 def model_name(result: Result) -> str:

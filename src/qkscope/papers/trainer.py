@@ -54,8 +54,10 @@ class Stack:
     def named(self) -> dict[str, Tensor]:
         """All parameters by name, as views."""
         pieces = self.flat.split([shape.numel() for shape in self._shapes.values()], dim=1)
-        return {name: piece.unflatten(1, shape) if len(shape) != 1 else piece
-                for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}  # fmt: skip
+        return {
+            name: piece.unflatten(1, shape) if len(shape) != 1 else piece
+            for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
 
 
 class TrainingTask(ABC):
@@ -117,8 +119,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.validate_every < 1 or self.patience < 1:
-            raise BadInput(f"steps, validate_every and patience must be at least 1, but got {self.steps}, "
-                           f"{self.validate_every} and {self.patience}.")  # fmt: skip
+            raise BadInput(
+                f"steps, validate_every and patience must be at least 1, but got {self.steps}, "
+                f"{self.validate_every} and {self.patience}."
+            )
         if self.schedule not in ("constant", "cosine"):
             raise BadInput(f"there is no schedule {self.schedule!r}: take constant or cosine.")
 
@@ -294,9 +298,11 @@ class Trainer:
         )
         self.status[gone], self.stopped_at[gone] = verdict[leaving], self.step
         for model in gone[self.status[gone] == DIVERGED].tolist():
-            log.warning("%s diverged at step %d (validation loss %.3g, %.3g before training): it is left out, "
-                        "the others go on; lower its learning rate of %.3g.", self.names[model], self.step,
-                        float(self.last[model]), float(self.initial[model]), float(self.lr[model]))  # fmt: skip
+            log.warning(
+                f"{self.names[model]} diverged at step {self.step} (validation loss {float(self.last[model]):.3g}, "
+                f"{float(self.initial[model]):.3g} before training): it is left out, the others go on; lower its "
+                f"learning rate of {float(self.lr[model]):.3g}."
+            )
         keep = (self.status[self.models] == RUNNING).nonzero()[:, 0]
         if 0 < len(keep) <= self.compact_below * len(self.models):
             where = keep.to(self.task.device)
@@ -329,12 +335,16 @@ class Trainer:
         history = self.final.like(torch.stack(self.history).flatten(0, 1)).named() if self.history else None
         checks = len(self.history)
         return Trained(
-            self.names, {name: value.clone() for name, value in self.final.like(final).named().items()},
-            self.stopped_at.tolist(), [REASONS[code] for code in self.status.tolist()],
-            self.initial.tolist(), self.last.tolist(), list(self.curve_steps),
+            self.names,
+            {name: value.clone() for name, value in self.final.like(final).named().items()},
+            self.stopped_at.tolist(),
+            [REASONS[code] for code in self.status.tolist()],
+            self.initial.tolist(),
+            self.last.tolist(),
+            list(self.curve_steps),
             torch.stack(self.curves) if self.curves else None,
             history and {name: value.unflatten(0, (checks, -1)) for name, value in history.items()},
-        )  # fmt: skip
+        )
 
     def _everything(self) -> Tensor:
         """Parameters of all models, where they stopped or where they are."""

@@ -16,7 +16,7 @@ from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
-from qkscope.papers.plots import Files, figure_name, files_of
+from qkscope.papers.plots import Files, figure_name, files_of, heat_map
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
 from qkscope.result import Claim, Result
@@ -50,8 +50,7 @@ def run(settings: Settings, cells: Cells) -> Result:
             f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
             f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
             f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
-            "direction "
-            f"finds {many[0]['best_random']:.2f} at best."
+            f"direction finds {many[0]['best_random']:.2f} at best."
         ),
         tables={"alignment": rows, "spectra": spectra},
         claims=_claims(after, before, spectra),
@@ -62,31 +61,25 @@ def run(settings: Settings, cells: Cells) -> Result:
 
 def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    claims = []
+    claims: list[Claim] = []
     for name, rows in ((ONE_PAIR, one), (MANY_PAIRS, many)):
         control = mean(r["matched"] for r in pick(before, config=name))
-        claims.append(
-            Claim(
-                f"{name}: features align with their singular vectors (mean matched |cos|; control: untrained)",
-                "aligned",
-                mean(r["matched"] for r in rows),
-                control,
-                "ours >= 0.98",
-            )
-        )
-        claims.append(Claim(f"{name}: every one of them does (least matched |cos|; control: what random directions "
-                            "find "
-                            "at best)", "aligned", least(r["matched"] for r in rows), rows[0]["best_random"],
-                            "ours >= 0.95 and ours > control"))  # fmt: skip
-    ratios = {control: max(r["next_over_last"] for r in pick(spectra, config=ONE_PAIR, control=control))
-              for control in (False, True)}  # fmt: skip
-    claims.append(Claim("one pair: a single large singular value (second over first, worst seed; control: untrained)",
-                        "single", ratios[False], ratios[True], "ours < 0.05"))  # fmt: skip
-    claims.append(Claim(
-        "20 pairs: singular values are the target logits (mean relative difference; control: untrained)",
-        "reflect the target logits", _value_error(many), _value_error(pick(before, config=MANY_PAIRS)),
-        "ours < 0.25"))  # fmt: skip
-    return claims
+        claims += [
+            Claim(f"{name}: features align with their singular vectors (mean matched |cos|; control: untrained)",
+                  "aligned", mean(r["matched"] for r in rows), control, "ours >= 0.98"),
+            Claim(f"{name}: every one of them does (least matched |cos|; control: what random directions find at "
+                  "best)", "aligned", least(r["matched"] for r in rows), rows[0]["best_random"],
+                  "ours >= 0.95 and ours > control"),
+        ]  # fmt: skip
+    trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
+    return [
+        *claims,
+        Claim("one pair: a single large singular value (second over first, worst seed; control: untrained)", "single",
+              max(r["next_over_last"] for r in trained), max(r["next_over_last"] for r in untrained), "ours < 0.05"),
+        Claim("20 pairs: singular values are the target logits (mean relative difference; control: untrained)",
+              "reflect the target logits", _value_error(many), _value_error(pick(before, config=MANY_PAIRS)),
+              "ours < 0.25"),
+    ]  # fmt: skip
 
 
 def _value_error(rows: list[Row]) -> float:
@@ -135,7 +128,7 @@ def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
 
 
 def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
-    image = axis.imshow(matrix, cmap="magma_r", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    image = heat_map(axis, matrix)
     letter = "u" if side == "query" else "v"
     few = len(features) <= 25
     axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")

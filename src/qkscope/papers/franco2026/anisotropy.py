@@ -9,6 +9,7 @@ over the top four, the only ones that the head uses, and what random directions 
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from qkscope.papers.franco2026.toy.superposition import (
     distort,
     isotropic_dictionary,
 )
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result
@@ -163,8 +164,8 @@ def draw(result: Result) -> Files:
             ("raw_top", "raw, best of the four in use", ORIGINAL, "--s"),
             ("anti_whitened", "anti-whitened, best of ten", TARGET, "-o"),
         ):
-            axis.errorbar(x, [r[kind] for r in part], [r[f"{kind}_sd"] for r in part], fmt=style, color=colour,
-                          ms=4, lw=1.3, capsize=2, label=label)  # fmt: skip
+            look: Any = {"color": colour, "ms": 4, "lw": 1.3, "capsize": 2, "label": label}
+            axis.errorbar(x, column(part, kind), column(part, f"{kind}_sd"), fmt=style, **look)
         axis.plot(x, [r["raw_untrained"] for r in part], "x", color=REST, ms=5, label="untrained head, best of ten")
         axis.axhline(rows[0]["random"], color=INK, lw=0.9, ls=":", label="random direction, best of ten")
         axis.axhline(rows[0]["random_top"], color=INK, lw=0.9, ls="-.", label="random direction, best of four")

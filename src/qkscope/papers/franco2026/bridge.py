@@ -56,9 +56,14 @@ def run(settings: Settings) -> Result:
     heads = [row["head"] for row in ranking.top("row_accuracy")[: work.heads]]
     fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
     found = bridge(
-        scope, fit, singular_basis(scope, heads), task.test(work.test), draws=work.draws, seed=settings.seed,
+        scope,
+        fit,
+        singular_basis(scope, heads),
+        task.test(work.test),
+        draws=work.draws,
+        seed=settings.seed,
         sizes=[k for k in SIZES if k <= scope.d_head],
-    )  # fmt: skip
+    )
     lexical = [dict(row) for row in found.tables["alignment"] if row["contrast"] == "lexical"]
     return Result(
         experiment=f"franco2026/{settings.figure}",
@@ -136,8 +141,10 @@ def _carried(axis: Axes, carried: Any, row: Row) -> None:
     axis.bar(np.arange(len(carried)), carried / total, 0.9, color=ORIGINAL)
     axis.axhline(0, color=INK, lw=0.5)
     carriers = f"{row['head']}, rank {row['rank']}: {row['vectors']:.0f} vectors carry 90%"
-    controls = ", ".join(f"{label} {row[f'vectors_{kind}']:.0f}" for kind, label in
-                         (("rotated", "rotated"), ("random", "random"), ("key_pca", "key PCA")))  # fmt: skip
+    controls = ", ".join(
+        f"{label} {row[f'vectors_{kind}']:.0f}"
+        for kind, label in (("rotated", "rotated"), ("random", "random"), ("key_pca", "key PCA"))
+    )
     axis.set_title(f"{carriers}\n({controls})", fontsize=8.5)
     axis.set_xlabel("singular vector, largest σ first", fontsize=8)
 
@@ -146,8 +153,8 @@ def _overlaps(axis: Axes, row: Row) -> None:
     kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", "#7f97b5"), ("_rotated", "rotated", INK),
              ("_key_pca", "key PCA", "#5a9367"), ("_random", "random axes", REST))  # fmt: skip
     for j, (suffix, label, colour) in enumerate(kinds):
-        bars = axis.bar([side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]], 0.16,
-                        color=colour, label=label)  # fmt: skip
+        places, values = [side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]]
+        bars = axis.bar(places, values, 0.16, color=colour, label=label)
         axis.bar_label(bars, fmt="%.2f", fontsize=6.5)
     axis.set_xticks([0, 1], ["query space", "key space"], fontsize=8)
     axis.set_ylim(0, 1.45)

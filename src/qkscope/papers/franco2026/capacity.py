@@ -18,7 +18,7 @@ from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, tr
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, files_of, heat_map
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result
@@ -124,8 +124,7 @@ def draw(result: Result) -> Files:
             below.set_axis_off()
             continue
         config = configs[place]
-        image = above.imshow(result.arrays[f"query/{config}"].numpy(), cmap="magma_r", vmin=0, vmax=1,
-                             aspect="auto", interpolation="nearest")  # fmt: skip
+        image = heat_map(above, result.arrays[f"query/{config}"].numpy())
         width = result.arrays[f"query/{config}"].shape[1]
         above.axhline(width - 0.5, color=TARGET, lw=1)
         above.set_title(config, fontsize=8.5)
@@ -143,7 +142,10 @@ def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> N
         r for r in result.tables["alignment"] if r["config"] == config and r["side"] == "query" and not r["control"]
     ]
     top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
-    axis.bar(range(len(rows)), [r["feature_norm"] for r in rows],
-             color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))])  # fmt: skip
+    axis.bar(
+        range(len(rows)),
+        [r["feature_norm"] for r in rows],
+        color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))],
+    )
     axis.axhline(1, color=REST, lw=0.8, ls=":")
     axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))

@@ -138,6 +138,14 @@ def strengths(toys: list[TrainedToy], settings: Settings) -> Result:
                              "slope": float(_slope(strength[:, i], at.terms[:, i])), "control": control})  # fmt: skip
     late = [row for row in rows if not row["control"]]
     early = [row for row in rows if row["control"]]
+    claims = [
+        Claim("a term's contribution correlates with its pair's strength (least over pairs and seeds; control: with "
+              "the strengths of other pairs, largest)", "correlates", min(r["correlation"] for r in late),
+              max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control"),
+        Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "implied",
+              mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
+              "ours > 2 * control"),
+    ]  # fmt: skip
     return settings.result(
         answer=(
             "The least correlation of a term with the strength of its own pair is "
@@ -146,18 +154,10 @@ def strengths(toys: list[TrainedToy], settings: Settings) -> Result:
             f"{mean(abs(r['correlation']) for r in early):.2f} on average."
         ),
         tables={"strength": rows},
-        claims=[
-            Claim("a term's contribution correlates with its pair's strength (least over pairs and seeds; control: "
-                  "with "
-                  "the strengths of other pairs, largest)", "correlates", min(r["correlation"] for r in late),
-                  max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control"),
-            Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "implied",
-                  mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
-                  "ours > 2 * control"),
-        ],
+        claims=claims,
         arrays=arrays,
         about={"work": vars(work)},
-    )  # fmt: skip
+    )
 
 
 def _slope(x: Tensor, y: Tensor) -> Tensor:

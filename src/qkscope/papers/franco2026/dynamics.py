@@ -25,7 +25,7 @@ from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import alignment_rows
 from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result
@@ -99,8 +99,10 @@ def onset_rows(config: str, trained: TrainedToy) -> list[Row]:
 def _learned(trained: TrainedToy, pair: Pair) -> float:
     """The first step at which the pair adds half of its target to a logit."""
     W, scale = trained.weights["W"].double(), trained.cell.task.scale
-    query, key = (trained.weights[name].double() @ W[:, :, feature, None] for name, feature in
-                  (("W_Q", pair[0]), ("W_K", pair[1])))  # fmt: skip
+    query, key = (
+        trained.weights[name].double() @ W[:, :, feature, None]
+        for name, feature in (("W_Q", pair[0]), ("W_K", pair[1]))
+    )
     reached = (scale * (query * key).sum((1, 2)) >= pair[2] / 2).nonzero()
     return float(trained.steps[int(reached[0])]) if len(reached) else math.nan
 
@@ -109,8 +111,10 @@ def _matched(trained: TrainedToy, check: int) -> Float[Tensor, " pairs"]:
     """The lower matched cosine of both sides."""
     toy = trained.at(check)
     basis, pairs = toy.basis(), by_logit(toy.task.pairs)
-    sides = [cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
-             for side, vectors in ((0, basis.u), (1, basis.v))]  # fmt: skip
+    sides = [
+        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
+        for side, vectors in ((0, basis.u), (1, basis.v))
+    ]
     return torch.minimum(*sides)
 
 
@@ -166,8 +170,7 @@ def _speed_claims(rows: list[Row], onsets: list[Row]) -> list[Claim]:
     ends = [mean(r["matched"] for r in pick(rows, config=config, step=early)) for config in (configs[0], configs[-1])]
     return [
         Claim("alignment comes earlier the more often features are present (share of pairs of p in that order; "
-              "control: "
-              "chance)", "more readily", mean(ordered), 0.5, "ours > 0.75"),
+              "control: chance)", "more readily", mean(ordered), 0.5, "ours > 0.75"),
         Claim(f"... after a fifth of the training: mean matched |cos| at p = 1 (control: at p = {configs[-1][2:]})",
               "more readily", ends[0], ends[1], "ours > control"),
     ]  # fmt: skip
@@ -215,8 +218,9 @@ def draw(result: Result) -> Files:
     image, edges = None, _edges(steps)
     for line, (kind, label) in zip(axes, _LINES, strict=True):
         for k, axis in enumerate(line):
-            image = axis.pcolormesh(edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0,
-                                    vmax=1, rasterized=True)  # fmt: skip
+            image = axis.pcolormesh(
+                edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0, vmax=1, rasterized=True
+            )
             if kind == "vector":
                 axis.set_title(f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9)
             _spread(axis, steps[-1], "xy")
@@ -252,8 +256,8 @@ def _curves(axis: Any, result: Result, pairs: list[tuple[str, float]]) -> None:
         colour = colours(i / max(len(pairs) - 1, 1) * 0.85)
         for n, seed in enumerate(dict.fromkeys(r["seed"] for r in rows)):
             own = [r for r in rows if r["pair"] == pair and r["seed"] == seed]
-            axis.plot([r["step"] for r in own], [r["matched"] for r in own], "-", color=colour,
-                      lw=1.2 if n == 0 else 0.5, label=f"pair {pair}, logit {logit:g}" if n == 0 else None)  # fmt: skip
+            label, width = (f"pair {pair}, logit {logit:g}", 1.2) if n == 0 else (None, 0.5)
+            axis.plot(column(own, "step"), column(own, "matched"), "-", color=colour, lw=width, label=label)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
     _spread(axis, max(r["step"] for r in rows), "x")
     axis.set(xlabel="step (thin: other seeds)", ylabel="matched |cos|, query side", ylim=(0, 1.05))

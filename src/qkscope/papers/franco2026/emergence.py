@@ -27,7 +27,7 @@ from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, t
 from qkscope.papers.franco2026.dynamics import checkpoints
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import Toy
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result
@@ -53,15 +53,18 @@ def run(settings: Settings, cells: Cells) -> Result:
     ends = {present: pick(rows, present=present, step=last) for present in PRESENT}
     return settings.result(
         answer=(
-            "Sparsity after training: " + ", ".join(
+            "Sparsity after training: "
+            + ", ".join(
                 f"{name} {mean(r['sparsity'] for r in ends[name]):.3f} (rotated "
                 f"{mean(r['rotated'] for r in ends[name]):.3f})"
-                for name in PRESENT) + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
+                for name in PRESENT
+            )
+            + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
         ),
         tables={"sparsity": rows},
         claims=_claims(rows, ends),
         about={"work": vars(work), "tolerance": TOLERANCE},
-    )  # fmt: skip
+    )
 
 
 def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
@@ -79,8 +82,9 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     counted = exact[exact.isfinite()]
     count_low, count_high = (
         clustered_bootstrap(counted[:, None], torch.arange(len(counted)), draws=_RESAMPLES, seed=seed)
-        if len(counted) else (torch.full((1,), torch.nan),) * 2
-    )  # fmt: skip
+        if len(counted)
+        else (torch.full((1,), torch.nan),) * 2
+    )
     return {
         "sparsity": float(own.mean()), "low": float(low[0]), "high": float(high[0]),
         "rotated": float(turned.mean()), "rotated_low": float(low[1]), "rotated_high": float(high[1]),
@@ -119,8 +123,7 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
             mean(r["sparsity"] - r["shared"] for r in pick(start, present=name)), "ours < 0"))  # fmt: skip
     claims.append(Claim(
         f"one pair is reconstructed by one term (mean count at tolerance {TOLERANCE}; control: random terms of the "
-        "same "
-        "sum and norm)", "counts features", mean(r["count_tol"] for r in one), mean(r["null_count"] for r in one),
+        "same sum and norm)", "counts features", mean(r["count_tol"] for r in one), mean(r["null_count"] for r in one),
         "ours < 1.1"))  # fmt: skip
     return claims
 
@@ -142,24 +145,16 @@ def draw(result: Result) -> Files:
         steps = sorted({r["step"] for r in own})
         at = [[r for r in own if r["step"] == step] for step in steps]
         left.plot(steps, [_mean(x, "sparsity") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
-        left.fill_between(steps, [min(r["low"] for r in x) for x in at], [max(r["high"] for r in x) for x in at],
-                          color=colour, alpha=0.25, lw=0)  # fmt: skip
+        low, high = [min(column(x, "low")) for x in at], [max(column(x, "high")) for x in at]
+        left.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
         left.plot(steps, [_mean(x, "rotated") for x in at], "--", color=colour, lw=1)
         right.plot(steps, [_mean(x, "count_tol") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
         right.plot(steps, [_mean(x, "null_count") for x in at], "--", color=colour, lw=1)
     left.axhline(0.1, color="#666b75", lw=0.8, ls=":")
-    left.set(
-        xlabel="step",
-        ylabel="sparsity (mean |c|)² / mean c²",
-        ylim=(0, None),
-        title="dashed: U and V rotated; dotted: one term",
-    )
-    right.set(
-        xlabel="step",
-        ylabel="terms to reach 99% of r",
-        ylim=(0.9, None),
-        title="dashed: random terms of the same sum and norm",
-    )
+    left.set(xlabel="step", ylabel="sparsity (mean |c|)² / mean c²", ylim=(0, None))
+    left.set_title("dashed: U and V rotated; dotted: one term")
+    right.set(xlabel="step", ylabel="terms to reach 99% of r", ylim=(0.9, None))
+    right.set_title("dashed: random terms of the same sum and norm")
     left.legend(frameon=False, fontsize=8)
     return files_of(result, figure)
 

@@ -131,8 +131,7 @@ def _claims(after: list[Row], before: list[Row]) -> list[Claim]:
         rows = pick(after, config=config)
         claims.append(Claim(
             f"{config}: features of interest are orthogonal to all others (largest |cos|, worst seed; control: the "
-            "same "
-            "before training)", "orthogonal", _worst(rows, "interest_overlap"),
+            "same before training)", "orthogonal", _worst(rows, "interest_overlap"),
             mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1"))  # fmt: skip
     return claims
 

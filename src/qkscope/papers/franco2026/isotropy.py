@@ -37,6 +37,11 @@ def run(settings: Settings) -> Result:
         rows.append({"dictionary": name, **row})
         arrays[f"spectrum/{name}"] = spectrum
     main = rows[-1]
+    claims = [
+        Claim("‖E‖ of the dictionary, c = tr G / d (control: random rows of the same number and width)",
+              "10 to 55 over GPT-2's residual autoencoders: not the same dictionaries, and the paper's c is unsaid",
+              main["e_trace"], main["random"], "ours > 2 * control"),
+    ]  # fmt: skip
     return settings.result(
         answer=(
             f"{main['dictionary']}: ‖E‖ is {main['e_trace']:.1f} at c = tr G / d (random rows {main['random']:.2f}, at "
@@ -44,16 +49,10 @@ def run(settings: Settings) -> Result:
         ),
         tables={"isotropy": rows},
         arrays=arrays,
-        claims=[
-            Claim(
-                "‖E‖ of the dictionary, c = tr G / d (control: random rows of the same number and width)",
-                "10 to 55 over GPT-2's residual autoencoders: not the same dictionaries, and the paper's c is unsaid",
-                main["e_trace"], main["random"], "ours > 2 * control",
-            )
-        ],
+        claims=claims,
         model=settings.model,
         about={"model": settings.model},
-    )  # fmt: skip
+    )
 
 
 def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> tuple[Row, Float[Tensor, " d"]]:
@@ -138,8 +137,8 @@ def draw(result: Result) -> Files:
     left, right = figure.subplots(1, 2)
     for i, row in enumerate(rows):
         spectrum = result.arrays[f"spectrum/{row['dictionary']}"].numpy()
-        left.plot(range(1, len(spectrum) + 1), spectrum, color=_COLOURS[i % 4], lw=1.5,
-                  label=f"{row['dictionary']} ({row['n']:,} × {row['d']})")  # fmt: skip
+        label = f"{row['dictionary']} ({row['n']:,} × {row['d']})"
+        left.plot(range(1, len(spectrum) + 1), spectrum, color=_COLOURS[i % 4], lw=1.5, label=label)
     left.axhline(1, color=INK, lw=0.6, ls=":")
     left.set(xscale="log", yscale="log", xlabel="place of the eigenvalue", title="eigenvalues of G / c, c = tr G / d")
     left.legend(frameon=False, fontsize=8)

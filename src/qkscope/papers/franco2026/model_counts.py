@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope.papers.franco2026.model_sweep import Swept, swept
-from qkscope.papers.plots import Files, files_of, model_name
+from qkscope.papers.plots import Files, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
@@ -85,15 +85,9 @@ def _claims(found: Swept, inside: list[Row]) -> list[Claim]:
     ]  # fmt: skip
     if found.trained:
         rows = found.training()
-        claims.append(
-            Claim(
-                "Count less that of random terms, at the end (control: at the start)",
-                "the count declines during training",
-                rows[-1]["count_tol"] - rows[-1]["count_tol_null"],
-                rows[0]["count_tol"] - rows[0]["count_tol_null"],
-                "ours < control",
-            )
-        )
+        last, first = (row["count_tol"] - row["count_tol_null"] for row in (rows[-1], rows[0]))
+        claims.append(Claim("Count less that of random terms, at the end (control: at the start)",
+                            "the count declines during training", last, first, "ours < control"))  # fmt: skip
     return claims
 
 
@@ -128,8 +122,7 @@ def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool
         axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
         axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
         axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
-    axis.set_xticks(range(len(heads)), [f"{head} {way}" for head, way, _ in heads], rotation=60, ha="right",
-                    rotation_mode="anchor", fontsize=7)  # fmt: skip
+    slanted(axis, [f"{head} {way}" for head, way, _ in heads], 60, 7)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
     axis.set_ylim(0, None)
     axis.set_ylabel("singular vectors")
@@ -147,8 +140,8 @@ def _training(axis: Axes, rows: Sequence[Row]) -> None:
     x = steps_axis(axis, [row["step"] for row in inside])
     lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
              ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
-    for column, label, colour, style in lines:
-        axis.plot(x, smoothed([row[column] for row in inside]), style, color=colour, lw=1.5, label=label)
+    for name, label, colour, style in lines:
+        axis.plot(x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label)
     axis.set_ylim(0, None)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
     axis.set_title("mean over the circuit, prompts with r > 0")

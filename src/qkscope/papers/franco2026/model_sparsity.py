@@ -23,7 +23,7 @@ from qkscope.analyses.sparsity import group_difference, head_changes
 from qkscope.maths.relabelling import relabelled
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Swept, swept
-from qkscope.papers.plots import Files, files_of, model_name
+from qkscope.papers.plots import Files, column, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
@@ -85,14 +85,9 @@ def _claims(
             float(found.last[name][inside].nanmean() - found.first[name][inside].nanmean())
             for name in ("rotated", "sparsity")
         )
-        claims.append(
-            Claim(
-                "Under rotated vectors there is no such fall: change of the rotated sparsity over training (control: "
-                "the change of the sparsity itself)",
-                "the decline disappears when the SVD basis is rotated", rotated, plain,
-                "ours > 0.5 * control and control < 0",
-            )
-        )  # fmt: skip
+        claims.append(Claim("Under rotated vectors there is no such fall: change of the rotated sparsity over training "
+                            "(control: the change of the sparsity itself)", "the decline disappears when the SVD basis "
+                            "is rotated", rotated, plain, "ours > 0.5 * control and control < 0"))  # fmt: skip
     at_end, control = group_difference(found.last, inside), group_difference(found.last, outside)
     said = "sparsity is not the spectrum's: rotating U and V removes it"
     return [
@@ -106,8 +101,9 @@ def _claims(
 
 
 def _by_heads(when: str, units: list[Row]) -> Claim:
-    own, other = ([row["value"] for row in units if row["when"] == when and row["circuit"] is flag]
-                  for flag in (True, False))  # fmt: skip
+    own, other = (
+        [row["value"] for row in units if row["when"] == when and row["circuit"] is flag] for flag in (True, False)
+    )
     return Claim(
         f"The same with heads as units {when}: share of relabellings of the heads ({len(own)} inside, "
         f"{len(other)} outside) with as low a mean inside (one-sided p; control: the level)", "not in the paper",
@@ -181,9 +177,9 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
         (outside, "sparsity", "heads outside", ORIGINAL, "-"),
         (outside, "rotated", "their rotated", ORIGINAL, ":"),
     ]  # fmt: skip
-    for own, column, label, colour, style in lines:
+    for own, name, label, colour, style in lines:
         if own:
-            left.plot(x, smoothed([row[column] for row in own]), style, color=colour, lw=1.6, label=label)
+            left.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
     left.set_ylim(0, None)
     left.set_title("sparsity of the terms (1: all equal)")
     left.legend(frameon=False, fontsize=7.5, loc="lower left")
@@ -191,8 +187,7 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
     for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
         if own:
             middle.plot(x, [row["difference"] for row in own], "o-", ms=3, color=colour, lw=1.4, label=label)
-            middle.fill_between(x, [row["low"] for row in own], [row["high"] for row in own], color=colour,
-                                alpha=0.2, lw=0)  # fmt: skip
+            middle.fill_between(x, column(own, "low"), column(own, "high"), color=colour, alpha=0.2, lw=0)
     middle.axhline(0, color=INK, lw=0.6)
     middle.set_title("sparsity − rotated, 95% interval")
     middle.legend(frameon=False, fontsize=8)
@@ -215,13 +210,12 @@ def _by_head(result: Result) -> Figure:
     figure = new_figure(max(0.34 * len(rows) + 1.5, 5.0), 4.0)
     axis = figure.subplots()
     places = list(range(len(rows)))
-    axis.bar(places, [row["sparsity"] for row in rows], 0.62,
-             color=[TARGET if row["circuit"] else ORIGINAL for row in rows])  # fmt: skip
+    axis.bar(
+        places, [row["sparsity"] for row in rows], 0.62, color=[TARGET if row["circuit"] else ORIGINAL for row in rows]
+    )
     axis.plot(places, [row["rotated"] for row in rows], "_", ms=11, mew=2, color=INK, label="rotated U and V")
-    axis.plot(places, [row["rotated_shared"] for row in rows], "_", ms=11, mew=1.5, color=REST,
-              label="rotated head space")  # fmt: skip
-    axis.set_xticks(places, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], rotation=55, ha="right",
-                    rotation_mode="anchor", fontsize=7.5)  # fmt: skip
+    axis.plot(places, column(rows, "rotated_shared"), "_", ms=11, mew=1.5, color=REST, label="rotated head space")
+    slanted(axis, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], 55, 7.5)
     axis.set_ylabel("sparsity of the terms")
     axis.legend(frameon=False, loc="upper right", fontsize=8, ncols=2)
     axis.set_ylim(0, 1.25 * max(row["rotated_shared"] for row in rows))

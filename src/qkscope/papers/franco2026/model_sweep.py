@@ -117,8 +117,8 @@ def _swept(model: str, preset: str, seed: int, device: str, shared: Path) -> Swe
     work, revisions = WORK[preset], revisions_of(model, preset)
     name = hashlib.sha256(f"{model} {preset} {seed}".encode()).hexdigest()[:12]
     folder = shared / "franco2026" / "sweeps" / name
-    result = sweep(model, tasks.ioi(seed=seed), revisions, n=work.n, out=folder, controls=work.controls,
-                   draws=work.draws, seed=seed, device=device)  # fmt: skip
+    asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
+    result = sweep(model, tasks.ioi(seed=seed), revisions, **asked, out=folder, seed=seed, device=device)
     found = checkpoints(model, revisions)
     return Swept(
         result, found, {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}

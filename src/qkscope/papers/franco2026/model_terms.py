@@ -106,15 +106,9 @@ def _claims(found: Swept, chosen: list[int], rows: list[Row]) -> list[Claim]:
     ]  # fmt: skip
     if found.trained:
         change = group_difference(found.last, chosen, found.first)
-        claims.append(
-            Claim(
-                "Sparsity less rotated falls from start to end: upper end of its interval",
-                "relative attention becomes significantly sparse",
-                change[2],
-                0.0,
-                "ours < control",
-            )
-        )
+        claims.append(Claim("Sparsity less rotated falls from start to end: upper end of its interval",
+                            "relative attention becomes significantly sparse", change[2], 0.0,
+                            "ours < control"))  # fmt: skip
     return claims
 
 
@@ -128,9 +122,10 @@ def draw(result: Result) -> Files:
     arrays = {key: value.numpy() for key, value in result.arrays.items()}
     trained = not np.array_equal(arrays["start/terms_first"], arrays["end/terms_first"])
     lines = [
-        ("start", "start/terms_first", ORIGINAL), ("end", "end/terms_first", TARGET),
+        ("start", "start/terms_first", ORIGINAL),
+        ("end", "end/terms_first", TARGET),
         ("end, rotated", "end/terms_rotated", REST),
-    ][0 if trained else 1 :]  # fmt: skip
+    ][0 if trained else 1 :]
     columns = min(len(rows), 6 if len(rows) > 8 else 4)
     blocks = -(-len(rows) // columns)
     figure = new_figure(2.5 * columns + 0.4, 1.35 * len(lines) * blocks + 0.7)
@@ -162,8 +157,8 @@ def _bars(axis: Axes, terms: Any, colour: str) -> None:
     axis.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))  # room for the words
     total, spread = float(np.nansum(terms)), float(np.nanmean(np.square(terms)))
     sparsity = float(np.nanmean(np.abs(terms))) ** 2 / spread if spread else float("nan")
-    axis.text(0.98, 0.95, f"sum {total:.1f}\nsparsity {sparsity:.2f}", transform=axis.transAxes, ha="right", va="top",
-              fontsize=7)  # fmt: skip
+    words, place = f"sum {total:.1f}\nsparsity {sparsity:.2f}", axis.transAxes
+    axis.text(0.98, 0.95, words, transform=place, ha="right", va="top", fontsize=7)
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -39,8 +39,12 @@ def run(settings: Settings, cells: Cells) -> Result:
     for row in rows:
         trained = next(t for t in found if t.cell.seed == row["seed"])
         row["in_span"] = _in_span(trained.at(0 if row["control"] else -1), row)
-    bands = [row for trained in found for check, control in ((-1, False), (0, True))
-             for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)]  # fmt: skip
+    bands = [
+        row
+        for trained in found
+        for check, control in ((-1, False), (0, True))
+        for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)
+    ]
     toy, basis = found[0].toy, found[0].toy.basis()
     arrays = {"query": cosines(toy.W.double(), basis.u).float(), "key": cosines(toy.W.double(), basis.v).float()}
     losses = [{"seed": t.cell.seed, **dict(zip(("kl", "reconstruction"), divergence_and_error(
@@ -51,14 +55,13 @@ def run(settings: Settings, cells: Cells) -> Result:
         answer=(
             f"Under RoPE the joint matched |cos| is at least {least(r['matched'] for r in after):.3f} over "
             f"{len(found)} seeds (untrained {mean(r['matched'] for r in pick(rows, control=True)):.2f}); the "
-            "positional "
-            f"pair has at least {least(r['band_1'] for r in positional):.3f} of its norm in band 1."
+            f"positional pair has at least {least(r['band_1'] for r in positional):.3f} of its norm in band 1."
         ),
         tables={"alignment": rows, "bands": bands, "losses": losses},
         claims=_claims(rows, bands),
         arrays=arrays,
         about={"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]},
-    )  # fmt: skip
+    )
 
 
 def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
@@ -131,9 +134,12 @@ def _cosines(axis: Any, result: Result, side: str) -> Any:
     labels = [
         f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}" for feature, row in zip(features, rows, strict=True)
     ]
-    axis.set(title=f"{side} features", xlabel=f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated "
-                   "Ω",
-             yticks=range(len(features)), yticklabels=labels)  # fmt: skip
+    axis.set(
+        title=f"{side} features",
+        xlabel=f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated Ω",
+        yticks=range(len(features)),
+        yticklabels=labels,
+    )
     return image
 
 
@@ -141,20 +147,13 @@ def _bands(axis: Any, result: Result, side: str) -> Any:
     rows = [r for r in result.tables["bands"] if r["side"] == side and not r["control"]]
     pairs = list(dict.fromkeys((r["pair"], r["positional"]) for r in rows))
     names = [key for key in rows[0] if key.startswith("band_")]
-    shares = torch.tensor(
-        [[_mean([r[band] for r in rows if r["pair"] == pair]) for band in names] for pair, _ in pairs]
-    )
+    shares = torch.tensor([[mean(r[band] for r in rows if r["pair"] == pair) for band in names] for pair, _ in pairs])
     image = axis.imshow(shares.numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
     for y, line in enumerate(shares.tolist()):
         for x, value in enumerate(line):
             axis.text(
                 x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.55 else "black"
             )
-    axis.set(title=f"{side} features", xlabel="band (0 fast … 4 slow)", xticks=range(len(names)),
-             yticks=range(len(pairs)),
-             yticklabels=[f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs])  # fmt: skip
+    axis.set(title=f"{side} features", xlabel="band (0 fast … 4 slow)", xticks=range(len(names)))
+    axis.set_yticks(range(len(pairs)), [f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs])
     return image
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

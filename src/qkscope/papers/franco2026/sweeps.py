@@ -12,7 +12,7 @@ from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, over_p, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
 from qkscope.result import Claim, Result
@@ -142,11 +142,10 @@ def draw(result: Result) -> Files:
     for axis, side in zip(axes, ("query", "key"), strict=True):
         own = [r for r in rows if r["side"] == side]
         _dots(axis, own, keys, by_seed)
-        labels = [f"{config[-1] if config[-1] == 'B' else 'C'}{seed}" for config, seed in keys] if by_seed else [
-            key.split("=")[1] for key in keys]  # fmt: skip
-        axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", xticks=range(len(keys)),
-                 xticklabels=labels, ylim=(-0.03, 1.05),
-                 xlabel="reading of the loss and seed" if by_seed else _LABELS[varied])  # fmt: skip
+        readings = [f"{'B' if 'B' in key[0] else 'C'}{key[1]}" for key in keys]
+        axis.set_xticks(range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys])
+        axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05))
+        axis.set_xlabel("reading of the loss and seed" if by_seed else _LABELS[varied])
     axes[0].set_ylabel("matched |cos|")
     axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)
@@ -162,7 +161,7 @@ def _dots(axis: Any, rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) ->
             x = [keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift for r in own]
             logit = f"{own[0]['target_logit']:g}" if own else ""
             label = ("untrained" if i == 0 else None) if control else f"pair {pair}, logit {logit}"
-            axis.scatter(x, [r["matched"] for r in own], s=12 if control else 20, marker="x" if control else "o",
-                         color=REST if control else colours(i / max(len(pairs) - 1, 1) * 0.85), linewidths=0.8,
-                         label=label)  # fmt: skip
+            size, marker, colour = (12, "x", REST) if control else (20, "o", colours(i / max(len(pairs) - 1, 1) * 0.85))
+            look: Any = {"s": size, "marker": marker, "color": colour, "linewidths": 0.8, "label": label}
+            axis.scatter(x, column(own, "matched"), **look)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random, mean")

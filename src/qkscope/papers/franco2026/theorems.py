@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import matplotlib
 import torch
@@ -21,7 +22,7 @@ from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row, mean, pick
 from qkscope.result import Claim, Result
@@ -66,18 +67,15 @@ def run_minimiser(settings: Settings) -> Result:
     tight = [r for r in full if r["features"] == "isotropic"]
     claims = [
         Claim("Theorem 1: the minimiser is α G⁻¹ q kᵀ G⁻¹ (largest relative error; control: with p = 1, where the "
-              "theorem "
-              "is silent)", "unique minimiser", max(r["error"] for r in full),
+              "theorem is silent)", "unique minimiser", max(r["error"] for r in full),
               min(r["error"] for r in rows if r["p"] == 1), "ours <= 0.001 and control > 0.1"),
         Claim("... it has rank 1 (second over first singular value; control: the start of the search)", "rank 1",
               max(r["second"] for r in full), mean(r["start_second"] for r in full), "ours <= 0.001"),
         Claim("Corollary 1: with isotropic features its singular vectors are the features (least |cos|; control: "
-              "random "
-              "features)", "exact", min(r["raw"] for r in tight),
+              "random features)", "exact", min(r["raw"] for r in tight),
               min(r["raw"] for r in full if r["features"] == "random"), "ours >= 0.999 and control < ours"),
         Claim("with a singular G the pseudo-inverse takes its place (error inside the span of the features; control: "
-              "of "
-              "the whole matrix)", "can be replaced",
+              "of the whole matrix)", "can be replaced",
               max(r["span_error"] for r in ours if r["features"] == "flat"),
               mean(r["error"] for r in ours if r["features"] == "flat"), "ours <= 0.001"),
         Claim("the toy's own target, attend if both are present, has the same singular vectors (least |cos| with the "
@@ -86,8 +84,7 @@ def run_minimiser(settings: Settings) -> Result:
     ]  # fmt: skip
     answer = (
         f"Newton's method ends at Theorem 1's formula to {max(r['error'] for r in full):.0e} in {len(full)} cases; "
-        "with "
-        f"the toy's own target, which no Ω can copy, singular vectors meet the whitened features at |cos| "
+        f"with the toy's own target, which no Ω can copy, singular vectors meet the whitened features at |cos| "
         f"{min(r['whitened'] for r in plain):.3f} or more, and the raw ones at {min(r['raw'] for r in plain):.3f} or "
         "more."
     )
@@ -144,8 +141,7 @@ def run_bound(settings: Settings) -> Result:
     spoken = [row for row in rows if not row["silent"]]
     claims = [
         Claim("Theorem 2: no feature is further off than the bound (least |cos| found minus bound; control: its "
-              "looseness "
-              "at the largest ε it covers)", "a lower bound", min(r["worst"] - r["bound"] for r in spoken),
+              "looseness at the largest ε it covers)", "a lower bound", min(r["worst"] - r["bound"] for r in spoken),
               spoken[-1]["worst"] - spoken[-1]["bound"], "ours >= 0"),
         Claim("the bound is tight (largest gap to the worst feature; control: to a random one)", "can be quite loose",
               max(r["worst"] - r["bound"] for r in spoken), max(r["random"] - r["bound"] for r in spoken),
@@ -158,8 +154,7 @@ def run_bound(settings: Settings) -> Result:
     answer = (
         f"Theorem 2 holds and speaks for ε < {SILENT_FROM:.3f} only, where the worst feature has |cos| "
         f"{spoken[-1]['worst']:.3f} and the bound says {spoken[-1]['bound']:.3f} (ε = {spoken[-1]['epsilon']}). As Ω* "
-        "has "
-        "rank 1, sin θ ≤ ε holds for all ε < 1, and the worst feature attains it."
+        "has rank 1, sin θ ≤ ε holds for all ε < 1, and the worst feature attains it."
     )
     return settings.result(answer, {"bound": rows}, claims)
 
@@ -230,22 +225,21 @@ def draw_minimiser(result: Result) -> Files:
     for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
         own = [r for r in rows if r["teacher"] == teacher]
         x = [kinds.index((r["features"], r["p"])) for r in own]
-        left.scatter(x, [max(r["error"], 1e-17) for r in own], s=16, color=colour, alpha=0.7, linewidths=0,
-                     label=f"{teacher} target")  # fmt: skip
+        look: Any = {"s": 16, "color": colour, "alpha": 0.7, "linewidths": 0, "label": f"{teacher} target"}
+        left.scatter(x, [max(r["error"], 1e-17) for r in own], **look)
     left.axhline(1e-3, color=INK, lw=0.8, ls=":")
     left.set(yscale="log", ylabel="relative error of the formula", xticks=range(len(kinds)))
     left.set_xticklabels([f"{f}\np={p:g}" for f, p in kinds], fontsize=7, rotation=45)
     left.legend(frameon=False, fontsize=8)
     left.set_title("p = 1 and flat features: where Theorem 1 is silent", fontsize=9)
     chosen = [r for r in rows if r["p"] < 1 and r["features"] != "flat"]
-    for teacher, kind, marker in (("whitened", "raw", "o"), ("indicator", "raw", "o"),
-                                  ("whitened", "whitened", "s"), ("indicator", "whitened", "s")):  # fmt: skip
-        own = [r for r in chosen if r["teacher"] == teacher]
-        right.scatter([r["isotropy_error"] for r in own], [r[kind] for r in own], s=18, marker=marker,
-                      facecolors="none" if kind == "whitened" else None, alpha=0.8,
-                      edgecolors=ORIGINAL if teacher == "whitened" else TARGET,
-                      color=None if kind == "whitened" else (ORIGINAL if teacher == "whitened" else TARGET),
-                      label=f"{teacher} target, |cos| with {'G⁻¹f' if kind == 'whitened' else 'f'}")  # fmt: skip
+    for kind, marker, feature in (("raw", "o", "f"), ("whitened", "s", "G⁻¹f")):
+        for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
+            own = [r for r in chosen if r["teacher"] == teacher]
+            look = {"s": 18, "marker": marker, "alpha": 0.8, "edgecolors": colour}
+            look |= {"facecolors": "none"} if kind == "whitened" else {"color": colour}
+            label = f"{teacher} target, |cos| with {feature}"
+            right.scatter(column(own, "isotropy_error"), column(own, kind), label=label, **look)
     right.set(xlabel="‖G/c − I‖ of the query features", ylabel="|cos| of the top singular vector", ylim=(None, 1.01))
     right.legend(frameon=False, fontsize=7.5)
     return files_of(result, figure)
@@ -286,8 +280,8 @@ def draw_overlap(result: Result) -> Files:
             [r["mu"] for r in own], [max(r["overlap"], floor) for r in own], "o-", color=colour, ms=4, label=label
         )
         if tilt:
-            axis.plot([r["mu"] for r in own], [max(r["bound"], floor) for r in own], "--", color=colour, lw=1,
-                      label="   its bound [CE′ − CE*]/μ")  # fmt: skip
+            bound, label = [max(r["bound"], floor) for r in own], "   its bound [CE′ − CE*]/μ"
+            axis.plot(column(own, "mu"), bound, "--", color=colour, lw=1, label=label)
     axis.axhline(2, color=INK, lw=0.8, ls=":")
     axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
     axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")

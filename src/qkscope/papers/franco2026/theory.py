@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -133,8 +134,9 @@ def minimise(
         inner = torch.einsum("ab,bk,bl->akl", curvature, t_k, t_k)
         hessian = torch.einsum("ai,aj,akl->ikjl", t_q, t_q, inner).reshape(d * d, d * d)
         ridge = 1e-12 * hessian.diagonal().amax()
-        step = torch.linalg.lstsq(hessian + ridge * torch.eye(d * d, dtype=torch.float64),
-                                  gradient.flatten()).solution.view(d, d)  # fmt: skip
+        step = torch.linalg.lstsq(
+            hessian + ridge * torch.eye(d * d, dtype=torch.float64), gradient.flatten()
+        ).solution.view(d, d)
         size = 1.0
         while loss(omega - size * step) > value and size > 1e-8:
             size /= 2
@@ -204,8 +206,8 @@ def _best_pair(
         loss = _bernoulli_loss(target, gaps(q, k)).sum(-1) - entropy
         return loss, loss + mu * (q[..., 0].square() + k[..., 0].square())
 
-    optimiser = torch.optim.LBFGS([leaf], lr=1.0, max_iter=300, tolerance_grad=1e-10, tolerance_change=1e-14,
-                                  history_size=20, line_search_fn="strong_wolfe")  # fmt: skip
+    ends: Any = {"max_iter": 300, "tolerance_grad": 1e-10, "tolerance_change": 1e-14}
+    optimiser = torch.optim.LBFGS([leaf], lr=1.0, history_size=20, line_search_fn="strong_wolfe", **ends)
 
     def closure() -> Tensor:
         optimiser.zero_grad()

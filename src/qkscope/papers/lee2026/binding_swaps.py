@@ -72,8 +72,8 @@ def _tables(session: Session, second: bool) -> dict[str, list[Row]]:
     found, fit, work = session.found("binding", second), session.fit("binding", second), session.work
     units = session.binding_task(second=second).test(work.test)
     sizes = [k for k in SIZES if k <= session.scope.d_head]
-    swaps = swap(session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, batch_size=work.batch_size,
-                 seed=session.seed)  # fmt: skip
+    options: Any = {"batch_size": work.batch_size, "seed": session.seed}
+    swaps = swap(session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, **options)
     tables = {
         "swap": swaps.table(),
         "curve": [dict(row) for row in swaps.tables["curve"]],
@@ -83,8 +83,7 @@ def _tables(session: Session, second: bool) -> dict[str, list[Row]]:
     if work.downstream:
         chosen = units[: work.downstream]
         groups = [found.heads] if len(found.heads) == 1 else [found.heads[:1], found.heads]
-        patched = [swap_downstream(session.scope, chosen, fit, heads, batch_size=work.batch_size, seed=session.seed)
-                   for heads in groups]  # fmt: skip
+        patched = [swap_downstream(session.scope, chosen, fit, heads, **options) for heads in groups]
         tables["downstream"] = [dict(row) for each in patched for row in each.tables["downstream"]]
     return tables
 
@@ -129,8 +128,11 @@ def _claims(session: Session, found: Found, tables: dict[str, list[Row]], second
     both, random = at["both"], at["random_both"]
     alone = max(at["order"]["shift"], at["lexical"]["shift"])
     curve = {(row["method"], row["k"]): row["shift"] for row in tables["curve"] if row["head"] == head}
-    ranks = {(row["contrast"], row["is_control"]): row["rank"] for row in tables["ranks"]
-             if row["head"] == head or row["is_control"]}  # fmt: skip
+    ranks = {
+        (row["contrast"], row["is_control"]): row["rank"]
+        for row in tables["ranks"]
+        if row["head"] == head or row["is_control"]
+    }
     # the shift of a sham is 0 by construction: it compares two keys that are not touched
     sham = abs(_left(at["sham_both"])) if "sham_both" in at else None
     claims = [

@@ -57,14 +57,17 @@ def run(settings: Settings, projected: bool) -> Result:
         answer=_answer(rows, str(best)),
         tables={
             "views": rows,
-            "labels": [{"feature": feature, "index": i, "label": name}
-                       for feature in FEATURES for i, name in enumerate(labels[feature][0][:_WORDS])],
+            "labels": [
+                {"feature": feature, "index": i, "label": name}
+                for feature in FEATURES
+                for i, name in enumerate(labels[feature][0][:_WORDS])
+            ],
         },
         claims=_claims(rows, str(best), str(found.control), projected),
         arrays=arrays,
         model=session.scope.name,
         about=session.about(form=session.form("binding"), head=str(best)),
-    )  # fmt: skip
+    )
 
 
 def binding_points(session: Session) -> Points:
@@ -218,8 +221,8 @@ def draw(result: Result) -> Files:
             f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
             f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
         )
-        legend = plane.legend(frameon=False, fontsize=7.5, ncols=1, loc="center left", bbox_to_anchor=(1, 0.5),
-                              title="place" if feature == "order" else "word", markerscale=1.8)  # fmt: skip
+        look: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.8, "frameon": False}
+        legend = plane.legend(fontsize=7.5, title="place" if feature == "order" else "word", **look)
         for handle in legend.legend_handles:
             handle.set_alpha(1)  # type: ignore[union-attr]
         if f"{feature}/umap_keys" in arrays:
@@ -239,5 +242,5 @@ def _scatter(axis: Any, arrays: dict[str, Any], feature: str, labels: list[str],
         for side, marker, size, alpha in (("keys", "o", 10, 0.45), ("queries", "^", 26, 0.9)):
             of = arrays[f"{feature}/{'key' if side == 'keys' else 'query'}_labels"]
             points = arrays[f"{feature}/{side}"][of == i][:, components]
-            axis.scatter(*points.T, marker=marker, s=size, alpha=alpha, color=colour, linewidths=0,
-                         label=label if side == "keys" else None)  # fmt: skip
+            look: Any = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
+            axis.scatter(*points.T, label=label if side == "keys" else None, **look)

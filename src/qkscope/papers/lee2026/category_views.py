@@ -58,7 +58,9 @@ def run(settings: Settings) -> Result:
     return settings.result(
         answer=_answer(found, ranks, views),
         tables={
-            "ranks": ranks, "views": views, "clusters": clusters,
+            "ranks": ranks,
+            "views": views,
+            "clusters": clusters,
             "heads": found.ranking.top("ratio"),
             "labels": [{"panel": "a", "index": i, "label": name} for i, name in enumerate(names)]
             + [{"panel": "b", "index": i, "label": name} for i, name in enumerate(_fine_names(session))],
@@ -67,7 +69,7 @@ def run(settings: Settings) -> Result:
         arrays={**arrays, **keys},
         model=session.scope.name,
         about=session.about(form=session.form("filter")),
-    )  # fmt: skip
+    )
 
 
 def _points(session: Session, task: Task, heads: list[Head]) -> Points:
@@ -184,9 +186,7 @@ def _listed(values: Any) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def _claims(
-    session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]
-) -> list[Claim]:  # fmt: skip
+def _claims(session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]) -> list[Claim]:
     best, other = views[0], views[-1]
     own, control = (
         [row for row in ranks if row["head"] == view["head"] and row["contrast"] != POOLED] for view in (best, other)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from qkscope.page.figures.style import REST, new_figure
 from qkscope.papers.lee2026.language import Session, session_of
-from qkscope.papers.plots import Files, files_of, model_name
+from qkscope.papers.plots import Files, column, files_of, model_name
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.rows import Row, pick
 from qkscope.result import Claim, Result
 
 _PAIRS = 3  # in a prompt, while the words are varied
@@ -55,8 +55,7 @@ def _rows(session: Session) -> list[Row]:
 def _mean(rows: list[Row], varied: str, contrast: str, which: int, control: bool = False, of: str = "rank") -> float:
     """Mean rank over heads at one of the counts (0: fewest, −1: most)."""
     counts = sorted({row["count"] for row in rows if row["varied"] == varied})
-    own = [row[of] for row in rows if (row["varied"], row["contrast"], row["count"], row["is_control"])
-           == (varied, contrast, counts[which], control)]  # fmt: skip
+    own = column(pick(rows, varied=varied, contrast=contrast, count=counts[which], is_control=control), of)
     return sum(own) / max(len(own), 1)
 
 

@@ -131,17 +131,12 @@ def vertices_recovered(points: Float[Tensor, "n r"], signs: Float[Tensor, "n r"]
 def _claims(after: Row, before: Row, variant: str, total: int) -> list[Claim]:
     claims = []
     if variant == "discrete":
-        claims.append(
-            Claim(
-                f"the {total} vertices of the cube are recovered in key space; control: untrained",
-                "faithfully recovered",
-                after["vertices"],
-                before["vertices"],
-                f"ours == {total}",
-            )
-        )
-        claims.append(Claim("recovered vertices show that the head learned the latent; control: untrained", "implied",
-                            after["vertices"], before["vertices"], "control < 0.5 * ours"))  # fmt: skip
+        claims += [
+            Claim(f"the {total} vertices of the cube are recovered in key space; control: untrained",
+                  "faithfully recovered", after["vertices"], before["vertices"], f"ours == {total}"),
+            Claim("recovered vertices show that the head learned the latent; control: untrained", "implied",
+                  after["vertices"], before["vertices"], "control < 0.5 * ours"),
+        ]  # fmt: skip
     claims += [
         Claim("the latent's shape is recovered (Procrustes R² of keys' projections to the true latent); control: "
               "untrained", "cube / sphere", after["latent_fit_key"], before["latent_fit_key"], "ours >= 0.9"),

@@ -24,7 +24,7 @@ from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope.papers.lee2026.toy.trained import TrainedHead
-from qkscope.papers.plots import Files, files_of
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
@@ -120,6 +120,16 @@ _SHOWN = {8: ((2, 2), (2, 4), (4, 4), (6, 6)), 16: ((4, 4), (6, 8), (8, 8), (12,
 _SMOKE = {8: ((2, 2), (2, 5), (5, 5)), 16: ((4, 4), (4, 10), (10, 10))}
 
 
+_ENERGY = (
+    ("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
+    ("untrained", "untrained", REST),
+)  # fmt: skip
+_ASYMMETRY = (
+    ("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
+    ("untrained_asymmetry", "untrained", REST),
+)  # fmt: skip
+
+
 @run.drawing
 def draw(result: Result) -> Files:
     """Heat maps row by d_head, then the two scatter plots."""
@@ -142,10 +152,8 @@ def draw(result: Result) -> Files:
         bar = parts[0].colorbar(image, ax=axes, shrink=0.6, pad=0.01, ticks=[-1, 0, 1])
         bar.set_label("G / largest entry")
     left, right = parts[1].subplots(1, 2)
-    _scatter(left, rows, (("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
-                          ("untrained", "untrained", REST)), "share of |G|² off the diagonal")  # fmt: skip
-    _scatter(right, rows, (("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
-                           ("untrained_asymmetry", "untrained", REST)), "asymmetry |G − Gᵀ| / |G|")  # fmt: skip
+    _scatter(left, rows, _ENERGY, "share of |G|² off the diagonal")
+    _scatter(right, rows, _ASYMMETRY, "asymmetry |G − Gᵀ| / |G|")
     return files_of(result, figure)
 
 
@@ -169,8 +177,9 @@ def _scatter(axis: Axes, rows: list[dict[str, Any]], series: tuple[tuple[str, st
     for name, text, colour in series:
         for d_head, marker in ((8, "o"), (16, "s")):
             own = [row for row in rows if row["d_head"] == d_head]
-            axis.scatter([row["r1"] + row["r2"] - d_head for row in own], [row[name] for row in own], s=20, c=colour,
-                         marker=marker, alpha=0.75, linewidths=0, label=text if d_head == 8 else None)  # fmt: skip
+            x, named = [row["r1"] + row["r2"] - d_head for row in own], text if d_head == 8 else None
+            look: Any = {"s": 20, "c": colour, "marker": marker, "alpha": 0.75, "linewidths": 0}
+            axis.scatter(x, column(own, name), label=named, **look)
     axis.axvline(0, color=INK, lw=0.8, ls=":")
     axis.set(xlabel="r1 + r2 − d_head   (circles: d_head 8, squares: 16)", ylabel=label)
     axis.set_ylim(bottom=0)

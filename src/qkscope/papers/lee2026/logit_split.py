@@ -50,14 +50,16 @@ def run(settings: Settings) -> Result:
             f"these ranks leave {by['random'][RESIDUAL]:.0%})."
         ),
         tables={
-            "tokens": tokens, "summary": [dict(row) for row in parts.tables["summary"]], "shares": shares,
+            "tokens": tokens,
+            "summary": [dict(row) for row in parts.tables["summary"]],
+            "shares": shares,
             "overlap": [dict(row) for row in parts.tables["overlap"]],
             "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
         },
         claims=_claims(by, error),
         model=session.scope.name,
         about=session.about(form=session.form("binding"), head=str(head)),
-    )  # fmt: skip
+    )
 
 
 def _shares(points: Points, head: Head, bases: dict[str, Tensor], seed: int) -> list[Row]:
@@ -77,8 +79,10 @@ def _shares(points: Points, head: Head, bases: dict[str, Tensor], seed: int) -> 
     ]
     drawn = []
     for draw in range(_DRAWS):
-        own = {name: random_bases(basis.shape[0], basis.shape[1], 1, seed + 2 * draw + i)[0].to(basis)
-               for i, (name, basis) in enumerate(bases.items())}  # fmt: skip
+        own = {
+            name: random_bases(basis.shape[0], basis.shape[1], 1, seed + 2 * draw + i)[0].to(basis)
+            for i, (name, basis) in enumerate(bases.items())
+        }
         drawn.append(split(own))
     rows.append({"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}})
     return [{**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}} for row in rows]

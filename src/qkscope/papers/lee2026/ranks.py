@@ -200,8 +200,8 @@ def _rank_panel(axis: Axes, cells: Sequence[Row], kind: str, title: str) -> None
         axis.add_patch(
             Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.06 + 0.84 * min(off, _WORST) / _WORST), lw=0)
         )
-        axis.text(x, y, f"{row[f'{kind}1']}, {row[f'{kind}2']}", ha="center", va="center", fontsize=8.5,
-                  weight="bold" if off == 0 else "normal")  # fmt: skip
+        words, weight = f"{row[f'{kind}1']}, {row[f'{kind}2']}", "bold" if off == 0 else "normal"
+        axis.text(x, y, words, ha="center", va="center", fontsize=8.5, weight=weight)
 
 
 def _accuracy_panel(axis: Axes, cells: Sequence[Row], title: str) -> None:
@@ -218,11 +218,10 @@ def _accuracy_panel(axis: Axes, cells: Sequence[Row], title: str) -> None:
 def _places(axis: Axes, cells: Sequence[Row], title: str) -> list[tuple[Row, int, int]]:
     """Axes with ranks as ticks, the boundary line, and where each cell stands."""
     xs, ys = sorted({row["r1"] for row in cells}), sorted({row["r2"] for row in cells})
-    axis.set(
-        title=title, xlabel="r1", ylabel="r2", xticks=range(len(xs)), yticks=range(len(ys)),
-        xticklabels=[str(r) for r in xs], yticklabels=[str(r) for r in ys],
-        xlim=(-0.5, len(xs) - 0.5), ylim=(-0.5, len(ys) - 0.5), aspect="equal",
-    )  # fmt: skip
+    axis.set(title=title, xlabel="r1", ylabel="r2", aspect="equal")
+    axis.set(xlim=(-0.5, len(xs) - 0.5), ylim=(-0.5, len(ys) - 0.5))
+    axis.set_xticks(range(len(xs)), [str(r) for r in xs])
+    axis.set_yticks(range(len(ys)), [str(r) for r in ys])
     axis.tick_params(length=0)
     boundary = [(xs.index(r["r1"]), ys.index(r["r2"])) for r in cells if r["where"] == "boundary"]
     for x, y in boundary:

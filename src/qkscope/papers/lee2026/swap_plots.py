@@ -95,11 +95,14 @@ def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
     """Shift of a_target / (a_right + a_target), with its interval; the first place is the unchanged start."""
     shown = [(f"{label} ({cell[name]['rank']})", cell[name]) for name, label in conditions if name in cell]
     values = [row["shift"] for _, row in shown]
-    errors = [[max(row["shift"] - row["shift_low"], 0) for _, row in shown],
-              [max(row["shift_high"] - row["shift"], 0) for _, row in shown]]  # fmt: skip
+    errors = [
+        [max(row["shift"] - row["shift_low"], 0) for _, row in shown],
+        [max(row["shift_high"] - row["shift"], 0) for _, row in shown],
+    ]
     places = list(range(1, len(shown) + 1))
-    axis.bar(places, values, 0.6, color=[REST if "random" in label or "sham" in label else "#7f97b5"
-                                         for label, _ in shown])  # fmt: skip
+    axis.bar(
+        places, values, 0.6, color=[REST if "random" in label or "sham" in label else "#7f97b5" for label, _ in shown]
+    )
     axis.errorbar(places, values, errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=2)
     axis.axhline(0, color=INK, lw=0.6)
     _ticks(axis, ["start", *(label for label, _ in shown)])
@@ -113,8 +116,9 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
             continue
         sizes = [row["k"] for row in line]
         axis.plot(sizes, [row["shift"] for row in line], "o-", ms=3.5, lw=1.4, color=colour, label=label)
-        axis.fill_between(sizes, [row["low"] for row in line], [row["high"] for row in line], color=colour, alpha=0.15,
-                          lw=0)  # fmt: skip
+        axis.fill_between(
+            sizes, [row["low"] for row in line], [row["high"] for row in line], color=colour, alpha=0.15, lw=0
+        )
     axis.set(xlabel="dimensions swapped", ylabel="shift")
     axis.set_xticks(sorted({row["k"] for row in own}))
     axis.set_title(f"{head}: by size")

@@ -67,7 +67,7 @@ def run(settings: Settings, cells: Cells) -> Result:
         tables={"swap": rows, "subspaces": overlaps},
         claims=_claims(rows),
         about={"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS},
-    )  # fmt: skip
+    )
 
 
 def swap_rows(trained: TrainedHead, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
@@ -150,11 +150,16 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Condition:
         after[n, 0, target] -= shift
         a, b = rows.attention(before), rows.attention(after)
         return SwapEffect(
-            a[n, :, contexts.asked], a[n, :, target], b[n, :, contexts.asked][None], b[n, :, target][None],
+            a[n, :, contexts.asked],
+            a[n, :, target],
+            b[n, :, contexts.asked][None],
+            b[n, :, target][None],
             ((a.argmax(-1) == contexts.asked[:, None]) & (b.argmax(-1) == target[:, None]))[None],
-            torch.tensor([len(columns)]), head.d_head,
-            before[n, :, contexts.asked] - before[n, :, target], -shift[None, :, None],
-        )  # fmt: skip
+            torch.tensor([len(columns)]),
+            head.d_head,
+            before[n, :, contexts.asked] - before[n, :, target],
+            -shift[None, :, None],
+        )
 
     return swap
 

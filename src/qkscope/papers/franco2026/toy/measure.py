@@ -25,8 +25,9 @@ def alignment_rows(
     pairs = by_logit([*task.pairs, *(pair[:3] for pair in task.positional)])
     width = len(basis.s)
     chance = random_best(task.d, width).mean
-    query, key = (cosines(toy.W.double()[:, [pair[side] for pair in pairs]], x)
-                  for side, x in ((0, basis.u), (1, basis.v)))  # fmt: skip
+    query, key = (
+        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], x) for side, x in ((0, basis.u), (1, basis.v))
+    )
     matched = [int((query[i] * key[i]).argmax()) if joint else min(i, width - 1) for i in range(len(pairs))]
     norms = toy.W.norm(dim=0)
     return [
@@ -45,8 +46,9 @@ def before_and_after(toys: Mapping[str, Sequence[TrainedToy]], *, joint: bool = 
     for config, found in toys.items():
         for trained in found:
             for check, control in ((-1, False), (0, True)):
-                rows += alignment_rows(config, trained.cell.seed, trained.steps[check], trained.at(check),
-                                       control=control, joint=joint)  # fmt: skip
+                rows += alignment_rows(
+                    config, trained.cell.seed, trained.steps[check], trained.at(check), control=control, joint=joint
+                )
     return rows
 
 

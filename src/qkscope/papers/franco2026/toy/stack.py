@@ -45,8 +45,10 @@ class ToyCell:
         """What a person calls it."""
         t = self.task
         kind = ("frozen " if t.dictionary else "") + ("RoPE " if t.rope else "")
-        return (f"{kind}n {t.n} d {t.d} d_head {t.d_head} context {t.context} p {t.p:.3g} λ {t.weight:.3g} "
-                f"{t.reading} {len(t.pairs) + len(t.positional)} pairs seed {self.seed}")  # fmt: skip
+        return (
+            f"{kind}n {t.n} d {t.d} d_head {t.d_head} context {t.context} p {t.p:.3g} λ {t.weight:.3g} "
+            f"{t.reading} {len(t.pairs) + len(t.positional)} pairs seed {self.seed}"
+        )
 
     def untrained(self) -> Toy:
         """The toy before training."""
@@ -116,8 +118,9 @@ class StackedSuperposition(TrainingTask):
         self.dictionary = torch.stack([cell.untrained().W for cell in self.cells]).float().to(self.device)
         self.frequencies = band_frequencies(self.d_head).float().to(self.device)
         rows = [(i, *pair) for i, task in enumerate(tasks) for pair in task.positional]
-        self.positional = [(i, q, k, strength, float(band_frequencies(self.d_head)[band]))
-                           for i, q, k, strength, band in rows]  # fmt: skip
+        self.positional = [
+            (i, q, k, strength, float(band_frequencies(self.d_head)[band])) for i, q, k, strength, band in rows
+        ]
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     # ------------------------------------------------------------------ the contract of TrainingTask

@@ -74,8 +74,10 @@ class Superposition:
 
     def __post_init__(self) -> None:
         if min(self.n, self.d, self.d_head) < 1 or self.context < 2:
-            raise BadInput(f"features, dimensions and the head need at least 1, a context at least 2 keys, but got "
-                           f"n={self.n}, d={self.d}, d_head={self.d_head}, context={self.context}.")  # fmt: skip
+            raise BadInput(
+                f"features, dimensions and the head need at least 1, a context at least 2 keys, but got "
+                f"n={self.n}, d={self.d}, d_head={self.d_head}, context={self.context}."
+            )
         if not 0 < self.p <= 1:
             raise BadInput(f"a feature is present with a probability p in (0, 1], but got {self.p}.")
         if self.d_head > self.d:
@@ -88,8 +90,10 @@ class Superposition:
             raise BadInput(f"there is no reading {self.reading!r} of the loss: take C or B.")
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
             if not (0 <= first < self.n and 0 <= second < self.n and math.isfinite(logit)):
-                raise BadInput(f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but got "
-                               f"({first}, {second}) with {logit}.")  # fmt: skip
+                raise BadInput(
+                    f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but got "
+                    f"({first}, {second}) with {logit}."
+                )
         named = [(pair[0], pair[1]) for pair in self.pairs]
         if len(set(named)) < len(named):
             twice = next(pair for pair in named if named.count(pair) > 1)
@@ -102,8 +106,10 @@ class Superposition:
             raise BadInput(f"a head of width {self.d_head} has bands 0 to {self.d_head // 2 - 1}.")
         widths = {len(row) for row in self.dictionary or ()}
         if self.dictionary is not None and (len(self.dictionary) != self.d or widths != {self.n}):
-            raise BadInput(f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, "
-                           f"but got {len(self.dictionary)} rows of {sorted(widths) or 'none'}.")  # fmt: skip
+            raise BadInput(
+                f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, "
+                f"but got {len(self.dictionary)} rows of {sorted(widths) or 'none'}."
+            )
 
     @classmethod
     def with_target(cls, target: Float[Tensor, "n n"], **other: Any) -> Superposition:
@@ -248,8 +254,10 @@ def isotropic_dictionary(d: int = 10, n: int = 20, wanted: int = 8) -> Float[Ten
     """
     left, others = d - wanted, n - wanted
     if left != 2 or others < 4 or others % 2:
-        raise BadInput(f"the other features stand in pairs in a plane: d − wanted must be 2 and n − wanted even and at "
-                       f"least 4, but got d={d}, n={n}, wanted={wanted}.")  # fmt: skip
+        raise BadInput(
+            f"the other features stand in pairs in a plane: d − wanted must be 2 and n − wanted even and at "
+            f"least 4, but got d={d}, n={n}, wanted={wanted}."
+        )
     W = torch.zeros(d, n, dtype=torch.float64)
     W[:wanted, :wanted] = torch.eye(wanted, dtype=torch.float64)
     half = others // 2

@@ -60,14 +60,18 @@ def train_superposition(
     tasks: dict[str, Superposition] = {}
     for one_p, one_weight in product(p, weight):
         options = {**shape, "p": one_p, "weight": one_weight}
-        made = (Superposition.with_target(read_target(target), **options) if target is not None
-                else Superposition(pairs=tuple(pairs), **options))  # fmt: skip
+        made = (
+            Superposition.with_target(read_target(target), **options)
+            if target is not None
+            else Superposition(pairs=tuple(pairs), **options)
+        )
         tasks[f"p={one_p:g} λ={one_weight:g}"] = made
     out = Path(out)
     folder = check_folder(out / "superposition")
     start = time.perf_counter()
-    named = [(config, ToyCell(task, seed, steps, lr, every=every))
-             for config, task in tasks.items() for seed in range(seeds)]  # fmt: skip
+    named = [
+        (config, ToyCell(task, seed, steps, lr, every=every)) for config, task in tasks.items() for seed in range(seeds)
+    ]
     trained = train_toys([cell for _, cell in named], out / "toys", device=device, workers=workers)
     seconds = time.perf_counter() - start
     rows: list[dict[str, Any]] = []
@@ -78,6 +82,8 @@ def train_superposition(
         kl, error = divergence_and_error(found.toy, 2048, cell.seed)
         losses.append({"config": config, "seed": cell.seed, "steps": found.steps[-1], "stopped": found.reason, "kl": kl,
                        "reconstruction": error})  # fmt: skip
+    asked = {"p": list(p), "weight": list(weight), "pairs": [list(x) for x in pairs], "seeds": seeds, "steps": steps}
+    asked |= {"lr": lr, "device": device}
     after, before = ([row["matched"] for row in rows if row["control"] is flag] for flag in (False, True))
     result = Result(
         experiment="toy/superposition",
@@ -86,9 +92,8 @@ def train_superposition(
         f"{sum(before) / max(len(before), 1):.2f} on average).",
         tables={"toys": losses, "alignment": rows},
         seconds=seconds,
-        provenance=provenance(**shape, p=list(p), weight=list(weight), pairs=[list(x) for x in pairs], seeds=seeds,
-                              steps=steps, lr=lr, target=None if target is None else str(target), device=device),
-    )  # fmt: skip
+        provenance=provenance(**shape, **asked, target=None if target is None else str(target)),
+    )
     result.write(folder)
     return result
 

@@ -61,8 +61,10 @@ def train_toys(
         trainers = [_trainer(task, folder) for task in tasks]
         for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
             assert trained.history is not None
-            along = [task.toys({name: value[check] for name, value in trained.history.items()})
-                     for check in range(len(trained.curve_steps))]  # fmt: skip
+            along = [
+                task.toys({name: value[check] for name, value in trained.history.items()})
+                for check in range(len(trained.curve_steps))
+            ]
             for i, cell in enumerate(task.cells):
                 weights = {name: torch.stack([getattr(toys[i], name).float() for toys in along]) for name in _WEIGHTS}
                 about = {"cell": cell_to_json(cell), "steps": trained.curve_steps, "reason": trained.reasons[i],
@@ -87,8 +89,9 @@ def cell_to_json(cell: ToyCell) -> dict[str, Any]:
 def _trainer(task: StackedSuperposition, folder: Path) -> Trainer:
     first = task.cells[0]
     name = _hash([task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type])
-    return Trainer(task, [cell.lr for cell in task.cells], first.recipe(), seed=derived_seed(first.seed, 24),
-                   checkpoint=folder / f"training-{name}.safetensors", keep_history=True)  # fmt: skip
+    rates, seed = [cell.lr for cell in task.cells], derived_seed(first.seed, 24)
+    checkpoint = folder / f"training-{name}.safetensors"
+    return Trainer(task, rates, first.recipe(), seed=seed, checkpoint=checkpoint, keep_history=True)
 
 
 def _read(cell: ToyCell, path: Path) -> TrainedToy:

@@ -35,6 +35,8 @@ Variant = Literal["discrete", "continuous"]
 VARIANTS: tuple[Variant, ...] = ("discrete", "continuous")
 Sampling = Literal["strict", "fresh"]
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
+AS_WRITTEN = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0}
+"""The paper's text taken literally: standard Gaussian maps and standard Gaussian noise."""
 
 
 class Contexts(NamedTuple):
@@ -89,11 +91,6 @@ class Retrieval:
         if self.d < 1 or self.noise < 0:
             raise BadInput(f"d must be at least 1 and the noise not negative, but got {self.d} and {self.noise}.")
 
-    @classmethod
-    def as_written(cls, ranks: tuple[int, ...], variant: Variant = "discrete", **other: Any) -> Retrieval:
-        """The paper's text taken literally: standard Gaussian maps and standard Gaussian noise."""
-        return cls(ranks, variant, noise=1.0, latent_scale=1.0, payload_scale=1.0, **other)
-
     @property
     def total_rank(self) -> int:
         """Dimensions of all latent variables together."""
@@ -102,8 +99,8 @@ class Retrieval:
     def warn_if_crowded(self, d_head: int) -> None:
         """Say so where the latents cannot fit: superposition is then what to expect, not an error."""
         if self.total_rank > 2 * d_head or self.total_rank > self.d:
-            log.warning("latents of %d dimensions in d_head %d and d %d: expect superposition and lost ranks.",
-                        self.total_rank, d_head, self.d)  # fmt: skip
+            said = "latents of %d dimensions in d_head %d and d %d: expect superposition and lost ranks."
+            log.warning(said, self.total_rank, d_head, self.d)
 
     def latent_slices(self) -> list[slice]:
         """Columns of each latent variable among all."""

@@ -121,9 +121,9 @@ class StackedRetrieval(TrainingTask):
         def padded(weight: Tensor, rows: int, columns: int) -> Tensor:
             return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
 
-        return Stack({
-            name: torch.stack([padded(getattr(head, name), *sizes[name]) for head in self._heads]) for name in WEIGHTS
-        })  # fmt: skip
+        return Stack(
+            {name: torch.stack([padded(getattr(head, name), *sizes[name]) for head in self._heads]) for name in WEIGHTS}
+        )
 
     def about(self) -> dict[str, Any]:
         """Cells, data sizes and encoders."""

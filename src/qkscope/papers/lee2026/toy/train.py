@@ -11,7 +11,7 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.papers.fleet import check_workers
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.papers.lee2026.toy.retrieval import Retrieval, Variant
+from qkscope.papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, all_grids, grid, train_heads
 from qkscope.papers.trainer import Recipe
@@ -45,7 +45,7 @@ def train_retrieval(
         raise BadInput(f"the number of seeds must be at least 1, but got {seeds}.")
     check_device(device)
     check_workers(workers)
-    scales: dict[str, Any] = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0} if as_written else {}
+    scales: dict[str, Any] = AS_WRITTEN if as_written else {}
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)
     folder = check_folder(out / "retrieval")
@@ -63,6 +63,7 @@ def train_retrieval(
             "accuracy": found.head.accuracy(contexts), "ceiling": bayes_ceiling(found.head.encoders, contexts),
             "dot_ceiling": dot_product_ceiling(task, contexts),
         })  # fmt: skip
+    asked = {"grids": grids, "ranks": list(ranks), "seeds": seeds, "lr": lr}
     diverged = [row for row in rows if row["stopped"] == "diverged"]
     model_steps = sum(row["steps"] for row in rows)
     result = Result(
@@ -71,9 +72,8 @@ def train_retrieval(
         + (f"; {len(diverged)} diverged." if diverged else "; none diverged."),
         tables={"heads": rows},
         seconds=seconds,
-        provenance=provenance(grids=grids, ranks=list(ranks), seeds=seeds, lr=lr, recipe=recipe.about(), device=device,
-                              as_written=as_written),
-    )  # fmt: skip
+        provenance=provenance(**asked, recipe=recipe.about(), device=device, as_written=as_written),
+    )
     result.write(folder)
     return result
 

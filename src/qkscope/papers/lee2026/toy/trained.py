@@ -74,8 +74,8 @@ def train_heads(
         for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
             heads = task.heads(trained.params)
             for i, cell in enumerate(task.cells):
-                heads[i].save(paths[cell], steps=trained.stopped_at[i], reason=trained.reasons[i],
-                              loss=trained.final_loss[i], lr=lr)  # fmt: skip
+                ended = {"steps": trained.stopped_at[i], "reason": trained.reasons[i], "loss": trained.final_loss[i]}
+                heads[i].save(paths[cell], **ended, lr=lr)
             if trainer.checkpoint is not None:
                 trainer.checkpoint.unlink(missing_ok=True)
     return [_read(cell, paths[cell]) for cell in cells]
@@ -86,9 +86,13 @@ def _trainer(task: StackedRetrieval, lr: float, recipe: Recipe, folder: Path) ->
     name = _hash([task.about(), lr, recipe.about(), task.device.type])
     on_cpu = task.device.type == "cpu"
     return Trainer(
-        task, lr, recipe, seed=seed, checkpoint=folder / f"training-{name}.safetensors",
+        task,
+        lr,
+        recipe,
+        seed=seed,
+        checkpoint=folder / f"training-{name}.safetensors",
         compact_below=1.0 if on_cpu else 0.6,  # on a GPU a smaller stack has to be recorded again, which takes a while
-    )  # fmt: skip
+    )
 
 
 def _groups(cells: Sequence[HeadCell], merge_widths: bool) -> list[list[HeadCell]]:
