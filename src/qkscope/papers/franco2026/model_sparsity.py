@@ -20,9 +20,9 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.sparsity import group_difference, head_changes
-from qkscope.maths.relabelling import relabelled
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Swept, swept
+from qkscope.papers.franco2026.relabelling import relabelled
 from qkscope.papers.plots import Files, column, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
