@@ -51,12 +51,6 @@ Cells = Callable[[Settings], dict[str, list[ToyCell]]]
 ONE_PAIR, MANY_PAIRS = "one pair", "20 pairs"
 ONE = Superposition(pairs=((0, 1, 1.0),))
 MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
-_PROBABILITIES = tuple(50 ** (-k / 6) for k in range(7))
-
-
-def over_p(preset: str) -> dict[str, Superposition]:
-    """The default toy with rarer and rarer features."""
-    return {f"p={p:.3g}": Superposition(p=p) for p in (_PROBABILITIES[::2] if preset == "smoke" else _PROBABILITIES)}
 
 
 def toys_of(tasks: Tasks, *, crowded: bool = False, dense: bool = False) -> Cells:
@@ -79,6 +73,18 @@ def toys_of(tasks: Tasks, *, crowded: bool = False, dense: bool = False) -> Cell
     return cells
 
 
+def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | None = None) -> Cells:
+    """The default toy with one setting varied; at preset smoke each so many of the values."""
+    return toys_of(
+        lambda preset: {
+            f"{name or field}={value:.3g}": Superposition(**{field: value})  # type: ignore[arg-type]
+            for value in (values[::smoke] if preset == "smoke" else values)
+        }
+    )
+
+
+OVER_P = toys_over("p", [50 ** (-k / 6) for k in range(7)], smoke=2)
+"""Rarer and rarer features: figures 12 and 13."""
 DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()}, dense=True)
 """The run that figures 3, 5, 6, 7a and 24 share."""
 

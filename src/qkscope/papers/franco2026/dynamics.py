@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkscope.page.figures.style import INK, new_figure
 from qkscope.papers.fleet import one_thread
-from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, over_p, toy_figure, toys_of, train
+from qkscope.papers.franco2026.cells import DEFAULT_RUN, OVER_P, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import alignment_rows
 from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
@@ -47,7 +47,7 @@ def run(settings: Settings, cells: Cells) -> Result:
     )
 
 
-@toy_figure("fig13", "Alignment over training, by p", toys_of(over_p))
+@toy_figure("fig13", "Alignment over training, by p", OVER_P)
 @one_thread()
 def run_by_p(settings: Settings, cells: Cells) -> Result:
     """Alignment along training for each p and seed."""

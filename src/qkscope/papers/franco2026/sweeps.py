@@ -9,7 +9,7 @@ import matplotlib
 
 from qkscope.page.figures.style import INK, REST, new_figure
 from qkscope.papers.fleet import one_thread
-from qkscope.papers.franco2026.cells import WORK, Cells, over_p, toy_figure, toys_of, train
+from qkscope.papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition
 from qkscope.papers.plots import Files, column, files_of
@@ -19,38 +19,17 @@ from qkscope.result import Claim, Result
 
 ALIGNED = 0.99
 _WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4
-_FEATURES = (10, 15, 20, 25, 30)
-_WIDTHS = (10, 8, 6, 4)
 _CONTEXTS = (2, 4, 8, 16, 32, 64)
 _LEAST_P = 0.05  # below it, the paper says, pairs are too rare to learn from
+_READINGS = {"default": Superposition(), "reading B": Superposition(reading="B")}
 
 
-def _over_weight(preset: str) -> dict[str, Superposition]:
-    return {f"λ={w:.3g}": Superposition(weight=w) for w in (_WEIGHTS[::3] if preset == "smoke" else _WEIGHTS)}
-
-
-def _over_features(preset: str) -> dict[str, Superposition]:
-    return {f"n={n}": Superposition(n=n) for n in (_FEATURES[::2] if preset == "smoke" else _FEATURES)}
-
-
-def _over_width(preset: str) -> dict[str, Superposition]:
-    return {f"d_head={h}": Superposition(d_head=h) for h in _WIDTHS}
-
-
-def _over_context(preset: str) -> dict[str, Superposition]:
-    return {f"context={c}": Superposition(context=c) for c in (_CONTEXTS[::2] if preset == "smoke" else _CONTEXTS)}
-
-
-def _over_readings(preset: str) -> dict[str, Superposition]:
-    return {"default": Superposition(), "reading B": Superposition(reading="B")}
-
-
-@toy_figure("fig12", "Alignment against p", toys_of(over_p), over="p")
-@toy_figure("fig14", "Alignment against the loss weight λ", toys_of(_over_weight), over="λ")
-@toy_figure("fig15", "Alignment against the number of features", toys_of(_over_features), over="n")
-@toy_figure("fig16", "Alignment against the width of the head", toys_of(_over_width), over="d_head")
-@toy_figure("fig17", "Alignment against the length of the context", toys_of(_over_context), over="context")
-@toy_figure("fig18", "Alignment over seeds, both readings of the loss", toys_of(_over_readings), over="seeds")
+@toy_figure("fig12", "Alignment against p", OVER_P, over="p")
+@toy_figure("fig14", "Alignment against the loss weight λ", toys_over("weight", _WEIGHTS, 3, "λ"), over="λ")
+@toy_figure("fig15", "Alignment against the number of features", toys_over("n", (10, 15, 20, 25, 30), 2), over="n")
+@toy_figure("fig16", "Alignment against the width of the head", toys_over("d_head", (10, 8, 6, 4)), over="d_head")
+@toy_figure("fig17", "Alignment against the length of the context", toys_over("context", _CONTEXTS, 2), over="context")
+@toy_figure("fig18", "Alignment over seeds, both readings of the loss", toys_of(lambda _: _READINGS), over="seeds")
 @one_thread()
 def run(settings: Settings, cells: Cells, over: str) -> Result:
     """Matched cosines of every configuration and seed, before and after training."""
