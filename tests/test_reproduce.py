@@ -113,6 +113,24 @@ def test_no_figure_is_asked_for_its_name_outside_its_own_file():
             assert name not in text or module in own, f"{module} knows {name}"
 
 
+def test_a_name_is_told_or_refused_without_loading_a_model_library():
+    code = """
+import sys
+from qkscope import BadInput
+from qkscope.papers.registry import list_experiments, reproduce
+assert len(list_experiments()) >= 48
+for wrong in (dict(figures=["fig99"]), dict(figures=["fig9"], device="nope")):
+    try:
+        reproduce("lee2026", **wrong)
+    except BadInput:
+        continue
+    raise AssertionError(wrong)
+assert "transformers" not in sys.modules and "matplotlib" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_figures_are_listed_in_their_order():
     listed = qkscope("reproduce", "--list", "--json")
     assert {row["figure"] for row in json.loads(listed.stdout)["rows"]} >= {"fig2", "fig15"}

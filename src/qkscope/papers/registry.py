@@ -145,7 +145,7 @@ def figures_of(paper: str) -> dict[str, Entry]:
         raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
     found = {}
     for path in Path(__file__).with_name(paper).glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("figure"):
                     *_, name, title = (part.value for part in call.args if isinstance(part, ast.Constant))
@@ -193,10 +193,11 @@ def reproduce(
     model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
         model, or a nano where training is shown.
     """
-    chosen = _checked(paper, figures, preset)
+    names = _checked(paper, figures, preset)
     check_device(device)
     out = Path(out)
-    folders = {name: check_folder(out / paper / name) for name in chosen}
+    folders = {name: check_folder(out / paper / name) for name in names}
+    chosen = {name: figure_of(paper, name) for name in names}
     settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED)
     for prepare in dict.fromkeys(found.prepare for found in chosen.values() if found.prepare):
         prepare([found for found in chosen.values() if found.prepare is prepare], settings)
@@ -211,7 +212,7 @@ def reproduce(
     return results
 
 
-def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Figure]:
+def _checked(paper: str, figures: Sequence[str], preset: str) -> list[str]:
     known = figures_of(paper)
     if preset not in PRESETS:
         raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
@@ -223,4 +224,4 @@ def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Figur
     for name in chosen:
         if name not in known:
             raise BadInput(f"{paper} has no figure {name!r} here: there is {', '.join(known)}, or all.")
-    return {name: figure_of(paper, name) for name in chosen}
+    return chosen
