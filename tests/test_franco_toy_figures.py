@@ -22,7 +22,6 @@ from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, distort, isotropic_dictionary
 from qkscope.papers.franco2026.toy.trained import TrainedToy, stacks
 from qkscope.papers.registry import Settings, figure_of, reproduce
-from qkscope.rules import rule_holds
 
 ALIGNMENT = {
     "config", "seed", "step", "pair", "side", "matched", "best", "best_random", "singular_value", "target_logit",
@@ -190,7 +189,6 @@ def test_every_figure_has_its_folder_numbers_and_picture(tiny):
         found = json.loads((folder / "results.json").read_text())
         assert found["claims"]
         for claim in found["claims"]:
-            assert claim["holds"] == rule_holds(claim["rule"], {k: claim[k] for k in ("ours", "control")})
             assert claim["control"] is not None or claim["ours"] is None, claim["claim"]
         assert (folder / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
 

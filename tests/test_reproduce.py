@@ -9,7 +9,6 @@ import pytest
 
 from qkscope import BadInput, papers
 from qkscope.papers.registry import _FIGURES, figure_of, figures_of, list_experiments, reproduce
-from qkscope.rules import rule_holds
 
 RANK_COLUMNS = {
     "variant", "d_head", "r1", "r2", "rank1", "rank2", "null1", "null2", "untrained1", "untrained2",
@@ -47,13 +46,11 @@ def test_each_figure_has_its_folder(smoke):
     assert "glyph" not in done.stderr
 
 
-def test_claims_are_decided_by_their_rules(smoke):
+def test_each_figure_makes_claims_under_its_own_name(smoke):
     for figure in ("fig2", "fig3", "fig4"):
         found = results(smoke, figure)
         assert (found["schema"], found["experiment"], found["preset"]) == (1, f"lee2026/{figure}", "smoke")
         assert found["claims"]
-        for claim in found["claims"]:
-            assert claim["holds"] == rule_holds(claim["rule"], {k: claim[k] for k in ("ours", "control")})
 
 
 def test_smoke_already_shows_exact_ranks_and_their_controls(smoke):
