@@ -19,12 +19,12 @@ from qkscope.maths.components import paired_components
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.svd import checked_svd
-from qkscope.toys.retrieval import RetrievalHead
-from qkscope.toys.retrieval_heads import grid, train_heads
-from qkscope.toys.superposition import Superposition
-from qkscope.toys.superposition_models import train_toys
-from qkscope.toys.superposition_training import Cell
-from qkscope.toys.trainer import Recipe
+from qkscope.papers.franco2026.toy.stack import ToyCell
+from qkscope.papers.franco2026.toy.superposition import Superposition
+from qkscope.papers.franco2026.toy.trained import train_toys
+from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
+from qkscope.papers.lee2026.toy.trained import grid, train_heads
+from qkscope.papers.trainer import Recipe
 
 
 def looked_at(head: RetrievalHead, n: int, seed: int, nuisance: int = 0) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def shuffled(out: Path, device: str, runs: int = 100) -> list[dict[str, Any]]:
 def superposition(out: Path, device: str) -> list[dict[str, Any]]:
     """The paper's default toy: reading directions of the found components against the true columns of W."""
     rows = []
-    for trained in train_toys([Cell(Superposition(), seed) for seed in range(2)], out / "toys", device=device):
+    for trained in train_toys([ToyCell(Superposition(), seed) for seed in range(2)], out / "toys", device=device):
         toy, task = trained.toy, trained.cell.task
         n = 16_384
         generator = torch.Generator().manual_seed(5)

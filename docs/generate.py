@@ -118,13 +118,13 @@ def results(folders: list[Path], hardware: str) -> None:
 
 
 def _results_page(known: dict[str, Any]) -> list[str]:
-    from qkscope.papers.registry import PAPERS
+    from qkscope.papers.registry import PAPERS, figures_of
 
     claims = [claim for entry in known.values() for claim in entry["claims"]]
     lines = [f"{sum(claim['holds'] for claim in claims)} of {len(claims)} claims hold, in {len(known)} figures.", ""]
-    for paper, figures in PAPERS.items():
+    for paper in PAPERS:
         lines += [f"## {paper}", ""]
-        for figure, experiment in figures.items():
+        for figure, experiment in figures_of(paper).items():
             entry = known.get(f"{paper}/{figure}")
             lines += [f"### {figure}: {_text(experiment.title)}", ""]
             if entry is None:

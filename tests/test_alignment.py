@@ -7,20 +7,18 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths import alignment
-from qkscope.maths.alignment import (
+from qkscope.papers.franco2026.toy import alignment
+from qkscope.papers.franco2026.toy.alignment import (
     anti_whiten,
-    best_cosines,
     cosines,
-    feature_norms,
     gram,
     invert_gram,
     isotropy_error,
-    matched_cosines,
     random_best,
     whiten,
 )
-from qkscope.toys.superposition import distort, isotropic_dictionary
+from qkscope.papers.franco2026.toy.measure import alignment_rows
+from qkscope.papers.franco2026.toy.superposition import Superposition, Toy, distort, isotropic_dictionary
 
 
 def drawn(*shape, seed=0):
@@ -30,24 +28,24 @@ def drawn(*shape, seed=0):
 def test_cosines_know_neither_sign_nor_length():
     basis = torch.linalg.qr(drawn(6, 4))[0]
     features = basis * torch.tensor([-3.0, 0.1, 7.0, -1.0])
-    torch.testing.assert_close(matched_cosines(features, basis), torch.ones(4, dtype=torch.float64))
-    shuffled = features[:, [1, 0, 3, 2]]
-    assert float(matched_cosines(shuffled, basis).max()) < 1e-9
-    torch.testing.assert_close(best_cosines(shuffled, basis), torch.ones(4, dtype=torch.float64))
-    torch.testing.assert_close(feature_norms(features), torch.tensor([3.0, 0.1, 7.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(cosines(features, basis), torch.eye(4, dtype=torch.float64))
     assert bool(cosines(torch.zeros(6, 1, dtype=torch.float64), basis).isnan().all())
 
 
 def test_surplus_features_are_matched_to_the_last_vector():
-    basis = torch.eye(5, dtype=torch.float64)[:, :3]
-    features = torch.eye(5, dtype=torch.float64)[:, [0, 1, 2, 2, 2]]
-    torch.testing.assert_close(matched_cosines(features, basis), torch.ones(5, dtype=torch.float64))
+    """Five pairs along three axes, Ω = diag(3, 2, 1, 0, 0): the last three share the third vector."""
+    task = Superposition(n=10, d=5, d_head=3, pairs=tuple((i, i + 5, 9.0 - i) for i in range(5)))
+    head = torch.diag(torch.tensor([3.0, 2.0, 1.0]).sqrt()) @ torch.eye(5)[:3]
+    W = torch.eye(5)[:, [0, 1, 2, 2, 2] * 2]
+    rows = alignment_rows("by hand", 0, 0, Toy(W, torch.zeros(10), head, head, task))
+    assert [row["singular_value"] for row in rows[::2]] == pytest.approx([3, 2, 1, 1, 1])
+    assert all(row["matched"] == pytest.approx(1.0) for row in rows)
 
 
 def test_chance_is_what_random_features_score_under_any_basis():
     basis = torch.linalg.qr(drawn(10, 10, seed=1))[0]
     for vectors in (1, 4, 10):
-        scored = best_cosines(drawn(10, 20_000, seed=2), basis[:, :vectors])
+        scored = cosines(drawn(10, 20_000, seed=2), basis[:, :vectors]).amax(-1)
         chance = random_best(10, vectors)
         assert chance.mean == pytest.approx(float(scored.mean()), abs=0.01)
         assert float((scored > chance.top).double().mean()) == pytest.approx(0.05, abs=0.01)

@@ -21,11 +21,11 @@ from qkscope.analyses.fit_folder import run_decompose
 from qkscope.analyses.shards import merge
 from qkscope.capture.scope import Scope
 from qkscope.examples import Answers, Key
-from qkscope.toys.nano_run import train_nano
-from qkscope.toys.retrieval import Retrieval
-from qkscope.toys.retrieval_run import train_retrieval
-from qkscope.toys.superposition import Superposition
-from qkscope.toys.superposition_run import train_superposition
+from qkscope.nano.train import train_nano
+from qkscope.papers.franco2026.toy.superposition import Superposition
+from qkscope.papers.franco2026.toy.train import train_superposition
+from qkscope.papers.lee2026.toy.retrieval import Retrieval
+from qkscope.papers.lee2026.toy.train import train_retrieval
 from tiny_llama import write_tiny_llama
 
 

@@ -11,11 +11,11 @@ import torch
 from qkscope import BadInput
 from qkscope.maths.components import Feature, diagonal_share, paired_components
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
-from qkscope.toys.retrieval import Retrieval, RetrievalHead
-from qkscope.toys.retrieval_heads import train_heads
-from qkscope.toys.retrieval_training import Cell
-from qkscope.toys.superposition import Superposition, isotropic_dictionary
-from qkscope.toys.trainer import Recipe
+from qkscope.papers.franco2026.toy.superposition import Superposition, isotropic_dictionary
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
+from qkscope.papers.lee2026.toy.stack import HeadCell
+from qkscope.papers.lee2026.toy.trained import train_heads
+from qkscope.papers.trainer import Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from discover_toys import correlations, directions, looked_at, take_apart
@@ -62,7 +62,7 @@ def planted(*latents, n=3000, d=12, keys=16, gain=3.0):
 def heads(tmp_path_factory) -> dict[str, RetrievalHead]:
     """Trained heads of the retrieval toy, shortly but to its end."""
     folder = tmp_path_factory.mktemp("heads")
-    cells = [Cell(Retrieval((4, 6)), 16, 0), Cell(Retrieval((6, 4), "continuous"), 16, 0)]
+    cells = [HeadCell(Retrieval((4, 6)), 16, 0), HeadCell(Retrieval((6, 4), "continuous"), 16, 0)]
     trained = train_heads(cells, folder, lr=2e-3, recipe=Recipe(steps=2000), workers=1)
     return {one.cell.task.variant: one.head for one in trained}
 

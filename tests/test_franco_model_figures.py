@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 from qkscope import BadInput, reproduce, tasks
 from qkscope.capture.families import tiny_model
-from qkscope.maths.relabelling import relabelled
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
 from qkscope.papers.franco2026.model_sparsity import templates_of
-from qkscope.papers.franco2026.model_sweep import PYTHIA, Work, revisions_of
-from qkscope.papers.registry import EMBEDDED, NANO, PAPERS, Settings
+from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
+from qkscope.papers.franco2026.relabelling import relabelled
+from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure_of
 from qkscope.tasks.indirect import TEMPLATES
 
 SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
@@ -25,7 +25,7 @@ SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(model_sweep.WORK, "smoke", Work(6, 1, 3, 100))
+    monkeypatch.setitem(model_sweep.WORK, "smoke", SweepWork(6, 1, 3, 100))
     model_sweep._swept.cache_clear()
 
 
@@ -101,7 +101,7 @@ def test_each_model_has_its_checkpoints(tmp_path):
     assert len((revisions_of(PYTHIA, "paper") or "").split(",")) == 144
     (tmp_path / "run").mkdir()
     assert revisions_of(str(tmp_path / "run"), "default") == "all"
-    assert PAPERS["franco2026"]["bridge"].model == EMBEDDED
+    assert figure_of("franco2026", "bridge").model == EMBEDDED
 
 
 # ---------------------------------------------------------------- figure 20

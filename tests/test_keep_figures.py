@@ -10,7 +10,7 @@ import pytest
 from qkscope import BadInput, cli
 from qkscope.errors import Terminated
 from qkscope.papers import registry
-from qkscope.papers.registry import Experiment, Settings, reproduce
+from qkscope.papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 from qkscope.result import Claim, Result, provenance
 
 RUN: list[str] = []
@@ -34,8 +34,12 @@ def draw(result: Result) -> dict[str, str | bytes]:
 
 @pytest.fixture(autouse=True)
 def paper(monkeypatch):
-    quick = Experiment("quick", "test_keep_figures:run", "test_keep_figures:draw")
-    monkeypatch.setitem(registry.PAPERS, "lee2026", {"fig2": quick, "fig3": quick, "fig4": quick})
+    experiment = Experiment(run)
+    experiment.drawing(draw)
+    quick = Figure("quick", experiment, {}, None, EMBEDDED)
+    named = dict.fromkeys(("fig2", "fig3", "fig4"), Entry(__name__, "quick"))
+    monkeypatch.setattr(registry, "figures_of", lambda paper: named)
+    monkeypatch.setattr(registry, "figure_of", lambda paper, name: quick)
     RUN.clear()
     STOP.clear()
 

@@ -356,9 +356,9 @@ def disk_is_full_for(name: str):
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
     from qkscope.analyses.sweep import sweep
-    from qkscope.toys.nano_run import train_nano
-    from qkscope.toys.retrieval_run import train_retrieval
-    from qkscope.toys.superposition_run import train_superposition
+    from qkscope.nano.train import train_nano
+    from qkscope.papers.franco2026.toy.train import train_superposition
+    from qkscope.papers.lee2026.toy.train import train_retrieval
 
     for folder, run in (
         (tmp_path / "nano", lambda: train_nano(tmp_path / "nano", preset="smoke", steps=1)),

@@ -12,13 +12,13 @@ import torch
 
 from qkscope.errors import Terminated
 from qkscope.maths.store import read_tensors
-from qkscope.toys import retrieval_heads
-from qkscope.toys.retrieval import Retrieval
-from qkscope.toys.retrieval_heads import train_heads
-from qkscope.toys.retrieval_training import Cell
-from qkscope.toys.trainer import Recipe
+from qkscope.papers.lee2026.toy import trained
+from qkscope.papers.lee2026.toy.retrieval import Retrieval
+from qkscope.papers.lee2026.toy.stack import HeadCell
+from qkscope.papers.lee2026.toy.trained import train_heads
+from qkscope.papers.trainer import Recipe
 
-CELLS = [Cell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
+CELLS = [HeadCell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
 RECIPE = Recipe(steps=200, validate_every=5, patience=100)
 
 
@@ -30,7 +30,7 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, mon
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
-    real = retrieval_heads.train_all
+    real = trained.train_all
 
     def stopped(trainers, workers):
         def later() -> None:
@@ -42,7 +42,7 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, mon
         return real(trainers, workers)
 
     try:
-        monkeypatch.setattr(retrieval_heads, "train_all", stopped)
+        monkeypatch.setattr(trained, "train_all", stopped)
         with pytest.raises(Terminated):
             train_heads(CELLS, tmp_path / "stopped", recipe=RECIPE)
     finally:

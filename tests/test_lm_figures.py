@@ -18,7 +18,6 @@ from qkscope.capture.families import tiny_model
 from qkscope.heads import Head
 from qkscope.papers.lee2026.language import choose_heads
 from qkscope.papers.lee2026.points import align, nearest_centroid, separation
-from qkscope.rules import rule_holds
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -149,12 +148,8 @@ def test_logit_parts_sum_and_shares_are_of_one(llama):
         assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(1, abs=1e-6)
 
 
-def test_claims_are_decided_by_their_rules(llama, qwen):
-    claims = [claim for results in (llama[0], qwen[0]) for result in results.values() for claim in result["claims"]]
-    assert len(claims) > 40
-    for claim in claims:
-        assert claim["holds"] == rule_holds(claim["rule"], {"ours": claim["ours"], "control": claim["control"]})
-    # a random model binds nothing: what needs a head that works must come out false here
+def test_a_random_model_binds_nothing(llama):
+    """What needs a head that works must come out false here."""
     found = {claim["claim"]: claim["holds"] for claim in llama[0]["fig9"]["claims"]}
     assert not next(holds for text, holds in found.items() if text.startswith("swapping both moves most"))
 

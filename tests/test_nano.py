@@ -22,14 +22,14 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.intervals import wilson
 from qkscope.maths.store import read_tensors
+from qkscope.nano.score import CLAIMED, Exam, claimed_task
+from qkscope.nano.text import Rows, Texts
+from qkscope.nano.train import train_nano
+from qkscope.nano.trainer import STATE, NanoRecipe, NanoTrainer
+from qkscope.nano.words import PAD, nano_tokenizer, vocabulary, word_ids
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import ANSWER, pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
-from qkscope.toys.nano import STATE, NanoRecipe, NanoTrainer
-from qkscope.toys.nano_run import train_nano
-from qkscope.toys.nano_score import CLAIMED, Exam, claimed_task
-from qkscope.toys.nano_text import Rows, Texts
-from qkscope.toys.nano_words import PAD, nano_tokenizer, vocabulary, word_ids
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp": 32, "rows": 20, "prompts": 4}
 LONG = {**TINY, "steps": 64, "check_every": 8, "solved": 0.0}
@@ -254,7 +254,7 @@ KILLED = textwrap.dedent(
     import sys, torch
     from pathlib import Path
     torch.set_num_threads(1)
-    from qkscope.toys.nano import NanoRecipe, NanoTrainer
+    from qkscope.nano.trainer import NanoRecipe, NanoTrainer
     NanoTrainer(Path(sys.argv[1]), NanoRecipe(**{LONG}), 3, torch.device("cpu")).run()
     """
 )

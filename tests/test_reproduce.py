@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from qkscope import BadInput
-from qkscope.papers.registry import PAPERS, list_experiments, reproduce
-from qkscope.rules import rule_holds
+from qkscope import BadInput, papers
+from qkscope.papers.registry import _FIGURES, figure_of, figures_of, list_experiments, reproduce
 
 RANK_COLUMNS = {
     "variant", "d_head", "r1", "r2", "rank1", "rank2", "null1", "null2", "untrained1", "untrained2",
@@ -46,13 +46,11 @@ def test_each_figure_has_its_folder(smoke):
     assert "glyph" not in done.stderr
 
 
-def test_claims_are_decided_by_their_rules(smoke):
+def test_each_figure_makes_claims_under_its_own_name(smoke):
     for figure in ("fig2", "fig3", "fig4"):
         found = results(smoke, figure)
         assert (found["schema"], found["experiment"], found["preset"]) == (1, f"lee2026/{figure}", "smoke")
         assert found["claims"]
-        for claim in found["claims"]:
-            assert claim["holds"] == rule_holds(claim["rule"], {k: claim[k] for k in ("ours", "control")})
 
 
 def test_smoke_already_shows_exact_ranks_and_their_controls(smoke):
@@ -89,16 +87,52 @@ def test_figures_share_their_heads(smoke):
     assert len(heads) == 5, "four cells of fig2, and one head for both fig3 and fig4"
 
 
-def test_every_figure_can_be_found():
-    from importlib import import_module
-
+def test_every_figure_has_its_run_and_its_drawing_in_one_file():
     for row in list_experiments():
-        experiment = PAPERS[row["paper"]][row["figure"]]
-        for path in (experiment.run, experiment.draw):
-            module, _, name = path.partition(":")
-            assert callable(getattr(import_module(module), name))
+        experiment = figure_of(row["paper"], row["figure"]).experiment
+        assert experiment.draw.__module__ == experiment.run.__module__, row
+    for paper, registered in _FIGURES.items():
+        assert {name: entry.title for name, entry in figures_of(paper).items()} == {
+            name: found.title for name, found in registered.items()
+        }
+
+
+def test_no_figure_is_asked_for_its_name_outside_its_own_file():
+    """A figure's name in quotes stands where the figure is registered, and nowhere else in the reproduction."""
+    homes = {}
+    for row in list_experiments():
+        home = figures_of(row["paper"])[row["figure"]].module
+        homes.setdefault(f'"{row["figure"]}"', set()).add(home)
+    for path in Path(papers.__file__).parent.rglob("*.py"):
+        module = ".".join(("qkscope.papers", *path.relative_to(Path(papers.__file__).parent).with_suffix("").parts))
+        text = path.read_text().partition('"""')[2].partition('"""')[2]  # after the file's docstring
+        for name, own in homes.items():
+            assert name not in text or module in own, f"{module} knows {name}"
+
+
+def test_a_name_is_told_or_refused_without_loading_a_model_library():
+    code = """
+import sys
+from qkscope import BadInput
+from qkscope.papers.registry import list_experiments, reproduce
+assert len(list_experiments()) >= 48
+for wrong in (dict(figures=["fig99"]), dict(figures=["fig9"], device="nope")):
+    try:
+        reproduce("lee2026", **wrong)
+    except BadInput:
+        continue
+    raise AssertionError(wrong)
+assert "transformers" not in sys.modules and "matplotlib" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_are_listed_in_their_order():
     listed = qkscope("reproduce", "--list", "--json")
     assert {row["figure"] for row in json.loads(listed.stdout)["rows"]} >= {"fig2", "fig15"}
+    assert list(figures_of("franco2026"))[5:9] == ["fig6", "fig7a", "fig7b", "fig8"]
+    assert list(figures_of("franco2026"))[-4:] == ["bridge", "thm1", "thm2", "thm3"]
 
 
 def test_unknown_names_and_places_get_a_sentence(tmp_path):

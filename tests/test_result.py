@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -191,28 +190,3 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, says):
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-
-
-def test_no_room_imports_one_below_it():
-    """The order of the rooms in the design; a room may import itself and those above."""
-    rooms = [
-        "errors", "kinds", "devices", "heads", "examples", "rules", "folders", "result", "tasks", "capture", "maths",
-        "toys",
-        "analyses", "papers", "page", "explorer", "runs", "demo", "bench", "bench_models", "bench_toys", "bench_scale",
-        "bench_discovery", "cli",
-    ]  # fmt: skip
-    source = Path(qkscope.__file__).parent
-    for path in source.rglob("*.py"):
-        room = path.relative_to(source).parts[0].removesuffix(".py")
-        if room not in rooms:
-            assert room in ("__init__", "__main__"), f"{path} is in no room"
-            continue
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if len(words) > 1 and words[0] in ("from", "import") and words[1].startswith("qkscope."):
-                other = words[1].split(".")[1]
-                assert rooms.index(other) <= rooms.index(room), f"{path} imports {words[1]}"
-                if room == "maths":
-                    assert other in ("maths", "heads", "errors", "kinds", "devices"), f"{path} imports {words[1]}"
-                if room == "capture":
-                    assert other != "result", f"{path} imports {words[1]}"

@@ -13,10 +13,17 @@ from qkscope.papers.lee2026.geometry import similarity_fit, vertices_recovered
 from qkscope.papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope.papers.lee2026.ranks import head_ranks
 from qkscope.papers.lee2026.swaps import swap_rows
-from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.retrieval import Retrieval, RetrievalHead, asymmetry, cross_variable, off_diagonal
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.retrieval_training import Cell
+from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.papers.lee2026.toy.retrieval import (
+    AS_WRITTEN,
+    Retrieval,
+    RetrievalHead,
+    asymmetry,
+    cross_variable,
+    off_diagonal,
+)
+from qkscope.papers.lee2026.toy.stack import HeadCell
+from qkscope.papers.lee2026.toy.trained import TrainedHead
 
 
 def untrained(ranks=(2, 3), variant="discrete", d_head=8, seed=0, **task):
@@ -123,7 +130,7 @@ def test_a_dot_product_is_no_distance():
     assert bayes_ceiling(task.encoders(0), 4000) > 0.999
     assert dot_product_ceiling(task, 4000) < 0.7
     assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
-    noisy = bayes_ceiling(Retrieval.as_written((2, 2), "continuous").encoders(0), 4000)
+    noisy = bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000)
     assert 0.8 < noisy < 0.999
 
 
@@ -141,7 +148,7 @@ def test_accuracy_of_a_perfect_match_reaches_the_ceiling():
 
 def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     head = perfect_head()
-    rows, overlap = swap_rows(TrainedHead(Cell(head.encoders.task, 16), head, 0, "made", 0.0), 20_000, 4000, seed=0)
+    rows, overlap = swap_rows(TrainedHead(HeadCell(head.encoders.task, 16), head, 0, "made", 0.0), 20_000, 4000, seed=0)
     found = {row["condition"]: row for row in rows}
     assert overlap["top_cosine"] > 0.3, "the subspaces overlap, or there is nothing to leak"
     for z in ("z1", "z2"):
@@ -161,7 +168,7 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
 
 def test_a_swap_that_fills_the_head_is_called_vacuous():
     head = untrained((4, 4), d_head=8)
-    rows, _ = swap_rows(TrainedHead(Cell(head.encoders.task, 8), head, 0, "made", 0.0), 2000, 200, seed=0)
+    rows, _ = swap_rows(TrainedHead(HeadCell(head.encoders.task, 8), head, 0, "made", 0.0), 2000, 200, seed=0)
     assert {row["condition"] for row in rows if row["vacuous"]} >= {"both", "random_both", "key_pca_both"}
 
 

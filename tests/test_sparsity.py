@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths import relabelling
-from qkscope.maths.relabelling import relabelled
 from qkscope.maths.relative import key_coordinates, key_difference, relative_logit, relative_terms
 from qkscope.maths.sparsity import (
     cancellation,
@@ -19,6 +17,8 @@ from qkscope.maths.sparsity import (
     sparsity,
 )
 from qkscope.maths.weights import thin_svd
+from qkscope.papers.franco2026 import relabelling
+from qkscope.papers.franco2026.relabelling import relabelled
 
 
 def drawn(*shape, seed=0):

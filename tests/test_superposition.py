@@ -8,8 +8,9 @@ import torch
 
 from qkscope import BadInput
 from qkscope.cli import main
-from qkscope.maths.alignment import gram
-from qkscope.toys.superposition import (
+from qkscope.papers.franco2026.toy.alignment import gram
+from qkscope.papers.franco2026.toy.stack import StackedSuperposition, ToyCell
+from qkscope.papers.franco2026.toy.superposition import (
     FOUR_PAIRS,
     Positional,
     Superposition,
@@ -20,20 +21,19 @@ from qkscope.toys.superposition import (
     linear_pairs,
     rotated_logits,
 )
-from qkscope.toys.superposition_models import stacks, train_toys
-from qkscope.toys.superposition_training import Cell, StackedSuperposition
-from qkscope.toys.trainer import Recipe, Trainer, TrainingTask
+from qkscope.papers.franco2026.toy.trained import stacks, train_toys
+from qkscope.papers.trainer import Recipe, Trainer, TrainingTask
 
 SMALL = {"n": 6, "d": 4, "d_head": 4, "pairs": ((0, 2, 6.0), (1, 3, 4.0))}
 CELLS = [
-    Cell(Superposition(**SMALL), steps=40, every=20),
-    Cell(Superposition(**{**SMALL, "d_head": 2, "p": 0.2}), steps=40, every=20),
-    Cell(Superposition(**{**SMALL, "reading": "B", "weight": 2.0, "scaled": True}), steps=40, every=20),
-    Cell(Superposition(**{**SMALL, "weight": 0.0, "p": 1.0}), steps=40, every=20),
-    Cell(Superposition(**{**SMALL, "pairs": ((0, 0, -3.0), (5, 1, 2.0))}), steps=40, every=20, lr=1e-2),
+    ToyCell(Superposition(**SMALL), steps=40, every=20),
+    ToyCell(Superposition(**{**SMALL, "d_head": 2, "p": 0.2}), steps=40, every=20),
+    ToyCell(Superposition(**{**SMALL, "reading": "B", "weight": 2.0, "scaled": True}), steps=40, every=20),
+    ToyCell(Superposition(**{**SMALL, "weight": 0.0, "p": 1.0}), steps=40, every=20),
+    ToyCell(Superposition(**{**SMALL, "pairs": ((0, 0, -3.0), (5, 1, 2.0))}), steps=40, every=20, lr=1e-2),
 ]
-FROZEN = Cell(Superposition.frozen(distort(isotropic_dictionary(), 5.0, 0), scaled=True), steps=40, every=20)
-ROPE = Cell(
+FROZEN = ToyCell(Superposition.frozen(distort(isotropic_dictionary(), 5.0, 0), scaled=True), steps=40, every=20)
+ROPE = ToyCell(
     Superposition(**SMALL, context=5, rope=True, positional=(Positional(4, 5, 3.0, 1),)), steps=40, every=20
 )  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_many_toys_train_as_each_would_alone():
 
 
 def test_checkpoints_are_kept_from_the_start_and_toys_are_shared(tmp_path):
-    cells = [*CELLS[:2], FROZEN, ROPE, Cell(CELLS[0].task, seed=1, steps=40, every=20)]
+    cells = [*CELLS[:2], FROZEN, ROPE, ToyCell(CELLS[0].task, seed=1, steps=40, every=20)]
     assert len(stacks(cells)) == 4, "shapes, frozen or not, RoPE and seeds train apart"
     found = train_toys(cells, tmp_path, workers=2)
     for cell, trained in zip(cells, found, strict=True):
@@ -163,7 +163,7 @@ def test_history_survives_an_interruption(tmp_path):
 
 def test_a_small_toy_learns_to_attend_and_aligns():
     """Two pairs among six features: after training the top singular vectors point along them, before they do not."""
-    cell = Cell(Superposition(**{**SMALL, "p": 0.4}), steps=2000, every=500, lr=5e-3)
+    cell = ToyCell(Superposition(**{**SMALL, "p": 0.4}), steps=2000, every=500, lr=5e-3)
     task = StackedSuperposition([cell], tokens=256, validation=256)
     trainer = Trainer(task, cell.lr, cell.recipe(), keep_history=True)
     trained = trainer.run()
@@ -196,7 +196,7 @@ def test_a_singular_dictionary_works():
     W[:3] = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     task = Superposition.frozen(W, d_head=4, pairs=SMALL["pairs"])
     assert int(torch.linalg.matrix_rank(gram(Toy.untrained(task, 0).W))) == 3
-    trained = Trainer(stacked([Cell(task)]), 1e-3, Recipe(steps=20, validate_every=10)).run()
+    trained = Trainer(stacked([ToyCell(task)]), 1e-3, Recipe(steps=20, validate_every=10)).run()
     assert bool(torch.isfinite(trained.params["W_Q"]).all())
 
 

@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.alignment import cosines, gram, whiten
-from qkscope.maths.theory import (
+from qkscope.papers.franco2026.theory import (
     SILENT_FROM,
     TwoKeyPopulation,
-    key_difference_moment,
     minimise,
     orthogonalise,
-    query_moment,
     sharp_bound,
     theorem1_minimiser,
     theorem2_bound,
 )
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, whiten
 
 
 def features(d=3, n=5, seed=0):
@@ -53,14 +51,19 @@ def test_lemma_3_second_moments_are_sums_over_all_cases(p):
     x = torch.tensor(list(product((0.0, 1.0), repeat=5)), dtype=torch.float64)
     weight = torch.where(x > 0, p, 1 - p).prod(1)
     t = x @ W.mT
-    torch.testing.assert_close((weight[:, None] * t).mT @ t, query_moment(W, p))
+    total = W.sum(1)
+    of_queries = p * (1 - p) * gram(W) + p * p * torch.outer(total, total)
+    of_differences = 2 * p * (1 - p) * gram(W)
+    torch.testing.assert_close((weight[:, None] * t).mT @ t, of_queries)
     pairs = t[:, None] - t[None]
     both = weight[:, None] * weight[None]
     moment = torch.einsum("ab,abi,abj->ij", both, pairs, pairs)
-    torch.testing.assert_close(moment, key_difference_moment(W, p))
+    torch.testing.assert_close(moment, of_differences)
     cases = TwoKeyPopulation.of(5, p)
+    drawn = cases.queries @ W.mT
+    torch.testing.assert_close((cases.query_p[:, None] * drawn).mT @ drawn, of_queries)
     d = cases.differences @ W.mT
-    torch.testing.assert_close((cases.difference_p[:, None] * d).mT @ d, key_difference_moment(W, p))
+    torch.testing.assert_close((cases.difference_p[:, None] * d).mT @ d, of_differences)
     assert float(cases.difference_p.sum()) == pytest.approx(1.0)
     assert float(cases.query_p.sum()) == pytest.approx(1.0)
 

@@ -14,16 +14,16 @@ import torch
 
 from qkscope import BadInput
 from qkscope.maths.store import read_tensors
-from qkscope.toys.fleet import train_all
-from qkscope.toys.retrieval import Retrieval, RetrievalHead
-from qkscope.toys.retrieval_heads import _groups, all_grids, train_heads
-from qkscope.toys.retrieval_training import Cell, StackedRetrieval
-from qkscope.toys.trainer import Recipe, Stack, Trainer, TrainingTask
+from qkscope.papers.fleet import train_all
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
+from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
+from qkscope.papers.lee2026.toy.trained import _groups, all_grids, train_heads
+from qkscope.papers.trainer import Recipe, Stack, Trainer, TrainingTask
 
 CELLS = [
-    Cell(Retrieval((2, 3)), 8),
-    Cell(Retrieval((4, 2), noise=0.1), 16, seed=1),
-    Cell(Retrieval((1, 1), payload_scale=1.0), 4),
+    HeadCell(Retrieval((2, 3)), 8),
+    HeadCell(Retrieval((4, 2), noise=0.1), 16, seed=1),
+    HeadCell(Retrieval((1, 1), payload_scale=1.0), 4),
 ]
 SHORT = Recipe(steps=60, validate_every=20)
 
@@ -61,7 +61,7 @@ class Quadratic(TrainingTask):
 
 @pytest.mark.parametrize("variant", ["discrete", "continuous"])
 def test_gradients_by_hand_are_those_of_autograd(variant):
-    cells = [Cell(Retrieval(c.task.ranks, variant), c.d_head, c.seed) for c in CELLS]
+    cells = [HeadCell(Retrieval(c.task.ranks, variant), c.d_head, c.seed) for c in CELLS]
     task = stacked(cells)
     params = task.start()
     params.flat.mul_(3)  # away from the flat start
@@ -149,10 +149,10 @@ SCRIPT = textwrap.dedent(
     """
     import sys, torch
     torch.set_num_threads(1)
-    from qkscope.toys.retrieval import Retrieval
-    from qkscope.toys.retrieval_training import Cell, StackedRetrieval
-    from qkscope.toys.trainer import Recipe, Trainer
-    cells = [Cell(Retrieval((2, 3)), 8), Cell(Retrieval((1, 1)), 4)]
+    from qkscope.papers.lee2026.toy.retrieval import Retrieval
+    from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
+    from qkscope.papers.trainer import Recipe, Trainer
+    cells = [HeadCell(Retrieval((2, 3)), 8), HeadCell(Retrieval((1, 1)), 4)]
     task = StackedRetrieval(cells, batch=64, validation=(2, 64))
     recipe = Recipe(steps=600, validate_every=20, patience=4, min_delta=0.02)
     trainer = Trainer(task, [3e-3, 3e-3], recipe, checkpoint=sys.argv[1], checkpoint_seconds=0)
@@ -229,7 +229,7 @@ def test_bad_input_gets_a_sentence():
         with pytest.raises(BadInput, match="positive, finite learning rates"):
             Trainer(stacked(CELLS), [1e-3, rate, 1e-3])
     with pytest.raises(BadInput, match="cannot share batches"):
-        StackedRetrieval([CELLS[0], Cell(Retrieval((2, 2), keys=4), 8)])
+        StackedRetrieval([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)])
     with pytest.raises(BadInput, match="at least one"):
         StackedRetrieval([])
     with pytest.raises(BadInput, match="no schedule"):

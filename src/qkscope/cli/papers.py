@@ -48,7 +48,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure every ratio we claim, each against the plain way of doing the same work, in the same run."""
-    from qkscope.bench import bench as run_bench
+    from qkscope.bench.harness import bench as run_bench
 
     print_rows("bench", run_bench(only), as_json)
 

@@ -33,7 +33,7 @@ def toy_retrieval(
     as_json: Json = False,
 ) -> None:
     """Train heads on payload retrieval, many at once; stop it and say the same again, and it goes on."""
-    from qkscope.toys.retrieval_run import train_retrieval
+    from qkscope.papers.lee2026.toy.train import train_retrieval
 
     parts = ranks.split(",")
     if not all(part.strip().isdecimal() for part in parts):
@@ -69,8 +69,8 @@ def nano(
     as_json: Json = False,
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
+    from qkscope.nano.train import last_rows, train_nano
     from qkscope.page.figures.nano import draw
-    from qkscope.toys.nano_run import last_rows, train_nano
 
     def show(result: Any) -> None:
         _show(result, as_json, {"accuracy": [] if as_json else last_rows(result)})
@@ -106,7 +106,7 @@ def toy_superposition(
     as_json: Json = False,
 ) -> None:
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
-    from qkscope.toys.superposition_run import parse_pairs, train_superposition
+    from qkscope.papers.franco2026.toy.train import parse_pairs, train_superposition
 
     def show(result: Any) -> None:
         rows = [row for row in result.tables["alignment"] if not row["control"]]

@@ -49,3 +49,8 @@ def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
 def draw_signs(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     """One fair sign, +1 or −1, for every element of the broadcast address."""
     return 1 - 2 * _shift_right(draw_bits(*address), 63)
+
+
+def derived_seed(*address: int) -> int:
+    """A seed of its own for every address, for draws that come as a stream: no two of them share one."""
+    return int(draw_bits(*address)) & (2**62 - 1)

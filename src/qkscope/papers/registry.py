@@ -1,28 +1,39 @@
-"""Which figures there are: each id bound to the function that runs it and the one that draws it, imported when needed.
+"""Which figures there are. A figure is registered where it is defined, by a decorator on the function that runs it::
 
-An experiment is ``run(settings) -> Result``; its drawing is ``draw(result) -> {file name: bytes}`` and lives in `page`,
-which this room never imports by name. A paper may also ``prepare`` what several of its figures share.
+    @figure("lee2026", "fig2", "Recovered ranks", cells=whole_grids(("discrete", 16)), prepare=train_together)
+    def run(settings: Settings, cells: Cells) -> Result: ...
+
+    @run.drawing
+    def draw(result: Result) -> Files: ...
+
+What the decorator is given beyond its own parameters goes to the function, so that one function can serve several
+figures and none has to ask for its name. A file is imported when one of its figures is asked for.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.folders import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.kinds import checked_call
-from qkscope.result import Result, provenance
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result, provenance
 
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
+PAPERS = ("lee2026", "franco2026")
 EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
 
 
@@ -34,106 +45,134 @@ class Settings:
     shared: Path
     seed: int = 0
     device: str = "cpu"
+    paper: str = ""
     figure: str = ""
     model: str = EMBEDDED  # of figures that look into a language model
 
+    def result(
+        self,
+        answer: str,
+        tables: Mapping[str, Sequence[Mapping[str, Any]]],
+        claims: Sequence[Claim],
+        arrays: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """What a run found, under the figure's name; ``about`` is for its provenance."""
+        made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
+        name = f"{self.paper}/{self.figure}"
+        return Result(name, tables, claims, arrays or {}, self.preset, model, self.seed, answer=answer, provenance=made)
+
+
+Draw = Callable[[Result], dict[str, str | bytes]]
+
+
+class Experiment:
+    """A function that runs figures, and the one that draws what it found."""
+
+    def __init__(self, run: Callable[..., Result]) -> None:
+        self.run = run
+        self.draw: Draw | None = None
+
+    def __call__(self, settings: Settings, **asked: Any) -> Result:
+        """Run it."""
+        return self.run(settings, **asked)
+
+    def drawing(self, draw: Draw) -> Draw:
+        """Decorator: this draws it."""
+        self.draw = draw
+        return draw
+
 
 @dataclass(frozen=True)
-class Experiment:
-    """One figure: what it shows, and where it is run and drawn (``module:function``)."""
+class Figure:
+    """One figure: what it shows, what runs and draws it, and what its run is asked for beside the settings."""
 
     title: str
-    run: str
-    draw: str
-    prepare: str = ""  # makes what figures of this kind share, in one go
-    model: str = EMBEDDED  # what it looks into where no model is named
+    experiment: Experiment
+    asked: Mapping[str, Any]
+    prepare: Callable[[Sequence[Figure], Settings], None] | None  # makes what figures share, in one go
+    model: str  # what it looks into where no model is named
+
+    def run(self, settings: Settings) -> Result:
+        """Its numbers."""
+        return self.experiment(settings, **self.asked)
+
+    def draw(self, result: Result) -> dict[str, str | bytes]:
+        """Its files, drawn in our style."""
+        from qkscope.page.figures.style import styled
+
+        assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
+        with styled():
+            return self.experiment.draw(result)
 
 
-_LEE = "qkscope.papers.lee2026"
-_FRANCO = "qkscope.papers.franco2026"
-_DRAW = "qkscope.page.figures"
+_FIGURES: dict[str, dict[str, Figure]] = {paper: {} for paper in PAPERS}
 
 
-def _toy(title: str, module: str) -> Experiment:
-    return Experiment(title, f"{_LEE}.{module}:run", f"{_DRAW}.{module}:draw", f"{_LEE}.heads:prepare")
+def figure(
+    paper: str,
+    name: str,
+    title: str,
+    *,
+    prepare: Callable[[Sequence[Figure], Settings], None] | None = None,
+    model: str = EMBEDDED,
+    **asked: Any,
+) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
+    """Decorator: this function runs the figure, with ``asked`` beside the settings."""
+
+    def register(run: Callable[..., Result] | Experiment) -> Experiment:
+        experiment = run if isinstance(run, Experiment) else Experiment(run)
+        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model)
+        return experiment
+
+    return register
 
 
-def _model(title: str, run: str, draw: str) -> Experiment:
-    return Experiment(title, f"{_LEE}.{run}:run", f"{_DRAW}.{draw}:draw")
+class Entry(NamedTuple):
+    """Where a figure is registered, and what it shows."""
+
+    module: str
+    title: str
 
 
-def _superposition(title: str, run: str, draw: str) -> Experiment:
-    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{draw}:draw", f"{_FRANCO}.toys:prepare")
+@cache
+def figures_of(paper: str) -> dict[str, Entry]:
+    """The figures of a paper by name, in their order.
+
+    They are read off the decorators in the paper's files: to import all of these only to tell a name would load
+    transformers with them.
+    """
+    if paper not in PAPERS:
+        raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
+    found = {}
+    for path in Path(__file__).with_name(paper).glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("figure"):
+                    *_, name, title = (part.value for part in call.args if isinstance(part, ast.Constant))
+                    found[str(name)] = Entry(f"qkscope.papers.{paper}.{path.stem}", str(title))
+    return {name: found[name] for name in sorted(found, key=_place)}
 
 
-def _franco_model(title: str, run: str, model: str = NANO) -> Experiment:
-    return Experiment(title, f"{_FRANCO}.{run}:run", f"{_DRAW}.{run}:draw", model=model)
+def figure_of(paper: str, name: str) -> Figure:
+    """One figure, ready to run; its file is imported now."""
+    import_module(figures_of(paper)[name].module)
+    return _FIGURES[paper][name]
 
 
-PAPERS: dict[str, dict[str, Experiment]] = {
-    "lee2026": {
-        "fig2": _toy("Recovered ranks, discrete task, d_head 16", "ranks"),
-        "fig3": _toy("The cube in query and key space", "geometry"),
-        "fig4": _toy("Swapping latents, discrete (3,5)", "swaps"),
-        "fig5": _toy("Interactions G, continuous task", "interactions"),
-        "fig6": _model("Categories in filter heads, seen", "category_views", "category_views"),
-        "fig7": _model("Swapping categories in filter heads", "filter_swaps", "model_swaps"),
-        "fig8": _model("Order and lexical subspaces, seen", "binding_views", "binding_views"),
-        "fig9": _model("Swapping order and lexical features", "binding_swaps", "model_swaps"),
-        "fig10": _model("One prompt's attention logits, split", "logit_split", "logit_split"),
-        "fig11": _toy("Recovered ranks, the other three grids", "ranks"),
-        "fig12": _toy("The sphere in query and key space", "geometry"),
-        "fig13": _toy("Interactions G, discrete task", "interactions"),
-        "fig14": _toy("Swapping latents, d_head 16", "swaps"),
-        "fig15": _toy("Swapping latents, d_head 8", "swaps"),
-        "fig16": _model("Ranks against the number of entities", "entity_counts", "entity_counts"),
-        "fig17": _model("Keys and queries, not projected", "binding_views", "binding_views"),
-        "fig18": _model("Swapping order and lexical, other heads", "binding_swaps", "model_swaps"),
-        "fig19": _model("Swapping categories, second model or form", "filter_swaps", "model_swaps"),
-        "fig20": _model("Swapping order and lexical, second model or form", "binding_swaps", "model_swaps"),
-    },
-    "franco2026": {
-        # the toy and the theory
-        "fig1": _superposition("Angles among features: no head, one pair, twenty", "geometry", "feature_geometry"),
-        "fig2": _superposition("Features and singular vectors: one pair, twenty", "alignments", "feature_alignment"),
-        "fig3": _superposition("Alignment across training, pair by pair", "dynamics", "alignment_dynamics"),
-        "fig4": _superposition("Alignment under controlled anisotropy", "anisotropy", "anisotropy"),
-        "fig5": _superposition("Relative attention split, one pair present", "decomposition", "term_views"),
-        "fig6": _superposition("A term against its pair's strength", "decomposition", "term_views"),
-        "fig7a": _superposition("Sparsity over training, beside its nulls", "emergence", "toy_sparsity"),
-        "fig11": _superposition("All features and all singular vectors", "alignments", "feature_alignment"),
-        "fig12": _superposition("Alignment against p", "sweeps", "alignment_sweeps"),
-        "fig13": _superposition("Alignment over training, by p", "dynamics", "alignment_sweeps"),
-        "fig14": _superposition("Alignment against the loss weight λ", "sweeps", "alignment_sweeps"),
-        "fig15": _superposition("Alignment against the number of features", "sweeps", "alignment_sweeps"),
-        "fig16": _superposition("Alignment against the width of the head", "sweeps", "alignment_sweeps"),
-        "fig17": _superposition("Alignment against the length of the context", "sweeps", "alignment_sweeps"),
-        "fig18": _superposition("Alignment over seeds, both readings of the loss", "sweeps", "alignment_sweeps"),
-        "fig19": _superposition("Isotropy of features", "geometry", "feature_geometry"),
-        "fig21": _superposition("Alignment under RoPE", "rope", "rope_bands"),
-        "fig22": _superposition("Features in RoPE's bands", "rope", "rope_bands"),
-        "fig23": _superposition("More pairs than the head has dimensions", "capacity", "capacity"),
-        "fig24": _superposition("Relative attention split, no pair present", "decomposition", "term_views"),
-        "thm1": _superposition("Theorem 1: the minimiser", "theorems", "theorem_plots"),
-        "thm2": _superposition("Theorem 2: the bound", "theorems", "theorem_plots"),
-        "thm3": _superposition("Theorem 3: orthogonalisation", "theorems", "theorem_plots"),
-        # language models
-        "fig7b": _franco_model("Sparsity over the training of a language model", "model_sparsity"),
-        "fig8": _franco_model("Relative attention split: four heads, before and after", "model_terms"),
-        "fig9": _franco_model("How many singular vectors reconstruct it", "model_counts"),
-        "fig20": _franco_model("Isotropy of a dictionary", "isotropy"),
-        "fig25": _franco_model("Relative attention split: all heads of the circuit", "model_terms"),
-        "bridge": _franco_model("Contrasts against singular vectors", "bridge", EMBEDDED),
-    },
-}
+def _place(name: str) -> tuple[bool, str, int, str]:
+    """``fig9`` before ``fig10``, what is no figure of the paper after all that are."""
+    kind, number, part = re.fullmatch(r"(\D+)(\d*)(\D*)", name).groups()  # type: ignore[union-attr]
+    return kind != "fig", kind, int(number or 0), part
 
 
-def list_experiments() -> list[dict[str, str]]:
+def list_experiments() -> list[Row]:
     """Every paper and figure, one row each."""
     return [
-        {"paper": paper, "figure": figure, "shows": experiment.title}
-        for paper, figures in PAPERS.items()
-        for figure, experiment in figures.items()
+        {"paper": paper, "figure": name, "shows": entry.title}
+        for paper in PAPERS
+        for name, entry in figures_of(paper).items()
     ]
 
 
@@ -163,35 +202,35 @@ def reproduce(
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
     """
-    chosen = _checked(paper, figures, preset)
+    names = _checked(paper, figures, preset)
     check_device(device)
     out = Path(out)
-    folders = {figure: check_folder(out / paper / figure, f"{paper}/{figure}") for figure in chosen}
-    asked = {figure: {"preset": preset, "model": _known(model or e.model), "seed": seed, "device": device}
-             for figure, e in chosen.items()}  # fmt: skip
+    folders = {name: check_folder(out / paper / name, f"{paper}/{name}") for name in names}
+    chosen = {name: figure_of(paper, name) for name in names}
+    asked = {name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device}
+             for name, found in chosen.items()}  # fmt: skip
     results = {} if again else {
-        figure: found for figure in chosen if (found := _finished(folders[figure], asked[figure])) is not None
+        name: stands for name in chosen if (stands := _finished(folders[name], asked[name])) is not None
     }  # fmt: skip
     if results:
         log.info("Finished in %s already, and not run again (--again does): %s.", out / paper, ", ".join(results))
     for result in results.values():
         show(result)
-    missing = {figure: experiment for figure, experiment in chosen.items() if figure not in results}
-    settings = Settings(preset, out, seed, device, model=model or EMBEDDED)
+    missing = {name: found for name, found in chosen.items() if name not in results}
+    settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED)
     with kept_if_stopped(out, lambda: bool(results)):
-        for prepare in dict.fromkeys(experiment.prepare for experiment in missing.values() if experiment.prepare):
-            _resolve(prepare)([figure for figure, e in missing.items() if e.prepare == prepare], settings)
-        for figure, experiment in missing.items():
-            log.info("%s/%s: %s ...", paper, figure, experiment.title)
+        for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):
+            prepare([found for found in missing.values() if found.prepare is prepare], settings)
+        for name, found in missing.items():
+            log.info("%s/%s: %s ...", paper, name, found.title)
             start = time.perf_counter()
-            result = _resolve(experiment.run)(replace(settings, figure=figure, model=model or experiment.model))
-            made_by = {**result.provenance, "figure": asked[figure]}
+            result = found.run(replace(settings, figure=name, model=model or found.model))
+            made_by = {**result.provenance, "figure": asked[name]}
             result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
             show(result)
-            files: Mapping[str, str | bytes] = _resolve(experiment.draw)(result)
-            result.write(folders[figure], files=files)
-            results[figure] = result
-    return {figure: results[figure] for figure in chosen}
+            result.write(folders[name], files=found.draw(result))
+            results[name] = result
+    return {name: results[name] for name in names}
 
 
 def _known(model: str) -> str:
@@ -214,24 +253,16 @@ def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:
         return None
 
 
-def _checked(paper: str, figures: Sequence[str], preset: str) -> dict[str, Experiment]:
-    if paper not in PAPERS:
-        raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
-    known = PAPERS[paper]
+def _checked(paper: str, figures: Sequence[str], preset: str) -> list[str]:
+    known = figures_of(paper)
     if preset not in PRESETS:
         raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
     if isinstance(figures, str):
         raise BadInput(f"figures are a list of ids, as [{figures!r}], but got one id.")
     if not figures:
         raise BadInput(f"no figure was named: take some of {', '.join(known)}, or all.")
-    if list(figures) == ["all"]:
-        return known
-    for figure in figures:
-        if figure not in known:
-            raise BadInput(f"{paper} has no figure {figure!r} here: there is {', '.join(known)}, or all.")
-    return {figure: known[figure] for figure in dict.fromkeys(figures)}
-
-
-def _resolve(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    chosen = list(known) if list(figures) == ["all"] else list(dict.fromkeys(figures))
+    for name in chosen:
+        if name not in known:
+            raise BadInput(f"{paper} has no figure {name!r} here: there is {', '.join(known)}, or all.")
+    return chosen

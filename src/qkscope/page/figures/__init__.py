@@ -1,1 +1,1 @@
-"""Drawings of results: Result -> figure files and the page, by experiment."""
+"""Pictures of the verbs, of discovery and of nano training, and the style that all figures share (`style`)."""

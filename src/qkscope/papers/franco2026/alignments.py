@@ -6,20 +6,30 @@ best cosine that a random direction finds, and the same numbers before training.
 
 from __future__ import annotations
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
-from qkscope.papers.franco2026.toys import MANY_PAIRS, ONE_PAIR, PRESETS, toys_of
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from qkscope.maths.draws import derived_seed
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
+from qkscope.papers.plots import Files, figure_name, files_of, heat_map
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition_rows import Row, divergence_and_error
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.result import Claim, Result
+
+_TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
 
+@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS)
+@toy_figure("fig11", "All features and all singular vectors", _TOYS)
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Alignment of both configurations, and all cosines of the first seed as arrays."""
-    work, toys = PRESETS[settings.preset], toys_of(settings)
+    work, toys = WORK[settings.preset], train(cells, settings)
     rows = before_and_after(toys)
     arrays, spectra = {}, []
     for config, found in toys.items():
@@ -35,51 +45,41 @@ def run(settings: Settings) -> Result:
                                 "singular_values": [float(x) for x in s]})  # fmt: skip
     after, before = pick(rows, control=False), pick(rows, control=True)
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
             f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
             f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
-            "direction "
-            f"finds {many[0]['best_random']:.2f} at best."
+            f"direction finds {many[0]['best_random']:.2f} at best."
         ),
         tables={"alignment": rows, "spectra": spectra},
         claims=_claims(after, before, spectra),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work)),
+        about={"work": vars(work)},
     )
 
 
 def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    claims = []
+    claims: list[Claim] = []
     for name, rows in ((ONE_PAIR, one), (MANY_PAIRS, many)):
         control = mean(r["matched"] for r in pick(before, config=name))
-        claims.append(
-            Claim(
-                f"{name}: features align with their singular vectors (mean matched |cos|; control: untrained)",
-                "aligned",
-                mean(r["matched"] for r in rows),
-                control,
-                "ours >= 0.98",
-            )
-        )
-        claims.append(Claim(f"{name}: every one of them does (least matched |cos|; control: what random directions "
-                            "find "
-                            "at best)", "aligned", least(r["matched"] for r in rows), rows[0]["best_random"],
-                            "ours >= 0.95 and ours > control"))  # fmt: skip
-    ratios = {control: max(r["next_over_last"] for r in pick(spectra, config=ONE_PAIR, control=control))
-              for control in (False, True)}  # fmt: skip
-    claims.append(Claim("one pair: a single large singular value (second over first, worst seed; control: untrained)",
-                        "single", ratios[False], ratios[True], "ours < 0.05"))  # fmt: skip
-    claims.append(Claim(
-        "20 pairs: singular values are the target logits (mean relative difference; control: untrained)",
-        "reflect the target logits", _value_error(many), _value_error(pick(before, config=MANY_PAIRS)),
-        "ours < 0.25"))  # fmt: skip
-    return claims
+        claims += [
+            Claim(f"{name}: features align with their singular vectors (mean matched |cos|; control: untrained)",
+                  "aligned", mean(r["matched"] for r in rows), control, "ours >= 0.98"),
+            Claim(f"{name}: every one of them does (least matched |cos|; control: what random directions find at "
+                  "best)", "aligned", least(r["matched"] for r in rows), rows[0]["best_random"],
+                  "ours >= 0.95 and ours > control"),
+        ]  # fmt: skip
+    trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
+    return [
+        *claims,
+        Claim("one pair: a single large singular value (second over first, worst seed; control: untrained)", "single",
+              max(r["next_over_last"] for r in trained), max(r["next_over_last"] for r in untrained), "ours < 0.05"),
+        Claim("20 pairs: singular values are the target logits (mean relative difference; control: untrained)",
+              "reflect the target logits", _value_error(many), _value_error(pick(before, config=MANY_PAIRS)),
+              "ours < 0.25"),
+    ]  # fmt: skip
 
 
 def _value_error(rows: list[Row]) -> float:
@@ -90,3 +90,68 @@ def _value_error(rows: list[Row]) -> float:
         logit = query["singular_value"] * query["feature_norm"] * key["feature_norm"]
         found.append(abs(logit - query["target_logit"]) / query["target_logit"])
     return mean(found)
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_SHOWN = 24  # singular vectors of the short figure
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Figure 2: features of interest and spectra. Figure 11: all features and all vectors."""
+    short = figure_name(result) == "fig2"
+    configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
+    figure = new_figure(11.5, 4.0 * len(configs)) if short else new_figure(9.5, 4.9 * len(configs))
+    axes = figure.subplots(len(configs), 3 if short else 2, squeeze=False)
+    image = None
+    for line, config in zip(axes, configs, strict=True):
+        pairs = _pairs(result, config)
+        for axis, side in zip(line[:2], ("query", "key"), strict=True):
+            matrix = result.arrays[f"{side}/{config}"]
+            features: Any = [pair[side == "key"] for pair in pairs] if short else range(len(matrix))
+            shown = matrix[list(features)][:, :_SHOWN] if short else matrix
+            image = _heat_map(axis, shown.numpy(), side, config, list(features))
+        if short:
+            _spectrum(line[2], result, config)
+    assert image is not None
+    figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
+    return files_of(result, figure)
+
+
+def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
+    rows = [
+        r for r in result.tables["alignment"] if r["config"] == config and r["side"] == "query" and not r["control"]
+    ]
+    named = dict.fromkeys(row["pair"] for row in rows)
+    return [(int(a), int(b)) for a, b in (pair.split("-") for pair in named)]
+
+
+def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
+    image = heat_map(axis, matrix)
+    letter = "u" if side == "query" else "v"
+    few = len(features) <= 25
+    axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")
+    if few:
+        axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
+    return image
+
+
+def _spectrum(axis: Axes, result: Result, config: str) -> None:
+    spectra = [r for r in result.tables["spectra"] if r["config"] == config]
+    trained = next(r for r in spectra if not r["control"])["singular_values"][:_SHOWN]
+    untrained = next(r for r in spectra if r["control"])["singular_values"][:_SHOWN]
+    rows = [
+        r for r in result.tables["alignment"] if r["config"] == config and r["side"] == "query" and not r["control"]
+    ]
+    targets = [r["target_logit"] for r in rows if r["seed"] == rows[0]["seed"]]
+    axis.plot(range(len(targets)), targets, "_", color=INK, ms=11, mew=1.6, label="target logit of the pair")
+    axis.plot(range(len(trained)), trained, "o", color=ORIGINAL, ms=4, label="singular value, trained")
+    axis.plot(range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained")
+    low = min(r["matched"] for r in rows)
+    axis.set(xlabel="k", ylim=(-0.05 * max(targets), None))
+    axis.set_title(
+        f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})", fontsize=9
+    )
+    axis.title.set_color(TARGET if low < 0.9 else INK)
+    axis.legend(frameon=False, fontsize=8)

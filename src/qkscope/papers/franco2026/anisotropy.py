@@ -9,26 +9,53 @@ over the top four, the only ones that the head uses, and what random directions 
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 
-from qkscope.maths.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
-from qkscope.maths.theory import sharp_bound, theorem2_bound
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, train
+from qkscope.papers.franco2026.theory import sharp_bound, theorem2_bound
+from qkscope.papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
+from qkscope.papers.franco2026.toy.measure import alignment_rows
+from qkscope.papers.franco2026.toy.stack import ToyCell
+from qkscope.papers.franco2026.toy.superposition import (
+    FOUR_PAIRS,
+    Superposition,
+    Toy,
+    by_logit,
+    distort,
+    isotropic_dictionary,
+)
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Toy, by_logit
-from qkscope.toys.superposition_rows import Row, alignment_rows
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
+_EPSILONS = (0.0, 0.05, 0.1, 0.15, 1.0, 5.0, 10.0, 25.0, 40.0, 55.0)
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")
 
 
+def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
+    """Heads on the dictionary of C.3, distorted along random directions."""
+    work = WORK[settings.preset]
+
+    def cell(epsilon: float, seed: int) -> ToyCell:
+        features = distort(isotropic_dictionary(), epsilon, seed)
+        # a small start: the unused directions of a head keep what they started from, and a maximum over all sees them
+        task = Superposition.frozen(features.float(), pairs=FOUR_PAIRS, scaled=True, head_std=0.02)
+        return ToyCell(task, seed, work.frozen, work.lr, "constant", work.every)
+
+    epsilons = _EPSILONS[::3] if settings.preset == "smoke" else _EPSILONS
+    return {f"ε={e:g}": [cell(e, settings.seed + k) for k in range(work.directions)] for e in epsilons}
+
+
+@toy_figure("fig4", "Alignment under controlled anisotropy", _distorted)
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Scores of every ε and direction, after training and before."""
-    work, toys = PRESETS[settings.preset], toys_of(settings)
+    work, toys = WORK[settings.preset], train(cells, settings)
     rows, alignment = [], []
     for config, found in toys.items():
         epsilon = float(config.removeprefix("ε="))
@@ -39,8 +66,7 @@ def run(settings: Settings) -> Result:
                 alignment += alignment_rows(config, trained.cell.seed, step, toy, control=control)
     summary = summarise(rows)
     last = summary[-1]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"At ε = {last['epsilon']:g}: raw |cos| {last['raw']:.3f} (best of ten; random directions score "
             f"{last['random']:.3f}), {last['raw_top']:.3f} over the four vectors in use (random "
@@ -48,9 +74,7 @@ def run(settings: Settings) -> Result:
         ),
         tables={"anisotropy": summary, "directions": rows, "alignment": alignment},
         claims=_claims(summary, rows),
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work)),
+        about={"work": vars(work)},
     )
 
 
@@ -122,3 +146,33 @@ def _claims(summary: list[Row], rows: list[Row]) -> list[Claim]:
               min((r["raw"] - r["bound"] for r in covered), default=float("nan")),
               max((r["raw"] - r["bound"] for r in covered), default=float("nan")), "ours >= -0.001"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Left: where Theorem 2 speaks; right: the range of the paper."""
+    rows = list(result.tables["anisotropy"])
+    figure = new_figure(10.4, 4.2)
+    axes = figure.subplots(1, 2, sharey=True, width_ratios=[1, 2])
+    for axis, part in zip(axes, ([r for r in rows if r["epsilon"] <= 0.2], rows), strict=True):
+        x = [r["epsilon"] for r in part]
+        for kind, label, colour, style in (
+            ("raw", "raw, best of all ten vectors", ORIGINAL, "-o"),
+            ("raw_top", "raw, best of the four in use", ORIGINAL, "--s"),
+            ("anti_whitened", "anti-whitened, best of ten", TARGET, "-o"),
+        ):
+            look: Any = {"color": colour, "ms": 4, "lw": 1.3, "capsize": 2, "label": label}
+            axis.errorbar(x, column(part, kind), column(part, f"{kind}_sd"), fmt=style, **look)
+        axis.plot(x, [r["raw_untrained"] for r in part], "x", color=REST, ms=5, label="untrained head, best of ten")
+        axis.axhline(rows[0]["random"], color=INK, lw=0.9, ls=":", label="random direction, best of ten")
+        axis.axhline(rows[0]["random_top"], color=INK, lw=0.9, ls="-.", label="random direction, best of four")
+        axis.plot(x, [r["bound"] for r in part], "-", color="#7a4fa3", lw=1.6, label="Theorem 2 (where it speaks)")
+        axis.plot(x, [r["sharp"] for r in part], "--", color="#7a4fa3", lw=1, label="sharp bound, 2√c/(1+c)")
+        axis.set(xlabel="ε = ‖E‖ with c = 1", ylim=(0, 1.04))
+    axes[0].set(ylabel="|cos|, mean over pairs, sides and directions", title="where Theorem 2 speaks")
+    axes[1].set_title("the range of GPT-2's dictionaries, on another scale (see text)")
+    axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return files_of(result, figure)

@@ -8,20 +8,37 @@ A feature lies *on* the vector with which its |cos| is largest.
 
 from __future__ import annotations
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import before_and_after, mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import before_and_after
+from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
+from qkscope.papers.plots import Files, files_of, heat_map
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import by_logit
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
 
+def _by_pairs(preset: str) -> dict[str, Superposition]:
+    small, large = (range(5, 11, 5), range(0)) if preset == "smoke" else (range(5, 11), range(10, 21))
+    found = {f"d_head=5 m={m}": Superposition(d_head=5, pairs=linear_pairs(m, 1.0 + m)) for m in small}
+    for m in large:
+        if preset == "paper" or m % 5 == 0:
+            wide = Superposition(n=40, d=20, d_head=10, pairs=linear_pairs(m, 1.0 + m))
+            found[f"d_head=10 m={m}"] = wide
+    return found
+
+
+@toy_figure("fig23", "More pairs than the head has dimensions", toys_of(_by_pairs, crowded=True))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Alignment of every number of pairs, with the surplus apart."""
-    toys = toys_of(settings)
+    toys = train(cells, settings)
     rows = before_and_after(toys)
     for row in rows:
         task = toys[row["config"]][0].cell.task
@@ -38,8 +55,7 @@ def run(settings: Settings) -> Result:
             arrays[f"{('query', 'key')[side]}/{config}"] = cosines(wanted, vectors).float()
     surplus = [row for row in pick(rows, control=False) if row["surplus"]]
     fitting = [row for row in pick(rows, control=False) if not row["surplus"]]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"{sum(r['on_last'] for r in surplus)} of {len(surplus)} surplus features lie on the last singular vector "
             f"(mean |cos| {mean(r['matched'] for r in surplus):.2f}); their norms are {_span(surplus)}, those of the "
@@ -48,9 +64,7 @@ def run(settings: Settings) -> Result:
         tables={"alignment": rows, "capacity": summary},
         claims=_claims(rows, surplus, fitting),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(PRESETS[settings.preset])),
+        about={"work": vars(WORK[settings.preset])},
     )
 
 
@@ -86,3 +100,52 @@ def _claims(rows: list[Row], surplus: list[Row], fitting: list[Row]) -> list[Cla
 def _span(rows: list[Row]) -> str:
     values = sorted(row["feature_norm"] for row in rows)
     return f"{values[0]:.2f} to {values[-1]:.2f}" if values else "none"
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Heat maps of the query side by number of pairs; below them feature norms by rank of the target logit."""
+    configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
+    columns = min(len(configs), 6)
+    lines = -(-len(configs) // columns)
+    figure = new_figure(2.1 * columns + 0.8, (2.9 + 1.7) * lines)
+    axes = figure.subplots(2 * lines, columns, squeeze=False, height_ratios=[2.9, 1.7] * lines)
+    image = None
+    for place in range(lines * columns):
+        above, below = (
+            axes[2 * (place // columns)][place % columns],
+            axes[2 * (place // columns) + 1][place % columns],
+        )
+        if place >= len(configs):
+            above.set_axis_off()
+            below.set_axis_off()
+            continue
+        config = configs[place]
+        image = heat_map(above, result.arrays[f"query/{config}"].numpy())
+        width = result.arrays[f"query/{config}"].shape[1]
+        above.axhline(width - 0.5, color=TARGET, lw=1)
+        above.set_title(config, fontsize=8.5)
+        above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
+        for side in (above.xaxis, above.yaxis, below.xaxis):
+            side.set_major_locator(MaxNLocator(4, integer=True))
+        _norms(below, result, config, width, place % columns == 0)
+    assert image is not None
+    figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label("|cos| of query features and u_k")
+    return files_of(result, figure)
+
+
+def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> None:
+    rows = [
+        r for r in result.tables["alignment"] if r["config"] == config and r["side"] == "query" and not r["control"]
+    ]
+    top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
+    axis.bar(
+        range(len(rows)),
+        [r["feature_norm"] for r in rows],
+        color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))],
+    )
+    axis.axhline(1, color=REST, lw=0.8, ls=":")
+    axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))

@@ -7,41 +7,42 @@ correlation; control: the same term and the strengths of other pairs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.sparsity import rotated_terms, sparsity
-from qkscope.papers.franco2026.rows import mean
+from qkscope.page.figures.style import INK, ORIGINAL, REST, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.papers.franco2026.toy.superposition import by_logit
+from qkscope.papers.franco2026.toy.trained import TrainedToy
+from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import by_logit
-from qkscope.toys.superposition_models import TrainedToy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean
+from qkscope.result import Claim, Result
 
 _SHOWN = 40  # contexts of a heat map
 
 
+@toy_figure("fig5", "Relative attention split, one pair present", DEFAULT_RUN, none=False)
+@toy_figure("fig24", "Relative attention split, no pair present", DEFAULT_RUN, none=True)
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells, none: bool) -> Result:
     """Terms of many token pairs before and after training."""
-    toys = next(iter(toys_of(settings).values()))
-    if settings.figure == "fig6":
-        return _strengths(toys, settings)
-    work = PRESETS[settings.preset]
-    none = settings.figure == "fig24"
+    (toys,) = train(cells, settings).values()
+    work = WORK[settings.preset]
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for trained in toys:
         for name, check in (("early", 0), ("late", -1)):
             task = trained.cell.task
-            present, only = ("none", None) if none else ("one", 0)
             seed = derived_seed(settings.seed, 32, trained.cell.seed)
-            pairs = draw_token_pairs(task, present, work.contexts, seed, only)  # type: ignore[arg-type]
+            pairs = draw_token_pairs(task, "none" if none else "one", work.contexts, seed, None if none else 0)
             at = coordinates(trained.at(check), pairs)
             turned = rotated_terms(at.query, at.s, at.difference, work.rotations, derived_seed(settings.seed, 33))
             if trained is toys[0]:
@@ -56,8 +57,7 @@ def run(settings: Settings) -> Result:
     late, early = ([row for row in rows if row["when"] == when] for when in ("late", "early"))
     share, control = mean(r["first_share"] for r in late), mean(r["first_share"] for r in early)
     what = "no feature of interest" if none else "the pair 0-4 alone"
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after training, {control:.2f} "
             "before; "
@@ -66,9 +66,7 @@ def run(settings: Settings) -> Result:
         tables={"terms": rows},
         claims=_none_claims(late, early) if none else _one_claims(late, early),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work)),
+        about={"work": vars(work)},
     )
 
 
@@ -103,8 +101,17 @@ def _none_claims(late: list[Row], early: list[Row]) -> list[Claim]:
 # ---------------------------------------------------------------------- figure 6
 
 
-def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
-    work = PRESETS[settings.preset]
+@toy_figure("fig6", "A term against its pair's strength", DEFAULT_RUN)
+@one_thread()
+def run_strengths(settings: Settings, cells: Cells) -> Result:
+    """Every term against the strength of its own pair and of others, before training and after."""
+    (toys,) = train(cells, settings).values()
+    return strengths(toys, settings)
+
+
+def strengths(toys: list[TrainedToy], settings: Settings) -> Result:
+    """Figure 6 on these toys."""
+    work = WORK[settings.preset]
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for trained in toys:
@@ -131,8 +138,15 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
                              "slope": float(_slope(strength[:, i], at.terms[:, i])), "control": control})  # fmt: skip
     late = [row for row in rows if not row["control"]]
     early = [row for row in rows if row["control"]]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    claims = [
+        Claim("a term's contribution correlates with its pair's strength (least over pairs and seeds; control: with "
+              "the strengths of other pairs, largest)", "correlates", min(r["correlation"] for r in late),
+              max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control"),
+        Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "implied",
+              mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
+              "ours > 2 * control"),
+    ]  # fmt: skip
+    return settings.result(
         answer=(
             "The least correlation of a term with the strength of its own pair is "
             f"{min(r['correlation'] for r in late):.3f}, the largest with another pair's "
@@ -140,21 +154,63 @@ def _strengths(toys: list[TrainedToy], settings: Settings) -> Result:
             f"{mean(abs(r['correlation']) for r in early):.2f} on average."
         ),
         tables={"strength": rows},
-        claims=[
-            Claim("a term's contribution correlates with its pair's strength (least over pairs and seeds; control: "
-                  "with "
-                  "the strengths of other pairs, largest)", "correlates", min(r["correlation"] for r in late),
-                  max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control"),
-            Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "implied",
-                  mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
-                  "ours > 2 * control"),
-        ],
+        claims=claims,
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work)),
-    )  # fmt: skip
+        about={"work": vars(work)},
+    )
 
 
 def _slope(x: Tensor, y: Tensor) -> Tensor:
     return ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Early, late, and late in a rotated basis."""
+    panels = (
+        ("terms/early", "before training"),
+        ("terms/late", "after training"),
+        ("rotated/late", "after, U and V rotated"),
+    )
+    figure = new_figure(10.5, 4.4)
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (key, title) in zip(axes, panels, strict=True):
+        terms = result.arrays[key]
+        shares = terms / terms.abs().sum(-1, keepdim=True)
+        image = axis.imshow(shares.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+        axis.set(title=title, xlabel="singular vector k", xticks=range(0, terms.shape[1], 3))
+    rows = {row["when"]: row for row in result.tables["terms"] if row["seed"] == result.tables["terms"][0]["seed"]}
+    for axis, key, column in (
+        (axes[0], "early", "sparsity"),
+        (axes[1], "late", "sparsity"),
+        (axes[2], "late", "rotated"),
+    ):
+        axis.set_title(f"{axis.get_title()}: sparsity {rows[key][column]:.3f}")
+    axes[0].set_ylabel("token pair")
+    figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01).set_label("c_k / Σ|c|")
+    return files_of(result, figure)
+
+
+@run_strengths.drawing
+def draw_strengths(result: Result) -> Files:
+    """A scatter plot per pair."""
+    first = result.tables["strength"][0]["seed"]
+    rows = [r for r in result.tables["strength"] if r["seed"] == first]
+    late, early = ([r for r in rows if r["control"] is flag] for flag in (False, True))
+    figure = new_figure(2.75 * len(late), 3.2)
+    axes = figure.subplots(1, len(late), squeeze=False)[0]
+    for i, (axis, row) in enumerate(zip(axes, late, strict=True)):
+        x = result.arrays["strength"][:, i].numpy()
+        for key, colour, size in (("terms/early", REST, 4), ("terms/late", ORIGINAL, 6)):
+            axis.scatter(x, result.arrays[key][:, i].numpy(), s=size, color=colour, alpha=0.6, linewidths=0)
+        axis.axline((0, 0), slope=row["target_logit"], color=INK, lw=0.8, ls=":")
+        before = math.fabs(early[i]["correlation"])
+        axis.set_title(
+            f"pair {row['pair']}: r = {row['correlation']:.3f}\n(grey, untrained: {before:.2f})", fontsize=8.5
+        )
+        axis.set_xlabel("x_q (x_k − mean other x_k)")
+    axes[0].set_ylabel("term c_k (dotted: slope = target)")
+    return files_of(result, figure)

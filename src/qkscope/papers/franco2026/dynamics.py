@@ -9,49 +9,68 @@ head gives the value at step 0, a random direction the best that chance finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import matplotlib
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from qkscope.page.figures.style import INK, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import DEFAULT_RUN, OVER_P, WORK, Cells, toy_figure, train
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import alignment_rows
+from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
+from qkscope.papers.franco2026.toy.trained import TrainedToy
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Pair, by_logit
-from qkscope.toys.superposition_models import TrainedToy
-from qkscope.toys.superposition_rows import Row, alignment_rows
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
 STAYS = 0.95
 _SHOWN = 60  # checkpoints of figure 3
 
 
+@toy_figure("fig3", "Alignment across training, pair by pair", DEFAULT_RUN)
 @one_thread()
-def run(settings: Settings) -> Result:
-    """Alignment along training, per configuration and seed."""
-    work, toys = PRESETS[settings.preset], toys_of(settings)
+def run(settings: Settings, cells: Cells) -> Result:
+    """The four pairs of one configuration, and its first seed's vectors across training."""
+    toys = train(cells, settings)
+    rows, onsets = _along(toys, _SHOWN)
+    first = next(iter(toys.values()))[0]
+    tables = {"alignment": rows, "onsets": onsets}
+    return settings.result(
+        _answer(onsets), tables, _order_claims(onsets), across_training(first), about=_about(settings)
+    )
+
+
+@toy_figure("fig13", "Alignment over training, by p", OVER_P)
+@one_thread()
+def run_by_p(settings: Settings, cells: Cells) -> Result:
+    """Alignment along training for each p and seed."""
+    rows, onsets = _along(train(cells, settings), WORK[settings.preset].points)
+    tables = {"alignment": rows, "onsets": onsets}
+    return settings.result(_answer_by_p(onsets), tables, _speed_claims(rows, onsets), about=_about(settings))
+
+
+def _about(settings: Settings) -> Row:
+    return {"work": vars(WORK[settings.preset]), "stays": STAYS}
+
+
+def _along(toys: Mapping[str, Sequence[TrainedToy]], points: int) -> tuple[list[Row], list[Row]]:
+    """Alignment at some of the checkpoints, and when each pair aligned."""
     rows: list[Row] = []
     onsets: list[Row] = []
     for config, found in toys.items():
         for trained in found:
-            for check in checkpoints(len(trained.steps), _SHOWN if settings.figure == "fig3" else work.points):
-                rows += alignment_rows(config, trained.cell.seed, trained.steps[check], trained.at(check),
-                                       control=check == 0)  # fmt: skip
+            for check in checkpoints(len(trained.steps), points):
+                step, toy = trained.steps[check], trained.at(check)
+                rows += alignment_rows(config, trained.cell.seed, step, toy, control=check == 0)
             onsets += onset_rows(config, trained)
-    first = next(iter(toys.values()))[0]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
-        answer=_answer(settings.figure, onsets),
-        tables={"alignment": rows, "onsets": onsets},
-        claims=_order_claims(onsets) if settings.figure == "fig3" else _speed_claims(rows, onsets),
-        arrays=across_training(first) if settings.figure == "fig3" else {},
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work), stays=STAYS),
-    )
+    return rows, onsets
 
 
 def checkpoints(count: int, points: int) -> list[int]:
@@ -80,8 +99,10 @@ def onset_rows(config: str, trained: TrainedToy) -> list[Row]:
 def _learned(trained: TrainedToy, pair: Pair) -> float:
     """The first step at which the pair adds half of its target to a logit."""
     W, scale = trained.weights["W"].double(), trained.cell.task.scale
-    query, key = (trained.weights[name].double() @ W[:, :, feature, None] for name, feature in
-                  (("W_Q", pair[0]), ("W_K", pair[1])))  # fmt: skip
+    query, key = (
+        trained.weights[name].double() @ W[:, :, feature, None]
+        for name, feature in (("W_Q", pair[0]), ("W_K", pair[1]))
+    )
     reached = (scale * (query * key).sum((1, 2)) >= pair[2] / 2).nonzero()
     return float(trained.steps[int(reached[0])]) if len(reached) else math.nan
 
@@ -90,8 +111,10 @@ def _matched(trained: TrainedToy, check: int) -> Float[Tensor, " pairs"]:
     """The lower matched cosine of both sides."""
     toy = trained.at(check)
     basis, pairs = toy.basis(), by_logit(toy.task.pairs)
-    sides = [cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
-             for side, vectors in ((0, basis.u), (1, basis.v))]  # fmt: skip
+    sides = [
+        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
+        for side, vectors in ((0, basis.u), (1, basis.v))
+    ]
     return torch.minimum(*sides)
 
 
@@ -147,8 +170,7 @@ def _speed_claims(rows: list[Row], onsets: list[Row]) -> list[Claim]:
     ends = [mean(r["matched"] for r in pick(rows, config=config, step=early)) for config in (configs[0], configs[-1])]
     return [
         Claim("alignment comes earlier the more often features are present (share of pairs of p in that order; "
-              "control: "
-              "chance)", "more readily", mean(ordered), 0.5, "ours > 0.75"),
+              "control: chance)", "more readily", mean(ordered), 0.5, "ours > 0.75"),
         Claim(f"... after a fifth of the training: mean matched |cos| at p = 1 (control: at p = {configs[-1][2:]})",
               "more readily", ends[0], ends[1], "ours > control"),
     ]  # fmt: skip
@@ -159,14 +181,106 @@ def _late(row: Row) -> float:
     return row["onset"] if math.isfinite(row["onset"]) else 1e9
 
 
-def _answer(figure: str, onsets: list[Row]) -> str:
-    if figure == "fig3":
-        said = {}
-        for name in ("learned", "onset"):
-            steps = {r["pair"]: mean(x[name] for x in pick(onsets, pair=r["pair"])) for r in onsets}
-            said[name] = ", ".join(f"{pair} at {step:,.0f}" if math.isfinite(step) else f"{pair} never"
-                                   for pair, step in steps.items())  # fmt: skip
-        return f"Half of the target is learned: {said['learned']}. Both |cos| stay ≥ {STAYS} from: {said['onset']}."
-    reached = {config: mean(float(math.isfinite(r["onset"])) for r in pick(onsets, config=config))
-               for config in dict.fromkeys(r["config"] for r in onsets)}  # fmt: skip
+def _answer(onsets: list[Row]) -> str:
+    said = {}
+    for name in ("learned", "onset"):
+        steps = {r["pair"]: mean(x[name] for x in pick(onsets, pair=r["pair"])) for r in onsets}
+        said[name] = ", ".join(
+            f"{pair} at {step:,.0f}" if math.isfinite(step) else f"{pair} never" for pair, step in steps.items()
+        )
+    return f"Half of the target is learned: {said['learned']}. Both |cos| stay ≥ {STAYS} from: {said['onset']}."
+
+
+def _answer_by_p(onsets: list[Row]) -> str:
+    reached = {
+        config: mean(float(math.isfinite(r["onset"])) for r in pick(onsets, config=config))
+        for config in dict.fromkeys(r["config"] for r in onsets)
+    }
     return "Share of pairs that align: " + ", ".join(f"{config} {share:.2f}" for config, share in reached.items()) + "."
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_LINES = (("vector", "u_k(s) and u_k(s')"), ("feature", "f(s) and f(s')"), ("both", "f(s) and u_k(s')"))
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Three rows of heat maps, a column per pair; below, matched |cos| over the steps.
+
+    Steps stand on a square-root scale, as pairs are learned in the first few per cent of training.
+    """
+    pairs = list(dict.fromkeys((row["pair"], row["target_logit"]) for row in result.tables["onsets"]))
+    steps = result.arrays["steps"].tolist()
+    figure = new_figure(2.7 * len(pairs) + 0.8, 10.4)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1])
+    axes = parts[0].subplots(3, len(pairs), squeeze=False, sharex=True, sharey=True)
+    image, edges = None, _edges(steps)
+    for line, (kind, label) in zip(axes, _LINES, strict=True):
+        for k, axis in enumerate(line):
+            image = axis.pcolormesh(
+                edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0, vmax=1, rasterized=True
+            )
+            if kind == "vector":
+                axis.set_title(f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9)
+            _spread(axis, steps[-1], "xy")
+            axis.tick_params(labelsize=7)
+        line[0].set_ylabel(f"|cos| of {label}\nstep s")
+    for axis in axes[-1]:
+        axis.set_xlabel("step s'")
+        axis.tick_params(axis="x", rotation=45)
+    parts[0].colorbar(image, ax=axes, shrink=0.5, pad=0.01).set_label("|cos|")
+    axes[0, 0].invert_yaxis()  # shared by all
+    _curves(parts[1].subplots(), result, pairs)
+    return files_of(result, figure)
+
+
+def _edges(steps: list[int]) -> np.ndarray:
+    """Where one checkpoint's cell ends and the next begins: half way on the scale that is shown."""
+    roots = np.sqrt(np.array(steps, dtype=float))
+    return np.concatenate([[roots[0]], (roots[1:] + roots[:-1]) / 2, [roots[-1]]]) ** 2
+
+
+def _spread(axis: Any, last: int, which: str) -> None:
+    ticks = [round(last * share) for share in (0, 0.0125, 0.05, 0.125, 0.25, 0.5, 1)]
+    for name in which:
+        getattr(axis, f"set_{name}scale")("function", functions=(lambda x: np.sqrt(np.abs(x)), np.square))
+        getattr(axis, f"set_{name}lim")(0, last)
+        getattr(axis, f"set_{name}ticks")(ticks, [f"{tick:,}" for tick in ticks])
+
+
+def _curves(axis: Any, result: Result, pairs: list[tuple[str, float]]) -> None:
+    colours = matplotlib.colormaps["viridis"]
+    rows = [r for r in result.tables["alignment"] if r["side"] == "query"]
+    for i, (pair, logit) in enumerate(pairs):
+        colour = colours(i / max(len(pairs) - 1, 1) * 0.85)
+        for n, seed in enumerate(dict.fromkeys(r["seed"] for r in rows)):
+            own = [r for r in rows if r["pair"] == pair and r["seed"] == seed]
+            label, width = (f"pair {pair}, logit {logit:g}", 1.2) if n == 0 else (None, 0.5)
+            axis.plot(column(own, "step"), column(own, "matched"), "-", color=colour, lw=width, label=label)
+    axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
+    _spread(axis, max(r["step"] for r in rows), "x")
+    axis.set(xlabel="step (thin: other seeds)", ylabel="matched |cos|, query side", ylim=(0, 1.05))
+    axis.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+
+
+@run_by_p.drawing
+def draw_by_p(result: Result) -> Files:
+    """A line for the mean at each p, a thin one for the least."""
+    rows = list(result.tables["alignment"])
+    figure = new_figure(7.6, 4.0)
+    colours = matplotlib.colormaps["viridis"]
+    configs = list(dict.fromkeys(row["config"] for row in rows))
+    axis = figure.subplots()
+    for i, config in enumerate(configs):
+        own = [r for r in rows if r["config"] == config]
+        steps = sorted({r["step"] for r in own})
+        means = [mean(r["matched"] for r in own if r["step"] == step) for step in steps]
+        lows = [min(r["matched"] for r in own if r["step"] == step) for step in steps]
+        colour = colours(i / max(len(configs) - 1, 1) * 0.92)
+        axis.plot(steps, means, "-o", color=colour, ms=3, lw=1.4, label=config)
+        axis.plot(steps, lows, "-", color=colour, lw=0.6, alpha=0.5)
+    axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
+    axis.set(xlabel="step", ylabel="matched |cos|: mean (thick), least (thin)", ylim=(-0.03, 1.05))
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return files_of(result, figure)

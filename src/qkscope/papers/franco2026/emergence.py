@@ -7,8 +7,11 @@ difference to the first, with an interval that resamples contexts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.sparsity import (
     cancellation,
@@ -18,27 +21,28 @@ from qkscope.maths.sparsity import (
     shared_terms,
     sparsity,
 )
+from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, toy_figure, train
 from qkscope.papers.franco2026.dynamics import checkpoints
-from qkscope.papers.franco2026.rows import mean, pick
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
-from qkscope.papers.franco2026.toys import PRESETS, Work, toys_of
+from qkscope.papers.franco2026.toy.superposition import Toy
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import Toy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
 TOLERANCE = 0.99
 _RESAMPLES = 400
 
 
+@toy_figure("fig7a", "Sparsity over training, beside its nulls", DEFAULT_RUN)
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Sparsity and counts of every seed and checkpoint."""
-    work = PRESETS[settings.preset]
+    work = WORK[settings.preset]
     rows: list[Row] = []
-    for trained in next(iter(toys_of(settings).values())):
+    for trained in next(iter(train(cells, settings).values())):
         seed = trained.cell.seed
         for present in PRESENT:
             pairs = draw_token_pairs(trained.cell.task, present, work.contexts, derived_seed(settings.seed, 35, seed))
@@ -47,23 +51,23 @@ def run(settings: Settings) -> Result:
                 rows.append({"seed": seed, "step": trained.steps[check], "present": present, **found})
     last = max(row["step"] for row in rows)
     ends = {present: pick(rows, present=present, step=last) for present in PRESENT}
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
-            "Sparsity after training: " + ", ".join(
+            "Sparsity after training: "
+            + ", ".join(
                 f"{name} {mean(r['sparsity'] for r in ends[name]):.3f} (rotated "
                 f"{mean(r['rotated'] for r in ends[name]):.3f})"
-                for name in PRESENT) + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
+                for name in PRESENT
+            )
+            + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
         ),
         tables={"sparsity": rows},
         claims=_claims(rows, ends),
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work), tolerance=TOLERANCE),
-    )  # fmt: skip
+        about={"work": vars(work), "tolerance": TOLERANCE},
+    )
 
 
-def sparsity_row(toy: Toy, pairs: TokenPairs, work: Work, seed: int) -> Row:
+def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     """One checkpoint and kind of token pair, beside its nulls."""
     at = coordinates(toy, pairs)
     terms = at.terms
@@ -78,8 +82,9 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: Work, seed: int) -> Row:
     counted = exact[exact.isfinite()]
     count_low, count_high = (
         clustered_bootstrap(counted[:, None], torch.arange(len(counted)), draws=_RESAMPLES, seed=seed)
-        if len(counted) else (torch.full((1,), torch.nan),) * 2
-    )  # fmt: skip
+        if len(counted)
+        else (torch.full((1,), torch.nan),) * 2
+    )
     return {
         "sparsity": float(own.mean()), "low": float(low[0]), "high": float(high[0]),
         "rotated": float(turned.mean()), "rotated_low": float(low[1]), "rotated_high": float(high[1]),
@@ -118,7 +123,42 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
             mean(r["sparsity"] - r["shared"] for r in pick(start, present=name)), "ours < 0"))  # fmt: skip
     claims.append(Claim(
         f"one pair is reconstructed by one term (mean count at tolerance {TOLERANCE}; control: random terms of the "
-        "same "
-        "sum and norm)", "counts features", mean(r["count_tol"] for r in one), mean(r["null_count"] for r in one),
+        "same sum and norm)", "counts features", mean(r["count_tol"] for r in one), mean(r["null_count"] for r in one),
         "ours < 1.1"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_COLOURS = {"one": ORIGINAL, "two": TARGET, "none": REST}
+_NAMES = {"one": "one pair present", "two": "two pairs", "none": "none"}
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Mean over seeds; bands from the lowest to the highest end of the seeds' intervals; dashed the rotated basis."""
+    rows = list(result.tables["sparsity"])
+    figure = new_figure(10.2, 4.0)
+    left, right = figure.subplots(1, 2)
+    for present, colour in _COLOURS.items():
+        own = [r for r in rows if r["present"] == present]
+        steps = sorted({r["step"] for r in own})
+        at = [[r for r in own if r["step"] == step] for step in steps]
+        left.plot(steps, [_mean(x, "sparsity") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        low, high = [min(column(x, "low")) for x in at], [max(column(x, "high")) for x in at]
+        left.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
+        left.plot(steps, [_mean(x, "rotated") for x in at], "--", color=colour, lw=1)
+        right.plot(steps, [_mean(x, "count_tol") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        right.plot(steps, [_mean(x, "null_count") for x in at], "--", color=colour, lw=1)
+    left.axhline(0.1, color="#666b75", lw=0.8, ls=":")
+    left.set(xlabel="step", ylabel="sparsity (mean |c|)² / mean c²", ylim=(0, None))
+    left.set_title("dashed: U and V rotated; dotted: one term")
+    right.set(xlabel="step", ylabel="terms to reach 99% of r", ylim=(0.9, None))
+    right.set_title("dashed: random terms of the same sum and norm")
+    left.legend(frameon=False, fontsize=8)
+    return files_of(result, figure)
+
+
+def _mean(rows: list[Any], name: str) -> float:
+    values = [row[name] for row in rows if row[name] == row[name]]
+    return sum(values) / len(values) if values else float("nan")

@@ -12,24 +12,37 @@ import math
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-from qkscope.maths.alignment import cosines, gram, isotropy_error
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.franco2026.toys import MANY_PAIRS, NO_HEAD, ONE_PAIR, PRESETS, toys_of
+from qkscope.page.figures.style import new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
+from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
+from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition import Toy
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
 _ANTIPODAL = -0.9
-_SPARSE = "no head, p=0.27"
+NO_HEAD, _SPARSE = "no head", "no head, p=0.27"
 
 
+def _small(preset: str) -> dict[str, Superposition]:
+    return {NO_HEAD: Superposition(weight=0.0), _SPARSE: Superposition(weight=0.0, p=0.27), ONE_PAIR: ONE}
+
+
+def _all(preset: str) -> dict[str, Superposition]:
+    return {**_small(preset), MANY_PAIRS: MANY}
+
+
+@toy_figure("fig1", "Angles among features: no head, one pair, twenty", toys_of(_all), isotropic=False)
+@toy_figure("fig19", "Isotropy of features", toys_of(_small), isotropic=True)
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     """Angles among the features of every configuration, after training and before."""
-    toys = toys_of(settings)
+    toys = train(cells, settings)
     rows = [
         geometry_row(config, trained.cell.seed, trained.steps[check], trained.at(check), control)
         for config, found in toys.items()
@@ -43,8 +56,7 @@ def run(settings: Settings) -> Result:
         arrays[f"cosines/{config}"], arrays[f"gram/{config}"] = (unit.mT @ unit).float(), gram(toy.W).float()
     after, before = pick(rows, control=False), pick(rows, control=True)
     plain = pick(after, config=NO_HEAD)
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Without a head features form {_range(plain, 'antipodal')} antipodal pairs at p=0.52 and "
             f"{_range(pick(after, config=_SPARSE), 'antipodal')} at p=0.27 in {len(plain)} seeds (the paper: 10). With "
@@ -53,11 +65,9 @@ def run(settings: Settings) -> Result:
             f"{mean(r['other_overlap'] for r in pick(after, config=ONE_PAIR)):.2f}."
         ),
         tables={"geometry": rows},
-        claims=_claims(settings.figure, after, before),
+        claims=_isotropy_claims(after, before) if isotropic else _claims(after, before),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(PRESETS[settings.preset])),
+        about={"work": vars(WORK[settings.preset])},
     )
 
 
@@ -90,24 +100,27 @@ def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
     return isotropy_error(gram(left.mT @ W[:, other]))
 
 
-def _claims(figure: str, after: list[Row], before: list[Row]) -> list[Claim]:
+def _isotropy_claims(after: list[Row], before: list[Row]) -> list[Claim]:
     plain, sparse, one = (pick(after, config=name) for name in (NO_HEAD, _SPARSE, ONE_PAIR))
     untrained = pick(before, config=NO_HEAD)
-    if figure == "fig19":
-        return [
-            Claim("without a head features are isotropic: ‖G/c − I‖, mean over seeds; control: untrained", "isotropic",
-                  mean(r["isotropy_error"] for r in plain), mean(r["isotropy_error"] for r in untrained),
-                  "ours < 0.1 * control"),
-            Claim("the same at p=0.27; control: untrained", "not in the paper",
-                  mean(r["isotropy_error"] for r in sparse), mean(r["isotropy_error"] for r in untrained),
-                  "ours < 0.1 * control"),
-            Claim("with one pair of interest features are still approximately isotropic; control: untrained",
-                  "approximately", mean(r["isotropy_error"] for r in one), mean(r["isotropy_error"] for r in untrained),
-                  "ours < 0.5 * control"),
-            Claim("... the remaining ones in the space left to them; control: untrained", "suggested",
-                  mean(r["rest_isotropy_error"] for r in one),
-                  mean(r["rest_isotropy_error"] for r in pick(before, config=ONE_PAIR)), "ours < 0.2 * control"),
-        ]  # fmt: skip
+    return [
+        Claim("without a head features are isotropic: ‖G/c − I‖, mean over seeds; control: untrained", "isotropic",
+              mean(r["isotropy_error"] for r in plain), mean(r["isotropy_error"] for r in untrained),
+              "ours < 0.1 * control"),
+        Claim("the same at p=0.27; control: untrained", "not in the paper",
+              mean(r["isotropy_error"] for r in sparse), mean(r["isotropy_error"] for r in untrained),
+              "ours < 0.1 * control"),
+        Claim("with one pair of interest features are still approximately isotropic; control: untrained",
+              "approximately", mean(r["isotropy_error"] for r in one), mean(r["isotropy_error"] for r in untrained),
+              "ours < 0.5 * control"),
+        Claim("... the remaining ones in the space left to them; control: untrained", "suggested",
+              mean(r["rest_isotropy_error"] for r in one),
+              mean(r["rest_isotropy_error"] for r in pick(before, config=ONE_PAIR)), "ours < 0.2 * control"),
+    ]  # fmt: skip
+
+
+def _claims(after: list[Row], before: list[Row]) -> list[Claim]:
+    plain, sparse, untrained = pick(after, config=NO_HEAD), pick(after, config=_SPARSE), pick(before, config=NO_HEAD)
     claims = [
         Claim("without a head: ten antipodal pairs (mean over seeds, p=0.52); control: untrained", "10",
               mean(r["antipodal"] for r in plain), mean(r["antipodal"] for r in untrained), "ours >= 10"),
@@ -118,8 +131,7 @@ def _claims(figure: str, after: list[Row], before: list[Row]) -> list[Claim]:
         rows = pick(after, config=config)
         claims.append(Claim(
             f"{config}: features of interest are orthogonal to all others (largest |cos|, worst seed; control: the "
-            "same "
-            "before training)", "orthogonal", _worst(rows, "interest_overlap"),
+            "same before training)", "orthogonal", _worst(rows, "interest_overlap"),
             mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1"))  # fmt: skip
     return claims
 
@@ -131,3 +143,42 @@ def _worst(rows: list[Row], name: str) -> float:
 def _range(rows: list[Row], name: str) -> str:
     values = sorted({row[name] for row in rows})
     return "-".join(str(value) for value in dict.fromkeys((values[0], values[-1]))) if values else "?"
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """A heat map per configuration (the first seed), its numbers above it."""
+    kind = "gram" if figure_name(result) == "fig19" else "cosines"
+    panels = {key.split("/", 1)[1]: value for key, value in result.arrays.items() if key.startswith(f"{kind}/")}
+    figure = new_figure(3.3 * len(panels) + 0.5, 3.9)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (config, matrix) in zip(axes, panels.items(), strict=True):
+        row = next(r for r in result.tables["geometry"] if r["config"] == config and not r["control"])
+        image = _panel(axis, matrix, f"{config}\n{_facts(row, kind)}", kind)
+    label = "cos(f_i, f_j)" if kind == "cosines" else "W Wᵀ / its mean diagonal"
+    figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01, ticks=[-1, 0, 1]).set_label(label)
+    return files_of(result, figure)
+
+
+def _facts(row: Any, kind: str) -> str:
+    if kind == "gram":
+        return f"‖G/c − I‖ = {row['isotropy_error']:.2f}"
+    if row["config"].startswith("no head"):
+        return f"{row['antipodal']} antipodal pairs"
+    return f"features of interest: |cos| with others ≤ {row['interest_overlap']:.3f}"
+
+
+def _panel(axis: Axes, matrix: Any, title: str, kind: str) -> Any:
+    shown = matrix / matrix.diagonal().mean() if kind == "gram" else matrix
+    image = axis.imshow(shown.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    axis.set_title(title, fontsize=8.5)
+    what = "dimension" if kind == "gram" else "feature"
+    axis.set(xlabel=what, ylabel=what if axis.get_subplotspec().colspan.start == 0 else "")  # type: ignore[union-attr]
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(5, integer=True))
+    for spine in axis.spines.values():
+        spine.set_visible(True)
+    return image

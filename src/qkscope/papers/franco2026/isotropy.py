@@ -16,14 +16,18 @@ from torch import Tensor
 
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.papers.franco2026.model_sweep import Row, revisions_of
-from qkscope.papers.registry import EMBEDDED, Settings
-from qkscope.result import Claim, Result, provenance
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.franco2026.model_sweep import revisions_of
+from qkscope.papers.plots import Files, files_of
+from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result
 
 _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dictionary at most
 _DECODERS = ("W_dec", "decoder.weight", "W_D", "dictionary")
 
 
+@figure("franco2026", "fig20", "Isotropy of a dictionary", model=NANO)
 def run(settings: Settings) -> Result:
     """‖E‖ of every dictionary, and its spectrum."""
     rows, arrays = [], {}
@@ -33,26 +37,22 @@ def run(settings: Settings) -> Result:
         rows.append({"dictionary": name, **row})
         arrays[f"spectrum/{name}"] = spectrum
     main = rows[-1]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    claims = [
+        Claim("‖E‖ of the dictionary, c = tr G / d (control: random rows of the same number and width)",
+              "10 to 55 over GPT-2's residual autoencoders: not the same dictionaries, and the paper's c is unsaid",
+              main["e_trace"], main["random"], "ours > 2 * control"),
+    ]  # fmt: skip
+    return settings.result(
         answer=(
             f"{main['dictionary']}: ‖E‖ is {main['e_trace']:.1f} at c = tr G / d (random rows {main['random']:.2f}, at "
             f"most {main['d'] - 1}) and {main['e_one']:.0f} at c = 1; without the mean row {main['e_centred']:.1f}."
         ),
         tables={"isotropy": rows},
         arrays=arrays,
-        claims=[
-            Claim(
-                "‖E‖ of the dictionary, c = tr G / d (control: random rows of the same number and width)",
-                "10 to 55 over GPT-2's residual autoencoders: not the same dictionaries, and the paper's c is unsaid",
-                main["e_trace"], main["random"], "ours > 2 * control",
-            )
-        ],
-        preset=settings.preset,
+        claims=claims,
         model=settings.model,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, model=settings.model),
-    )  # fmt: skip
+        about={"model": settings.model},
+    )
 
 
 def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> tuple[Row, Float[Tensor, " d"]]:
@@ -122,3 +122,35 @@ def read_dictionary(path: Path) -> dict[str, Tensor]:
         raise BadInput(f"{path} is damaged or no safetensors file: save the dictionary again.") from None
     # there are more features than dimensions: some save one per column
     return {f"{path.name}:{named[0]}": matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT}
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_COLOURS = (ORIGINAL, TARGET, "#5a9367", "#8b5fa8")
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Left the eigenvalues of G / c, right ‖E‖ at c = tr G / d beside random rows and without the mean."""
+    rows = [dict(row) for row in result.tables["isotropy"]]
+    figure = new_figure(9.2, 3.7)
+    left, right = figure.subplots(1, 2)
+    for i, row in enumerate(rows):
+        spectrum = result.arrays[f"spectrum/{row['dictionary']}"].numpy()
+        label = f"{row['dictionary']} ({row['n']:,} × {row['d']})"
+        left.plot(range(1, len(spectrum) + 1), spectrum, color=_COLOURS[i % 4], lw=1.5, label=label)
+    left.axhline(1, color=INK, lw=0.6, ls=":")
+    left.set(xscale="log", yscale="log", xlabel="place of the eigenvalue", title="eigenvalues of G / c, c = tr G / d")
+    left.legend(frameon=False, fontsize=8)
+    kinds = (("e_trace", "as it is", TARGET), ("e_centred", "mean row taken out", ORIGINAL),
+             ("random", "random rows", REST))  # fmt: skip
+    for j, (column, label, colour) in enumerate(kinds):
+        places = [i + 0.26 * (j - 1) for i in range(len(rows))]
+        bars = right.bar(places, [row[column] for row in rows], 0.24, color=colour, label=label, zorder=2)
+        right.bar_label(bars, fmt="%.1f", fontsize=7.5)
+    right.axhspan(10, 55, color=REST, alpha=0.3, lw=0, zorder=0)
+    right.set_yscale("log")
+    right.set_xticks(range(len(rows)), [row["dictionary"] for row in rows], fontsize=8)
+    right.set_title("‖E‖ (grey band: the paper's GPT-2 dictionaries)")
+    right.legend(frameon=False, fontsize=8)
+    return files_of(result, figure)

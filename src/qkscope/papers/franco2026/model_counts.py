@@ -6,11 +6,20 @@ terms with the same sum and norm would need: a small count by itself says little
 
 from __future__ import annotations
 
-from qkscope.papers.franco2026.model_sweep import Row, Swept, swept
-from qkscope.papers.registry import Settings
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
+from qkscope.papers.franco2026.model_sweep import Swept, swept
+from qkscope.papers.plots import Files, files_of, model_name, slanted
+from qkscope.papers.registry import NANO, Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 
 
+@figure("franco2026", "fig9", "How many singular vectors reconstruct it", model=NANO)
 def run(settings: Settings) -> Result:
     """Distributions at the last checkpoint, means at all."""
     found = swept(settings)
@@ -19,8 +28,7 @@ def run(settings: Settings) -> Result:
     inside = [row for row in rows if row["circuit"]]
     count, null = _mean(inside, "count"), _mean(inside, "count_null")
     few = sum(1 <= row["count"] <= 4 for row in inside)
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
             f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
@@ -33,10 +41,8 @@ def run(settings: Settings) -> Result:
             "training": [dict(row) for row in found.result.tables.get("training", ())],
         },
         claims=_claims(found, inside),
-        preset=settings.preset,
         model=settings.model,
-        seed=settings.seed,
-        provenance=found.about(settings),
+        about=found.about(),
     )
 
 
@@ -79,13 +85,64 @@ def _claims(found: Swept, inside: list[Row]) -> list[Claim]:
     ]  # fmt: skip
     if found.trained:
         rows = found.training()
-        claims.append(
-            Claim(
-                "Count less that of random terms, at the end (control: at the start)",
-                "the count declines during training",
-                rows[-1]["count_tol"] - rows[-1]["count_tol_null"],
-                rows[0]["count_tol"] - rows[0]["count_tol_null"],
-                "ours < control",
-            )
-        )
+        last, first = (row["count_tol"] - row["count_tol_null"] for row in (rows[-1], rows[0]))
+        claims.append(Claim("Count less that of random terms, at the end (control: at the start)",
+                            "the count declines during training", last, first, "ours < control"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Left the distribution at every head, right the mean over training where there is one."""
+    rows = [dict(row) for row in result.tables["counts"]]
+    training = [dict(row) for row in result.tables.get("training", ())]
+    heads = list(dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows))
+    width = max(0.3 * len(heads) + 1.2, 4.5)
+    figure = new_figure(width + (4.2 if training else 0), 4.2)
+    if training:
+        left, right = figure.subplots(1, 2, width_ratios=[width, 4.0])
+        _training(right, training)
+    else:
+        left = figure.subplots()
+    _boxes(left, rows, heads)
+    left.set_title(f"{model_name(result)}: vectors that reach the relative logit")
+    return files_of(result, figure)
+
+
+def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool]]) -> None:
+    for i, (head, way, circuit) in enumerate(heads):
+        own = {row["what"]: row for row in rows if (row["head"], f"{row['from']}→{row['to']}") == (head, way)}
+        colour = TARGET if circuit else ORIGINAL
+        row = own["count"]
+        axis.plot([i, i], [row["least"], row["most"]], color=colour, lw=0.8)
+        axis.plot([i, i], [row["quarter"], row["three_quarters"]], color=colour, lw=7, solid_capstyle="butt", alpha=0.6)
+        axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
+        axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
+        axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
+    slanted(axis, [f"{head} {way}" for head, way, _ in heads], 60, 7)
+    axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
+    axis.set_ylim(0, None)
+    axis.set_ylabel("singular vectors")
+    handles = [
+        axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit")[0],
+        axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside")[0],
+        axis.plot([], [], "o", color="white", mec=INK, ms=3.6, label="mean at 99% of r")[0],
+        axis.plot([], [], "x", color=INK, ms=4.5, label="random terms at 99%, mean")[0],
+    ]
+    axis.legend(handles=handles, frameon=False, fontsize=7.5, ncols=2, loc="upper right")
+
+
+def _training(axis: Axes, rows: Sequence[Row]) -> None:
+    inside = [row for row in rows if row["circuit"]]
+    x = steps_axis(axis, [row["step"] for row in inside])
+    lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
+             ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
+    for name, label, colour, style in lines:
+        axis.plot(x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label)
+    axis.set_ylim(0, None)
+    axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
+    axis.set_title("mean over the circuit, prompts with r > 0")
+    axis.legend(frameon=False, fontsize=8)

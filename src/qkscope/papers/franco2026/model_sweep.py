@@ -21,9 +21,7 @@ from qkscope.analyses.sweep import stored_terms, sweep
 from qkscope.capture.nano import nano_steps
 from qkscope.capture.revisions import Checkpoint, checkpoints
 from qkscope.papers.registry import Settings
-from qkscope.result import provenance
-
-Row = dict[str, Any]
+from qkscope.papers.rows import Row
 
 CHANCE, RIGHT = 0.6, 0.95  # share of prompts answered right, of two names: up to here chance, from here on learned
 PYTHIA = "EleutherAI/pythia-160m"
@@ -35,7 +33,7 @@ _PYTHIA_STEPS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class SweepWork:
     """Counts of one preset."""
 
     n: int
@@ -44,7 +42,7 @@ class Work:
     every: int  # of the shipped checkpoints, each so many
 
 
-WORK = {"smoke": Work(24, 2, 5, 5), "default": Work(128, 8, 20, 1), "paper": Work(128, 12, 50, 1)}
+WORK = {"smoke": SweepWork(24, 2, 5, 5), "default": SweepWork(128, 8, 20, 1), "paper": SweepWork(128, 12, 50, 1)}
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,9 @@ class Swept:
         """Means over heads, checkpoint by checkpoint; of one checkpoint alone there are none."""
         return [dict(row) for row in self.result.tables.get("training", ()) if row["circuit"] is circuit]
 
-    def about(self, settings: Settings) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         """For the manifest."""
-        asked = dict(self.result.provenance.get("asked", {}))
-        return provenance(**{**asked, "figure": settings.figure, "preset": settings.preset})
+        return dict(self.result.provenance.get("asked", {}))
 
 
 def revisions_of(model: str, preset: str) -> str | None:
@@ -120,8 +117,8 @@ def _swept(model: str, preset: str, seed: int, device: str, shared: Path) -> Swe
     work, revisions = WORK[preset], revisions_of(model, preset)
     name = hashlib.sha256(f"{model} {preset} {seed}".encode()).hexdigest()[:12]
     folder = shared / "franco2026" / "sweeps" / name
-    result = sweep(model, tasks.ioi(seed=seed), revisions, n=work.n, out=folder, controls=work.controls,
-                   draws=work.draws, seed=seed, device=device)  # fmt: skip
+    asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
+    result = sweep(model, tasks.ioi(seed=seed), revisions, **asked, out=folder, seed=seed, device=device)
     found = checkpoints(model, revisions)
     return Swept(
         result, found, {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}

@@ -7,51 +7,61 @@ lies in each band of two dimensions. A pair with target ``cos(θ_1 Δ)`` should 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from qkscope.maths.alignment import cosines
-from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+import torch
+
+from qkscope.maths.draws import derived_seed
+from qkscope.page.figures.style import new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
+from qkscope.papers.franco2026.toy.alignment import cosines
+from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
+from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
+from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition import Toy, band_frequencies
-from qkscope.toys.superposition_rows import Row, divergence_and_error
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.result import Claim, Result
+
+ROPE = Superposition(
+    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
+)
 
 
+@toy_figure("fig21", "Alignment under RoPE", toys_of(lambda preset: {"RoPE": ROPE}))
+@toy_figure("fig22", "Features in RoPE's bands", toys_of(lambda preset: {"RoPE": ROPE}))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Alignment and bands of every seed."""
-    work, toys = PRESETS[settings.preset], toys_of(settings)
+    work, toys = WORK[settings.preset], train(cells, settings)
     found = next(iter(toys.values()))
     rows = before_and_after(toys, joint=True)
     for row in rows:
         trained = next(t for t in found if t.cell.seed == row["seed"])
         row["in_span"] = _in_span(trained.at(0 if row["control"] else -1), row)
-    bands = [row for trained in found for check, control in ((-1, False), (0, True))
-             for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)]  # fmt: skip
+    bands = [
+        row
+        for trained in found
+        for check, control in ((-1, False), (0, True))
+        for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)
+    ]
     toy, basis = found[0].toy, found[0].toy.basis()
     arrays = {"query": cosines(toy.W.double(), basis.u).float(), "key": cosines(toy.W.double(), basis.v).float()}
     losses = [{"seed": t.cell.seed, **dict(zip(("kl", "reconstruction"), divergence_and_error(
         t.toy, 1024, derived_seed(settings.seed, 37)), strict=True))} for t in found]  # fmt: skip
     after = pick(rows, control=False)
     positional = [r for r in pick(bands, control=False) if r["positional"]]
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Under RoPE the joint matched |cos| is at least {least(r['matched'] for r in after):.3f} over "
             f"{len(found)} seeds (untrained {mean(r['matched'] for r in pick(rows, control=True)):.2f}); the "
-            "positional "
-            f"pair has at least {least(r['band_1'] for r in positional):.3f} of its norm in band 1."
+            f"positional pair has at least {least(r['band_1'] for r in positional):.3f} of its norm in band 1."
         ),
         tables={"alignment": rows, "bands": bands, "losses": losses},
         claims=_claims(rows, bands),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(work),
-                              periods=[2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]),
-    )  # fmt: skip
+        about={"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]},
+    )
 
 
 def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
@@ -98,3 +108,52 @@ def _claims(rows: list[Row], bands: list[Row]) -> list[Claim]:
               "low frequencies", least(r["slow"] for r in trained if not r["positional"]),
               mean(r["slow"] for r in untrained if not r["positional"]), "ours >= 0.95"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Two heat maps: query side and key side."""
+    bands = figure_name(result) == "fig22"
+    figure = new_figure(9.2, 3.3 if bands else 3.9)
+    axes = figure.subplots(1, 2)
+    for axis, side in zip(axes, ("query", "key"), strict=True):
+        image = _bands(axis, result, side) if bands else _cosines(axis, result, side)
+    label = "share of ‖W_Q f‖ (right: ‖W_K f‖), mean over seeds" if bands else "|cos|"
+    figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01).set_label(label, fontsize=8)
+    return files_of(result, figure)
+
+
+def _cosines(axis: Any, result: Result, side: str) -> Any:
+    rows = [r for r in result.tables["alignment"] if r["side"] == side and not r["control"]]
+    rows = [r for r in rows if r["seed"] == rows[0]["seed"]]
+    features = [int(r["pair"].split("-")[side == "key"]) for r in rows]
+    image = axis.imshow(result.arrays[side][features].numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
+    labels = [
+        f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}" for feature, row in zip(features, rows, strict=True)
+    ]
+    axis.set(
+        title=f"{side} features",
+        xlabel=f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated Ω",
+        yticks=range(len(features)),
+        yticklabels=labels,
+    )
+    return image
+
+
+def _bands(axis: Any, result: Result, side: str) -> Any:
+    rows = [r for r in result.tables["bands"] if r["side"] == side and not r["control"]]
+    pairs = list(dict.fromkeys((r["pair"], r["positional"]) for r in rows))
+    names = [key for key in rows[0] if key.startswith("band_")]
+    shares = torch.tensor([[mean(r[band] for r in rows if r["pair"] == pair) for band in names] for pair, _ in pairs])
+    image = axis.imshow(shares.numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
+    for y, line in enumerate(shares.tolist()):
+        for x, value in enumerate(line):
+            axis.text(
+                x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.55 else "black"
+            )
+    axis.set(title=f"{side} features", xlabel="band (0 fast … 4 slow)", xticks=range(len(names)))
+    axis.set_yticks(range(len(pairs)), [f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs])
+    return image

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from qkscope.papers.franco2026.rows import before_and_after, least, mean, pick
-from qkscope.papers.franco2026.toys import PRESETS, toys_of
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+from qkscope.page.figures.style import INK, REST, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
+from qkscope.papers.franco2026.toy.measure import before_and_after
+from qkscope.papers.franco2026.toy.superposition import Superposition
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.result import Claim, Result
 
 ALIGNED = 0.99
-_OVER = {"fig12": "p", "fig14": "λ", "fig15": "n", "fig16": "d_head", "fig17": "context", "fig18": "seeds"}
+_WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4
+_CONTEXTS = (2, 4, 8, 16, 32, 64)
 _LEAST_P = 0.05  # below it, the paper says, pairs are too rare to learn from
+_READINGS = {"default": Superposition(), "reading B": Superposition(reading="B")}
 
 
+@toy_figure("fig12", "Alignment against p", OVER_P, over="p")
+@toy_figure("fig14", "Alignment against the loss weight λ", toys_over("weight", _WEIGHTS, 3, "λ"), over="λ")
+@toy_figure("fig15", "Alignment against the number of features", toys_over("n", (10, 15, 20, 25, 30), 2), over="n")
+@toy_figure("fig16", "Alignment against the width of the head", toys_over("d_head", (10, 8, 6, 4)), over="d_head")
+@toy_figure("fig17", "Alignment against the length of the context", toys_over("context", _CONTEXTS, 2), over="context")
+@toy_figure("fig18", "Alignment over seeds, both readings of the loss", toys_of(lambda _: _READINGS), over="seeds")
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells, over: str) -> Result:
     """Matched cosines of every configuration and seed, before and after training."""
-    toys = toys_of(settings)
+    toys = train(cells, settings)
     rows = before_and_after(toys)
     summary = summarise(rows)
     after = pick(rows, control=False)
     good = sum(row["seeds_aligned"] for row in summary)
     total = sum(row["seeds"] for row in summary)
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
+    return settings.result(
         answer=(
-            f"Over {_OVER[settings.figure]}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
+            f"Over {over}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
             f"matched |cos| {mean(r['matched'] for r in after):.3f} (untrained "
             f"{mean(r['matched'] for r in pick(rows, control=True)):.2f}, best of random "
             f"{after[0]['best_random']:.2f})."
         ),
         tables={"alignment": rows, "summary": summary},
-        claims=_claims(settings.figure, rows, summary),
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, work=vars(PRESETS[settings.preset])),
+        claims=_claims(over, rows, summary),
+        about={"work": vars(WORK[settings.preset])},
     )
 
 
@@ -55,9 +68,9 @@ def summarise(rows: list[Row]) -> list[Row]:
     return table
 
 
-def _claims(figure: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
+def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
     untrained = mean(r["matched"] for r in pick(rows, control=True))
-    if figure == "fig18":
+    if over == "seeds":
         claims = []
         for config, named in (("default", "the default"), ("reading B", "reading B of the loss")):
             row = pick(summary, config=config)[0]
@@ -66,7 +79,7 @@ def _claims(figure: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
                                 "control: the untrained mean)", "5 of 5", row["seeds_aligned"] / row["seeds"],
                                 row["untrained"], "ours >= 1"))  # fmt: skip
         return claims
-    if figure == "fig12":
+    if over == "p":
         common = [row for row in summary if float(row["config"][2:]) > _LEAST_P]
         rare = [row for row in summary if float(row["config"][2:]) <= _LEAST_P]
         return [
@@ -76,14 +89,58 @@ def _claims(figure: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
                   "the least at larger p)", "fails at 0.038 or less", rare[-1]["seeds_aligned"] / rare[-1]["seeds"],
                   least(r["seeds_aligned"] / r["seeds"] for r in common), "ours < control"),
         ]  # fmt: skip
-    name = _OVER[figure]
     worst = min(summary, key=lambda row: row["matched"])
     return [
-        Claim(f"alignment is robust over {name} (mean matched |cos| at the worst, {worst['config']}; control: "
+        Claim(f"alignment is robust over {over} (mean matched |cos| at the worst, {worst['config']}; control: "
               "untrained)",
               "robust", worst["matched"], untrained, "ours >= 0.95"),
-        Claim(f"every pair aligns at every {name} (share of models with all |cos| ≥ {ALIGNED}; control: untrained "
+        Claim(f"every pair aligns at every {over} (share of models with all |cos| ≥ {ALIGNED}; control: untrained "
               "mean)",
               "robust", sum(r["seeds_aligned"] for r in summary) / sum(r["seeds"] for r in summary), untrained,
               "ours >= 0.95"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_LABELS = {
+    "p": "probability p of a feature", "λ": "weight λ of the head's loss", "n": "features n",
+    "d_head": "width of the head d_head", "context": "keys in the context",
+}  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """One panel per side; a dot per pair and seed; grey crosses before training, dotted what chance finds."""
+    rows = list(result.tables["alignment"])
+    varied, _, by_value = rows[0]["config"].partition("=")
+    by_seed = not by_value
+    figure = new_figure(9.6, 3.7)
+    axes = figure.subplots(1, 2, sharey=True)
+    keys: list[Any] = list(dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows))
+    for axis, side in zip(axes, ("query", "key"), strict=True):
+        own = [r for r in rows if r["side"] == side]
+        _dots(axis, own, keys, by_seed)
+        readings = [f"{'B' if 'B' in key[0] else 'C'}{key[1]}" for key in keys]
+        axis.set_xticks(range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys])
+        axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05))
+        axis.set_xlabel("reading of the loss and seed" if by_seed else _LABELS[varied])
+    axes[0].set_ylabel("matched |cos|")
+    axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return files_of(result, figure)
+
+
+def _dots(axis: Any, rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) -> None:
+    colours = matplotlib.colormaps["viridis"]
+    pairs = list(dict.fromkeys(row["pair"] for row in rows))
+    for i, pair in enumerate(pairs):
+        shift = (i - (len(pairs) - 1) / 2) * 0.13
+        for control in (True, False):
+            own = [r for r in rows if r["pair"] == pair and r["control"] == control]
+            x = [keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift for r in own]
+            logit = f"{own[0]['target_logit']:g}" if own else ""
+            label = ("untrained" if i == 0 else None) if control else f"pair {pair}, logit {logit}"
+            size, marker, colour = (12, "x", REST) if control else (20, "o", colours(i / max(len(pairs) - 1, 1) * 0.85))
+            look: Any = {"s": size, "marker": marker, "color": colour, "linewidths": 0.8, "label": label}
+            axis.scatter(x, column(own, "matched"), **look)
+    axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random, mean")

@@ -9,36 +9,29 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
+import matplotlib
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.alignment import cosines, gram, isotropy_error, whiten
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.svd import checked_svd
-from qkscope.maths.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
-from qkscope.papers.franco2026.rows import mean, pick
-from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import derived_seed
-from qkscope.toys.superposition_rows import Row
-from qkscope.toys.threads import one_thread
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
+from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
+from qkscope.papers.plots import Files, column, files_of
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row, mean, pick
+from qkscope.result import Claim, Result
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0
 _EPSILONS = (0.01, 0.02, 0.05, 0.08, 0.1, 0.13, 0.16, 0.18, 0.2, 0.3, 0.5, 0.7, 0.9)
 _MUS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TILTS = (0.0, 0.25, 0.5)
-
-
-@one_thread()
-def run(settings: Settings) -> Result:
-    """The experiment of one theorem."""
-    tables, claims, answer = {"thm1": _first, "thm2": _second, "thm3": _third}[settings.figure](settings)
-    return Result(
-        experiment=f"franco2026/{settings.figure}", answer=answer, tables=tables, claims=claims, preset=settings.preset,
-        seed=settings.seed, provenance=provenance(figure=settings.figure, preset=settings.preset),
-    )  # fmt: skip
 
 
 def dictionary(kind: str, seed: int) -> Float[Tensor, "d n"]:
@@ -54,7 +47,10 @@ def dictionary(kind: str, seed: int) -> Float[Tensor, "d n"]:
     return features / features.norm(dim=0)
 
 
-def _first(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
+@figure("franco2026", "thm1", "Theorem 1: the minimiser")
+@one_thread()
+def run_minimiser(settings: Settings) -> Result:
+    """The minimum of the exact objective against the formula."""
     rows = []
     for draw in range(_DRAWS[settings.preset]):
         for kind in ("random", "isotropic", "flat"):
@@ -71,18 +67,15 @@ def _first(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
     tight = [r for r in full if r["features"] == "isotropic"]
     claims = [
         Claim("Theorem 1: the minimiser is α G⁻¹ q kᵀ G⁻¹ (largest relative error; control: with p = 1, where the "
-              "theorem "
-              "is silent)", "unique minimiser", max(r["error"] for r in full),
+              "theorem is silent)", "unique minimiser", max(r["error"] for r in full),
               min(r["error"] for r in rows if r["p"] == 1), "ours <= 0.001 and control > 0.1"),
         Claim("... it has rank 1 (second over first singular value; control: the start of the search)", "rank 1",
               max(r["second"] for r in full), mean(r["start_second"] for r in full), "ours <= 0.001"),
         Claim("Corollary 1: with isotropic features its singular vectors are the features (least |cos|; control: "
-              "random "
-              "features)", "exact", min(r["raw"] for r in tight),
+              "random features)", "exact", min(r["raw"] for r in tight),
               min(r["raw"] for r in full if r["features"] == "random"), "ours >= 0.999 and control < ours"),
         Claim("with a singular G the pseudo-inverse takes its place (error inside the span of the features; control: "
-              "of "
-              "the whole matrix)", "can be replaced",
+              "of the whole matrix)", "can be replaced",
               max(r["span_error"] for r in ours if r["features"] == "flat"),
               mean(r["error"] for r in ours if r["features"] == "flat"), "ours <= 0.001"),
         Claim("the toy's own target, attend if both are present, has the same singular vectors (least |cos| with the "
@@ -91,12 +84,11 @@ def _first(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
     ]  # fmt: skip
     answer = (
         f"Newton's method ends at Theorem 1's formula to {max(r['error'] for r in full):.0e} in {len(full)} cases; "
-        "with "
-        f"the toy's own target, which no Ω can copy, singular vectors meet the whitened features at |cos| "
+        f"with the toy's own target, which no Ω can copy, singular vectors meet the whitened features at |cos| "
         f"{min(r['whitened'] for r in plain):.3f} or more, and the raw ones at {min(r['raw'] for r in plain):.3f} or "
         "more."
     )
-    return {"minimiser": rows}, claims, answer
+    return settings.result(answer, {"minimiser": rows}, claims)
 
 
 def _minimum_row(kind: str, draw: int, p: float, teacher: str, q: Tensor, k: Tensor) -> Row:
@@ -126,7 +118,10 @@ def _minimum_row(kind: str, draw: int, p: float, teacher: str, q: Tensor, k: Ten
     }  # fmt: skip
 
 
-def _second(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
+@figure("franco2026", "thm2", "Theorem 2: the bound")
+@one_thread()
+def run_bound(settings: Settings) -> Result:
+    """The bound against the worst feature that can be found."""
     rows = []
     for epsilon in _EPSILONS:
         random, worst = [], 1.0
@@ -146,8 +141,7 @@ def _second(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]
     spoken = [row for row in rows if not row["silent"]]
     claims = [
         Claim("Theorem 2: no feature is further off than the bound (least |cos| found minus bound; control: its "
-              "looseness "
-              "at the largest ε it covers)", "a lower bound", min(r["worst"] - r["bound"] for r in spoken),
+              "looseness at the largest ε it covers)", "a lower bound", min(r["worst"] - r["bound"] for r in spoken),
               spoken[-1]["worst"] - spoken[-1]["bound"], "ours >= 0"),
         Claim("the bound is tight (largest gap to the worst feature; control: to a random one)", "can be quite loose",
               max(r["worst"] - r["bound"] for r in spoken), max(r["random"] - r["bound"] for r in spoken),
@@ -160,10 +154,9 @@ def _second(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]
     answer = (
         f"Theorem 2 holds and speaks for ε < {SILENT_FROM:.3f} only, where the worst feature has |cos| "
         f"{spoken[-1]['worst']:.3f} and the bound says {spoken[-1]['bound']:.3f} (ε = {spoken[-1]['epsilon']}). As Ω* "
-        "has "
-        "rank 1, sin θ ≤ ε holds for all ε < 1, and the worst feature attains it."
+        "has rank 1, sin θ ≤ ε holds for all ε < 1, and the worst feature attains it."
     )
-    return {"bound": rows}, claims, answer
+    return settings.result(answer, {"bound": rows}, claims)
 
 
 def _adversary(g: Float[Tensor, "d d"]) -> float:
@@ -173,7 +166,10 @@ def _adversary(g: Float[Tensor, "d d"]) -> float:
     return float(cosines(f, whiten(g, f)))
 
 
-def _third(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
+@figure("franco2026", "thm3", "Theorem 3: orthogonalisation")
+@one_thread()
+def run_overlap(settings: Settings) -> Result:
+    """What is left of the overlap, as its penalty grows."""
     rows: list[Row] = []
     mus = (0.01, 0.1, 1.0, 10.0) if settings.preset == "smoke" else _MUS
     for tilt in _TILTS:
@@ -213,4 +209,81 @@ def _third(settings: Settings) -> tuple[dict[str, list[Row]], list[Claim], str]:
         f"{max(r['query_overlap'] for r in tilted):.0e} for every μ > 0, as two keys ask a query for one number, "
         "which it can give in any direction; with an orthogonal teacher both are 0 for every μ > 0."
     )
-    return {"orthogonalisation": rows}, claims, answer
+    return settings.result(answer, {"orthogonalisation": rows}, claims)
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run_minimiser.drawing
+def draw_minimiser(result: Result) -> Files:
+    """Errors of the formula; cosines with features and whitened features."""
+    figure = new_figure(9.6, 3.9)
+    rows = list(result.tables["minimiser"])
+    left, right = figure.subplots(1, 2)
+    kinds = [(f, p) for f in ("random", "isotropic", "flat") for p in (0.1, 0.5, 1.0)]
+    for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
+        own = [r for r in rows if r["teacher"] == teacher]
+        x = [kinds.index((r["features"], r["p"])) for r in own]
+        look: Any = {"s": 16, "color": colour, "alpha": 0.7, "linewidths": 0, "label": f"{teacher} target"}
+        left.scatter(x, [max(r["error"], 1e-17) for r in own], **look)
+    left.axhline(1e-3, color=INK, lw=0.8, ls=":")
+    left.set(yscale="log", ylabel="relative error of the formula", xticks=range(len(kinds)))
+    left.set_xticklabels([f"{f}\np={p:g}" for f, p in kinds], fontsize=7, rotation=45)
+    left.legend(frameon=False, fontsize=8)
+    left.set_title("p = 1 and flat features: where Theorem 1 is silent", fontsize=9)
+    chosen = [r for r in rows if r["p"] < 1 and r["features"] != "flat"]
+    for kind, marker, feature in (("raw", "o", "f"), ("whitened", "s", "G⁻¹f")):
+        for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
+            own = [r for r in chosen if r["teacher"] == teacher]
+            look = {"s": 18, "marker": marker, "alpha": 0.8, "edgecolors": colour}
+            look |= {"facecolors": "none"} if kind == "whitened" else {"color": colour}
+            label = f"{teacher} target, |cos| with {feature}"
+            right.scatter(column(own, "isotropy_error"), column(own, kind), label=label, **look)
+    right.set(xlabel="‖G/c − I‖ of the query features", ylabel="|cos| of the top singular vector", ylim=(None, 1.01))
+    right.legend(frameon=False, fontsize=7.5)
+    return files_of(result, figure)
+
+
+@run_bound.drawing
+def draw_bound(result: Result) -> Files:
+    """Bound, worst and random feature against ε."""
+    figure = new_figure(6.4, 4.1)
+    rows = list(result.tables["bound"])
+    axis = figure.subplots()
+    x = [r["epsilon"] for r in rows]
+    axis.plot(x, [r["random"] for r in rows], "o-", color=REST, ms=4, label="a random feature, mean")
+    axis.plot(x, [r["worst"] for r in rows], "o", color=ORIGINAL, ms=5, label="the worst feature found")
+    axis.plot(x, [r["sharp"] for r in rows], "-", color=ORIGINAL, lw=1, label="sin θ ≤ ε (sharp)")
+    axis.plot(x, [r["bound"] for r in rows], "s-", color=TARGET, ms=4, label="Theorem 2")
+    axis.axvspan(1 - (2 / 3) ** 0.5, max(x), color=REST, alpha=0.2, lw=0)
+    axis.text(0.4, 0.06, "Theorem 2 is silent", color=INK, fontsize=8.5)
+    axis.set(xlabel="ε = ‖E‖", ylabel="|cos| of feature and singular vector", ylim=(0, 1.03))
+    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.22, 0.12))
+    return files_of(result, figure)
+
+
+@run_overlap.drawing
+def draw_overlap(result: Result) -> Files:
+    """Overlap and bound against μ, by tilt of the teacher."""
+    figure = new_figure(6.6, 4.1)
+    rows = [r for r in result.tables["orthogonalisation"] if r["mu"] > 0]
+    axis = figure.subplots()
+    colours = matplotlib.colormaps["viridis"]
+    tilts = list(dict.fromkeys(r["tilt"] for r in rows))
+    for i, tilt in enumerate(tilts):
+        own = [r for r in rows if r["tilt"] == tilt]
+        colour = colours(i / max(len(tilts) - 1, 1) * 0.85)
+        floor = 1e-9
+        label = f"teacher tilted by {tilt:g}" if tilt else "orthogonal teacher (0)"
+        axis.plot(
+            [r["mu"] for r in own], [max(r["overlap"], floor) for r in own], "o-", color=colour, ms=4, label=label
+        )
+        if tilt:
+            bound, label = [max(r["bound"], floor) for r in own], "   its bound [CE′ − CE*]/μ"
+            axis.plot(column(own, "mu"), bound, "--", color=colour, lw=1, label=label)
+    axis.axhline(2, color=INK, lw=0.8, ls=":")
+    axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
+    axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")
+    axis.legend(frameon=False, fontsize=8)
+    return files_of(result, figure)

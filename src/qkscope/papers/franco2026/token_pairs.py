@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.relative import key_difference, relative_terms
-from qkscope.toys.superposition import Superposition, Toy
+from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 
 Present = Literal["one", "two", "none"]
 PRESENT: tuple[Present, ...] = ("one", "two", "none")

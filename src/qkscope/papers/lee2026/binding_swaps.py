@@ -8,51 +8,72 @@ and, from the default preset on, what the model answers when the swap is written
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.heads import Head
-from qkscope.papers.lee2026.language import THRESHOLD, Found, Row, Session, session_of
-from qkscope.papers.registry import Settings
+from qkscope.papers.lee2026.language import THRESHOLD, Found, Session, session_of
+from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
+from qkscope.papers.plots import Files
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 
-Cell = dict[str, Row]
+Conditions = dict[str, Row]  # rows of one head
 _SMALL = 4  # dimensions at which the curve is compared
 
 
-def run(settings: Settings) -> Result:
-    """Swaps at the found heads."""
+@figure("lee2026", "fig9", "Swapping order and lexical features")
+@figure("lee2026", "fig20", "Swapping order and lexical, second model or form", second=True)
+def run(settings: Settings, second: bool = False) -> Result:
+    """Swaps at the best of the found heads."""
     session = session_of(settings)
-    second = session.is_second(settings.figure)
-    tables = session.once(("swaps", "binding", second), lambda: _tables(session, second))
-    found = session.found("binding", second)
-    form = session.form("binding", second)
-    if settings.figure == "fig18":
-        shown = [str(head) for head in found.heads[1:] or found.heads]
-        own = {name: [row for row in rows if row.get("head") in shown] for name, rows in tables.items()
-               if name != "downstream"}  # fmt: skip
-        claims, answer = _other_claims(own["swap"], shown), _other_answer(own["swap"], shown)
-    else:
-        own = tables
-        claims, answer = _claims(session, found, tables, second), _answer(tables, found, form)
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
-        answer=answer,
-        tables=own,
-        claims=claims,
-        preset=settings.preset,
+    second = second and session.embedded  # a model named by the user is the second model itself
+    found, tables = session.found("binding", second), _swapped(session, second)
+    return settings.result(
+        _answer(tables, found, session.form("binding", second)),
+        tables,
+        _claims(session, found, tables, second),
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=form, control=str(found.control), reached=found.reached),
+        about=_about(session, found, second),
     )
+
+
+@figure("lee2026", "fig18", "Swapping order and lexical, other heads")
+def run_others(settings: Settings) -> Result:
+    """The same at the other found heads."""
+    session = session_of(settings)
+    found = session.found("binding")
+    shown = [str(head) for head in found.heads[1:] or found.heads]
+    tables = {
+        name: [row for row in rows if row.get("head") in shown]
+        for name, rows in _swapped(session, False).items()
+        if name != "downstream"
+    }
+    return settings.result(
+        _other_answer(tables["swap"], shown),
+        tables,
+        _other_claims(tables["swap"], shown),
+        model=session.scope.name,
+        about=_about(session, found, False),
+    )
+
+
+def _about(session: Session, found: Found, second: bool) -> dict[str, Any]:
+    return session.about(form=session.form("binding", second), control=str(found.control), reached=found.reached)
+
+
+def _swapped(session: Session, second: bool) -> dict[str, list[Row]]:
+    return session.once(("swaps", "binding", second), lambda: _tables(session, second))
 
 
 def _tables(session: Session, second: bool) -> dict[str, list[Row]]:
     found, fit, work = session.found("binding", second), session.fit("binding", second), session.work
     units = session.binding_task(second=second).test(work.test)
     sizes = [k for k in SIZES if k <= session.scope.d_head]
-    swaps = swap(session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, batch_size=work.batch_size,
-                 seed=session.seed)  # fmt: skip
+    options: Any = {"batch_size": work.batch_size, "seed": session.seed}
+    swaps = swap(session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, **options)
     tables = {
         "swap": swaps.table(),
         "curve": [dict(row) for row in swaps.tables["curve"]],
@@ -62,13 +83,12 @@ def _tables(session: Session, second: bool) -> dict[str, list[Row]]:
     if work.downstream:
         chosen = units[: work.downstream]
         groups = [found.heads] if len(found.heads) == 1 else [found.heads[:1], found.heads]
-        patched = [swap_downstream(session.scope, chosen, fit, heads, batch_size=work.batch_size, seed=session.seed)
-                   for heads in groups]  # fmt: skip
+        patched = [swap_downstream(session.scope, chosen, fit, heads, **options) for heads in groups]
         tables["downstream"] = [dict(row) for each in patched for row in each.tables["downstream"]]
     return tables
 
 
-def _of(rows: list[Row], head: str) -> Cell:
+def _of(rows: list[Row], head: str) -> Conditions:
     return {row["condition"]: row for row in rows if row["head"] == head}
 
 
@@ -108,8 +128,11 @@ def _claims(session: Session, found: Found, tables: dict[str, list[Row]], second
     both, random = at["both"], at["random_both"]
     alone = max(at["order"]["shift"], at["lexical"]["shift"])
     curve = {(row["method"], row["k"]): row["shift"] for row in tables["curve"] if row["head"] == head}
-    ranks = {(row["contrast"], row["is_control"]): row["rank"] for row in tables["ranks"]
-             if row["head"] == head or row["is_control"]}  # fmt: skip
+    ranks = {
+        (row["contrast"], row["is_control"]): row["rank"]
+        for row in tables["ranks"]
+        if row["head"] == head or row["is_control"]
+    }
     # the shift of a sham is 0 by construction: it compares two keys that are not touched
     sham = abs(_left(at["sham_both"])) if "sham_both" in at else None
     claims = [
@@ -166,7 +189,7 @@ def _other_answer(rows: list[Row], heads: list[str]) -> str:
 def _other_claims(rows: list[Row], heads: list[str]) -> list[Claim]:
     cells = [_of(rows, head) for head in heads]
 
-    def worst(gap: Callable[[Cell], float]) -> Cell:
+    def worst(gap: Callable[[Conditions], float]) -> Conditions:
         return min(cells, key=gap)
 
     near = worst(lambda c: c["both"]["shift"] - c["random_both"]["shift"])
@@ -182,3 +205,30 @@ def _other_claims(rows: list[Row], heads: list[str]) -> list[Claim]:
         Claim("both move more than key PCA of the same size (shift, closest head)", "not in the paper",
               pca["both"]["shift"], pca["key_pca_both"]["shift"], "ours > control + 0.02"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_SHOWN = (
+    ("order", "order"), ("order_oblique", "order, oblique"), ("lexical", "lexical"),
+    ("lexical_oblique", "lexical, oblique"), ("both", "both"), ("random_order", "random, as order"),
+    ("random_lexical", "random, as lexical"), ("random_both", "random, as both"), ("key_pca_both", "key PCA, as both"),
+    ("cov_qk_both", "Cov_q Cov_k, as both"), ("sham_both", "sham"),
+)  # fmt: skip
+_SHORT = tuple(
+    (name, label.removesuffix(", as both"))
+    for name, label in _SHOWN
+    if name in ("order", "lexical", "both", "random_both", "key_pca_both", "cov_qk_both", "sham_both")
+)
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """The best head in full, with the curve."""
+    return draw_full(result, _SHOWN, heads=1)
+
+
+@run_others.drawing
+def draw_others(result: Result) -> Files:
+    """Small multiples of the other heads."""
+    return draw_multiples(result, _SHORT)

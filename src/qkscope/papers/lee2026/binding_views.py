@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import logging
 import warnings
+from typing import Any
 
+import matplotlib
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,9 +19,12 @@ from torch import Tensor
 from qkscope.analyses.clouds import principal
 from qkscope.analyses.decompose import Fit
 from qkscope.heads import Head
-from qkscope.papers.lee2026.language import Row, Session, session_of
+from qkscope.page.figures.style import new_figure
+from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
-from qkscope.papers.registry import Settings
+from qkscope.papers.plots import Files, figure_name, files_of, model_name, name_axes
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 
 log = logging.getLogger(__name__)
@@ -28,7 +33,9 @@ _SHOWN = 1200
 FEATURES = ("order", "lexical")
 
 
-def run(settings: Settings) -> Result:
+@figure("lee2026", "fig8", "Order and lexical subspaces, seen", projected=True)
+@figure("lee2026", "fig17", "Keys and queries, not projected", projected=False)
+def run(settings: Settings, projected: bool) -> Result:
     """Figure 8 projects on each feature's subspaces, figure 17 does not; the numbers of both stand in both."""
     session = session_of(settings)
     found, fit = session.found("binding"), session.fit("binding")
@@ -40,27 +47,27 @@ def run(settings: Settings) -> Result:
     for head in found.all:
         for feature in FEATURES:
             for space in (feature, "whole head"):
-                shown = head == best and (space == feature) == (settings.figure == "fig8")
+                shown = head == best and (space == feature) == projected
                 mapped = shown and space == feature == "lexical"
                 row, drawn = _view(points, labels[feature][1], fit, head, feature, space, session.seed, mapped)
                 rows.append({"head": str(head), "is_control": head == found.control, **row})
                 if shown:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=_answer(rows, str(best)),
         tables={
             "views": rows,
-            "labels": [{"feature": feature, "index": i, "label": name}
-                       for feature in FEATURES for i, name in enumerate(labels[feature][0][:_WORDS])],
+            "labels": [
+                {"feature": feature, "index": i, "label": name}
+                for feature in FEATURES
+                for i, name in enumerate(labels[feature][0][:_WORDS])
+            ],
         },
-        claims=_claims(rows, str(best), str(found.control), settings.figure),
+        claims=_claims(rows, str(best), str(found.control), projected),
         arrays=arrays,
-        preset=settings.preset,
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=session.form("binding"), head=str(best)),
-    )  # fmt: skip
+        about=session.about(form=session.form("binding"), head=str(best)),
+    )
 
 
 def binding_points(session: Session) -> Points:
@@ -156,12 +163,12 @@ def _answer(rows: list[Row], head: str) -> str:
     return f"At {head}, words not fitted on. " + "; ".join(parts) + "."
 
 
-def _claims(rows: list[Row], head: str, control: str, figure: str) -> list[Claim]:
+def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[Claim]:
     claims = []
     for feature in FEATURES:
         own, whole = _row(rows, head, feature, feature), _row(rows, head, feature, "whole head")
         other = _row(rows, control, feature, feature)
-        if figure == "fig8":
+        if projected:
             claims += [
                 Claim(f"{feature}: PC 1 separates keys from queries (AUC; control: a head at chance)",
                       "PC 1 encodes keys versus queries", own["apart_on_pc1"], other["apart_on_pc1"], "ours >= 0.95"),
@@ -184,3 +191,56 @@ def _claims(rows: list[Row], head: str, control: str, figure: str) -> list[Claim
                                 "its own subspace)", "PCA does not localise it", whole["clusters_3_pcs"],
                                 own["clusters"], "ours < 0.5 * control"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """One line per feature: three components, the plane of the last two, and UMAP where it was installed."""
+    arrays = {key: value.numpy() for key, value in result.arrays.items()}
+    projected = figure_name(result) == "fig8"
+    mapped = "lexical/umap_keys" in arrays
+    columns = 3 if mapped else 2
+    figure = new_figure(4.3 * columns + 0.4, 8.0)
+    for line, feature in enumerate(FEATURES):
+        labels = [row["label"] for row in result.tables["labels"] if row["feature"] == feature]
+        space = feature if projected else "whole head"
+        row = next(dict(r) for r in result.tables["views"] if (r["feature"], r["space"]) == (feature, space))
+        solid: Any = figure.add_subplot(2, columns, line * columns + 1, projection="3d")
+        plane = figure.add_subplot(2, columns, line * columns + 2)
+        _scatter(solid, arrays, feature, labels, slice(0, 3))
+        _scatter(plane, arrays, feature, labels, slice(1, 3))
+        name_axes(solid)
+        where = f"{feature} subspace ({row['dimensions']} dimensions)" if projected else f"{space}, by {feature}"
+        solid.set_title(f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}")
+        plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
+        plane.set_title(
+            f"PCs 2, 3: cosine {row['cosine_pc23']:.2f} (random {row['cosine_pc23_shuffled_high']:.2f}); whole "
+            f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
+            f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
+        )
+        look: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.8, "frameon": False}
+        legend = plane.legend(fontsize=7.5, title="place" if feature == "order" else "word", **look)
+        for handle in legend.legend_handles:
+            handle.set_alpha(1)  # type: ignore[union-attr]
+        if f"{feature}/umap_keys" in arrays:
+            flat = figure.add_subplot(2, columns, line * columns + 3)
+            shown = {f"{feature}/{side}": arrays[f"{feature}/umap_{side}"] for side in ("keys", "queries")}
+            _scatter(flat, {**arrays, **shown}, feature, labels, slice(0, 2))
+            flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
+            flat.set_title("UMAP")
+    figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)
+    return files_of(result, figure)
+
+
+def _scatter(axis: Any, arrays: dict[str, Any], feature: str, labels: list[str], components: slice) -> None:
+    colours = matplotlib.colormaps["viridis" if feature == "order" else "tab10"]
+    for i, label in enumerate(labels):
+        colour = colours(i / max(len(labels) - 1, 1)) if feature == "order" else colours(i)
+        for side, marker, size, alpha in (("keys", "o", 10, 0.45), ("queries", "^", 26, 0.9)):
+            of = arrays[f"{feature}/{'key' if side == 'keys' else 'query'}_labels"]
+            points = arrays[f"{feature}/{side}"][of == i][:, components]
+            look: Any = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
+            axis.scatter(*points.T, label=label if side == "keys" else None, **look)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import matplotlib
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -19,9 +21,12 @@ from qkscope.heads import Head
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis
 from qkscope.maths.subspace import Side
-from qkscope.papers.lee2026.language import Found, Row, Session, session_of
+from qkscope.page.figures.style import new_figure
+from qkscope.papers.lee2026.language import Found, Session, session_of
 from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
-from qkscope.papers.registry import Settings
+from qkscope.papers.plots import Files, files_of, model_name, name_axes
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
@@ -32,6 +37,7 @@ _SHOWN = 1500  # keys in a picture
 SIDES: tuple[Side, Side] = ("query", "key")
 
 
+@figure("lee2026", "fig6", "Categories in filter heads, seen")
 def run(settings: Settings) -> Result:
     """Heads, ranks, the five categories seen with their queries, and thirteen categories of keys."""
     session = session_of(settings)
@@ -49,22 +55,21 @@ def run(settings: Settings) -> Result:
     clusters, keys = _fine(session, best)
     ranks = [{**row, "is_control": row["head"] == str(found.control)} for row in fit.table()]
     names = [name for name in task.contrasts if name != POOLED]
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=_answer(found, ranks, views),
         tables={
-            "ranks": ranks, "views": views, "clusters": clusters,
+            "ranks": ranks,
+            "views": views,
+            "clusters": clusters,
             "heads": found.ranking.top("ratio"),
             "labels": [{"panel": "a", "index": i, "label": name} for i, name in enumerate(names)]
             + [{"panel": "b", "index": i, "label": name} for i, name in enumerate(_fine_names(session))],
         },
         claims=_claims(session, found, ranks, views, clusters),
         arrays={**arrays, **keys},
-        preset=settings.preset,
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=session.form("filter")),
-    )  # fmt: skip
+        about=session.about(form=session.form("filter")),
+    )
 
 
 def _points(session: Session, task: Task, heads: list[Head]) -> Points:
@@ -181,9 +186,7 @@ def _listed(values: Any) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def _claims(
-    session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]
-) -> list[Claim]:  # fmt: skip
+def _claims(session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]) -> list[Claim]:
     best, other = views[0], views[-1]
     own, control = (
         [row for row in ranks if row["head"] == view["head"] and row["contrast"] != POOLED] for view in (best, other)
@@ -228,3 +231,59 @@ def _claims(
         claims.append(Claim("L22H4 and L21H8 are among the top three by ratio", "our reference", sum(
             head in top for head in ("L22H4", "L21H8")), None, "ours == 2"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_COLOURS = ("#c0392b", "#2f7d4f", "#2d6cb5", "#d98e04", "#7d4fa3")
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """(a) three components and the plane of the last two, for the best head; (b) keys of thirteen categories."""
+    figure = new_figure(13.4, 4.7)
+    names = {panel: [row["label"] for row in result.tables["labels"] if row["panel"] == panel] for panel in "ab"}
+    view = dict(result.tables["views"][0])
+    arrays = {name: value.numpy() for name, value in result.arrays.items()}
+    solid: Any = figure.add_subplot(1, 3, 1, projection="3d")
+    plane = figure.add_subplot(1, 3, 2)
+    fine = figure.add_subplot(1, 3, 3)
+    for i, name in enumerate(names["a"]):
+        colour = _COLOURS[i % len(_COLOURS)]
+        for side, marker, size, alpha in (("keys", "o", 9, 0.35), ("queries", "^", 26, 0.9)):
+            label = "key_labels" if side == "keys" else "query_labels"
+            points = arrays[f"best/{side}"][arrays[f"best/{label}"] == i]
+            look: dict[str, Any] = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
+            solid.scatter(*points.T, **look)
+            plane.scatter(points[:, 1], points[:, 2], label=name if side == "keys" else None, **look)
+    name_axes(solid)
+    solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
+    plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
+    plane.set_title(
+        f"PCs 2 and 3: cosine of centroids {view['cosine_pc23']:.2f}\n"
+        f"(95% of random pairings below {view['cosine_pc23_shuffled_high']:.2f})"
+    )
+    legend = plane.legend(frameon=False, fontsize=8, markerscale=1.6, loc="best")
+    for handle in legend.legend_handles:
+        handle.set_alpha(1)  # type: ignore[union-attr]
+    _draw_fine(fine, arrays, names["b"])
+    clusters = {row["space"]: row["accuracy"] for row in result.tables["clusters"]}
+    fine.set_title(
+        f"13 categories, keys: nearest centroid {clusters['category directions']:.0%}\n"
+        f"(key PCA {clusters['key PCA']:.0%}, shuffled words {clusters['category directions, shuffled words']:.0%})"
+    )
+    figure.suptitle(f"{model_name(result)}: items of lists in the categorical subspace, held-out words", fontsize=10)
+    return files_of(result, figure)
+
+
+def _draw_fine(axis: Any, arrays: dict[str, Any], names: list[str]) -> None:
+    """Keys on the two of their first three components that tell categories apart best; the third is mostly position."""
+    colours = matplotlib.colormaps["tab20"]
+    points, labels = arrays["fine/keys"], arrays["fine/key_labels"]
+    means = np.stack([points[labels == i].mean(axis=0) for i in np.unique(labels)])
+    x, y = sorted(np.argsort(means.var(axis=0) / points.var(axis=0))[-2:])
+    for i, name in enumerate(names):
+        own = points[labels == i]
+        axis.scatter(own[:, x], own[:, y], s=9, alpha=0.6, color=colours(i), linewidths=0, label=name)
+    axis.set(xlabel=f"PC {x + 1}", ylabel=f"PC {y + 1}", xticks=[], yticks=[])
+    axis.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.6)

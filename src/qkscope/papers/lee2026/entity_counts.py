@@ -7,27 +7,28 @@ The same curves for a head at chance say what a plateau is worth.
 
 from __future__ import annotations
 
-from qkscope.papers.lee2026.language import Row, Session, session_of
-from qkscope.papers.registry import Settings
+from qkscope.page.figures.style import REST, new_figure
+from qkscope.papers.lee2026.language import Session, session_of
+from qkscope.papers.plots import Files, column, files_of, model_name
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row, pick
 from qkscope.result import Claim, Result
 
 _PAIRS = 3  # in a prompt, while the words are varied
 _HEADS = 3
 
 
+@figure("lee2026", "fig16", "Ranks against the number of entities")
 def run(settings: Settings) -> Result:
     """Ranks of the first three found heads and of the control at every count."""
     session = session_of(settings)
     rows = session.once("entity counts", lambda: _rows(session))
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=_answer(rows),
         tables={"counts": rows},
         claims=_claims(rows),
-        preset=settings.preset,
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=session.form("binding"), pairs=_PAIRS),
+        about=session.about(form=session.form("binding"), pairs=_PAIRS),
     )
 
 
@@ -54,8 +55,7 @@ def _rows(session: Session) -> list[Row]:
 def _mean(rows: list[Row], varied: str, contrast: str, which: int, control: bool = False, of: str = "rank") -> float:
     """Mean rank over heads at one of the counts (0: fewest, −1: most)."""
     counts = sorted({row["count"] for row in rows if row["varied"] == varied})
-    own = [row[of] for row in rows if (row["varied"], row["contrast"], row["count"], row["is_control"])
-           == (varied, contrast, counts[which], control)]  # fmt: skip
+    own = column(pick(rows, varied=varied, contrast=contrast, count=counts[which], is_control=control), of)
     return sum(own) / max(len(own), 1)
 
 
@@ -85,3 +85,40 @@ def _claims(rows: list[Row]) -> list[Claim]:
                         "control: that head)", "implied", _mean(rows, "words", "lexical", -1),
                         _mean(rows, "words", "lexical", -1, control=True), "abs(ours - control) >= 2"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_PANELS = (("words", "lexical"), ("pairs", "lexical"), ("pairs", "order"))
+_COLOURS = ("#3b6ea8", "#d9822b", "#5a9367", "#8b5fa8")
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Solid: the 99% rule. Dotted: components above the null. Grey: a head at chance."""
+    rows = [dict(row) for row in result.tables["counts"]]
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    control = {row["head"] for row in rows if row["is_control"]}
+    figure = new_figure(11.5, 3.9)
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (varied, contrast) in zip(axes, _PANELS, strict=True):
+        own = [row for row in rows if (row["varied"], row["contrast"]) == (varied, contrast)]
+        for i, head in enumerate(heads):
+            line = sorted((row for row in own if row["head"] == head), key=lambda row: row["count"])
+            colour = REST if head in control else _COLOURS[i % len(_COLOURS)]
+            counts = [row["count"] for row in line]
+            name = f"{head} (at chance)" if head in control else head
+            axis.plot(counts, [row["rank"] for row in line], "o-", ms=4, lw=1.5, color=colour, label=name)
+            axis.plot(counts, [row["rank_above_null"] for row in line], "s:", ms=3, lw=1, color=colour, alpha=0.8)
+        if varied == "words" and own:
+            limit = sorted({row["count"] for row in own})
+            axis.plot(limit, [count - 1 for count in limit], color="#999", lw=0.8, ls="--", label="words − 1")
+            axis.set_ylim(0, max(max(row["rank"], row["rank_above_null"]) for row in rows) + 2)
+        axis.set_xticks(sorted({row["count"] for row in own}))
+        axis.set_xlabel("different words" if varied == "words" else "pairs in a prompt")
+        axis.set_title(f"{contrast}, {'3 pairs in a prompt' if varied == 'words' else 'all the words'}")
+    axes[0].set_ylabel("rank")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(f"{model_name(result)}: solid, the 99% rule; dotted, components above the null", fontsize=10)
+    return files_of(result, figure)

@@ -7,9 +7,14 @@ no claim: both items are drawn alike from the right ones, so what one loses the 
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkscope.analyses.swap import swap
-from qkscope.papers.lee2026.language import Row, Session, session_of
-from qkscope.papers.registry import Settings
+from qkscope.papers.lee2026.language import Session, session_of
+from qkscope.papers.lee2026.swap_plots import draw_full
+from qkscope.papers.plots import Files
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 from qkscope.tasks.lists import POOLED
 
@@ -17,32 +22,30 @@ _SIZES = (1, 2, 4, 8, 12)
 JOINT = "all"
 
 
-def run(settings: Settings) -> Result:
+@figure("lee2026", "fig7", "Swapping categories in filter heads")
+@figure("lee2026", "fig19", "Swapping categories, second model or form", second=True)
+def run(settings: Settings, second: bool = False) -> Result:
     """Swaps at the three filter heads."""
     session = session_of(settings)
-    second = session.is_second(settings.figure)
+    second = second and session.embedded  # a model named by the user is the second model itself
     tables = session.once(("swaps", "filter", second), lambda: _tables(session, second))
-    rows = tables["swap"]
-    found = session.found("filter", second)
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
-        answer=_answer(rows, session.form("filter", second)),
-        tables=tables,
-        claims=_claims(rows, [str(head) for head in found.heads]),
-        preset=settings.preset,
+    heads, form = session.found("filter", second).heads, session.form("filter", second)
+    return settings.result(
+        _answer(tables["swap"], form),
+        tables,
+        _claims(tables["swap"], [str(head) for head in heads]),
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=session.form("filter", second)),
+        about=session.about(form=form),
     )
 
 
 def _tables(session: Session, second: bool) -> dict[str, list[Row]]:
     found, fit, work = session.found("filter", second), session.fit("filter", second), session.work
     units = session.filter_task(second=second).test(work.test)
-    options = {"draws": work.draws, "batch_size": work.batch_size, "seed": session.seed}
+    options: Any = {"draws": work.draws, "batch_size": work.batch_size, "seed": session.seed}
     sizes = [k for k in _SIZES if k <= session.scope.d_head]
-    span = swap(session.scope, units, fit, found.heads, **options)  # type: ignore[arg-type]
-    pooled = swap(session.scope, units, fit, found.heads, features=[POOLED], sizes=sizes, **options)  # type: ignore[arg-type]
+    span = swap(session.scope, units, fit, found.heads, **options)
+    pooled = swap(session.scope, units, fit, found.heads, features=[POOLED], sizes=sizes, **options)
     return {
         "swap": [*span.table(), *pooled.table()],
         "curve": [dict(row) for row in pooled.tables["curve"]],
@@ -94,3 +97,17 @@ def _claims(rows: list[Row], heads: list[str]) -> list[Claim]:
         Claim("the pooled centred contrast, one dimension less, moves as much (shift, weakest head; control: the span)",
               "not in the paper", pooled[POOLED]["shift"], pooled[JOINT]["shift"], "ours >= control - 0.02"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_SHOWN = (
+    ("all", "5 categories"), ("category", "pooled, centred"), ("random_all", "random"), ("key_pca_all", "key PCA"),
+    ("cov_qk_all", "Cov_q Cov_k"), ("sham_all", "sham"),
+)  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """All three heads in full, and the curve of the first."""
+    return draw_full(result, _SHOWN)

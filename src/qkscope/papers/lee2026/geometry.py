@@ -12,27 +12,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import matplotlib
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.analyses.clouds import Cloud, Colouring
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.page.figures.style import figure_files, new_figure
+from qkscope.page.report import report_html
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
+from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
+from qkscope.papers.plots import Files, figure_name
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import RetrievalHead, derived_seed
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result
 
-Row = dict[str, Any]
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192
 
 
+@toy_figure("fig3", "The cube in query and key space", example_head("discrete"))
+@toy_figure("fig12", "The sphere in query and key space", example_head("continuous"))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """The first latent's geometry in a trained head, beside the same head before training."""
-    work = PRESETS[settings.preset]
-    trained = heads_of(settings)[0]
+    work = WORK[settings.preset]
+    trained = train(cells, settings)[0]
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for name, head in (("trained", trained.head), ("untrained", trained.cell.untrained())):
@@ -46,8 +55,7 @@ def run(settings: Settings) -> Result:
         if task.variant == "discrete"
         else "the sphere"
     )
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"{shape[0].upper()}{shape[1:]}: a similarity transform of the keys' projections explains "
             f"{after['latent_fit_key']:.2f} of the latent. A query and its key meet at cosine {after['cosine']:.2f} in "
@@ -57,9 +65,7 @@ def run(settings: Settings) -> Result:
         tables={"geometry": rows},
         claims=_claims(after, before, task.variant, 2 ** task.ranks[0]),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, lr=work.lr, points=_MEASURED),
+        about={"lr": work.lr, "points": _MEASURED},
     )
 
 
@@ -125,17 +131,12 @@ def vertices_recovered(points: Float[Tensor, "n r"], signs: Float[Tensor, "n r"]
 def _claims(after: Row, before: Row, variant: str, total: int) -> list[Claim]:
     claims = []
     if variant == "discrete":
-        claims.append(
-            Claim(
-                f"the {total} vertices of the cube are recovered in key space; control: untrained",
-                "faithfully recovered",
-                after["vertices"],
-                before["vertices"],
-                f"ours == {total}",
-            )
-        )
-        claims.append(Claim("recovered vertices show that the head learned the latent; control: untrained", "implied",
-                            after["vertices"], before["vertices"], "control < 0.5 * ours"))  # fmt: skip
+        claims += [
+            Claim(f"the {total} vertices of the cube are recovered in key space; control: untrained",
+                  "faithfully recovered", after["vertices"], before["vertices"], f"ours == {total}"),
+            Claim("recovered vertices show that the head learned the latent; control: untrained", "implied",
+                  after["vertices"], before["vertices"], "control < 0.5 * ours"),
+        ]  # fmt: skip
     claims += [
         Claim("the latent's shape is recovered (Procrustes R² of keys' projections to the true latent); control: "
               "untrained", "cube / sphere", after["latent_fit_key"], before["latent_fit_key"], "ours >= 0.9"),
@@ -148,3 +149,67 @@ def _claims(after: Row, before: Row, variant: str, total: int) -> list[Claim]:
     if any(math.isnan(claim.ours or 0.0) for claim in claims):
         raise ArithmeticError("a geometry number came out undefined")
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_HEADS = ("trained", "untrained")
+_BINS = 7  # of a continuous latent, for colours
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """The picture, and the page in which its points can be turned."""
+    name = figure_name(result)
+    discrete = result.tables["geometry"][0]["variant"] == "discrete"
+    figure = new_figure(10.5, 5.6)
+    for place, head in enumerate(_HEADS):
+        axis: Any = figure.add_subplot(1, 2, place + 1, projection="3d")
+        row = dict(result.tables["geometry"][place])
+        colours = _colours(result, head, discrete)
+        for side, marker, size in (("keys", "o", 14), ("queries", "^", 20)):
+            points = result.arrays[f"{head}/{side}"].numpy()
+            axis.scatter(*points.T, c=colours, marker=marker, s=size, alpha=0.7, linewidths=0, label=side)
+        facts = f"{row['vertices']} vertices, " if discrete else ""
+        axis.set_title(f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}")
+        axis.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
+        reach = 1.02 * max(float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries"))
+        axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
+        axis.view_init(elev=18, azim=-62)
+        axis.set_box_aspect((1, 1, 1), zoom=0.98)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
+    files = figure_files({name: figure})
+    pictures = {name: files[f"figures/{name}.png"]}
+    return {**files, "report.html": report_html([result], pictures, clouds=_clouds(result, discrete))}
+
+
+def _colours(result: Result, head: str, discrete: bool) -> np.ndarray:
+    if discrete:
+        code = result.arrays[f"{head}/code"].numpy()
+        return matplotlib.colormaps["tab10"](code % 10)
+    first = result.arrays[f"{head}/latent"].numpy()[:, 0]
+    return matplotlib.colormaps["viridis"]((np.clip(first, -2, 2) + 2) / 4)
+
+
+def _clouds(result: Result, discrete: bool) -> list[Cloud]:
+    """Keys and queries of both heads, coloured by the latent: its code, or where its first coordinate lies."""
+    found = []
+    for head in _HEADS:
+        latent = result.arrays[f"{head}/latent"].numpy()
+        if discrete:
+            names = sorted({_code(z) for z in latent})
+            labels = tuple(names.index(_code(z)) for z in latent)
+        else:
+            edges = np.quantile(latent[:, 0], np.linspace(0, 1, _BINS + 1)[1:-1])
+            labels = tuple(np.digitize(latent[:, 0], edges).tolist())
+            names = [f"part {i + 1} of {_BINS}" for i in range(_BINS)]
+        colouring = Colouring(tuple(names), labels, labels, ordered=not discrete)
+        keys, queries = (result.arrays[f"{head}/{side}"] for side in ("keys", "queries"))
+        found.append(Cloud(f"{head} head", keys, queries, {"z1" if discrete else "first coordinate of z1": colouring}))
+    return found
+
+
+def _code(latent: np.ndarray) -> str:
+    return "".join("+" if value > 0 else "−" for value in latent)

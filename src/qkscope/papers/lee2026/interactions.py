@@ -14,30 +14,35 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.maths.bases import random_bases
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.maths.draws import derived_seed
+from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
+from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
+from qkscope.papers.lee2026.toy.trained import TrainedHead
+from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import Retrieval, asymmetry, cross_variable, derived_seed, off_diagonal
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result
 
-Row = dict[str, Any]
 _ROTATIONS = 20
 
 
+@toy_figure("fig5", "Interactions G, continuous task", whole_grids(("continuous", 8), ("continuous", 16)))
+@toy_figure("fig13", "Interactions G, discrete task", whole_grids(("discrete", 8), ("discrete", 16)))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """G of every cell of both grids, and what can be said of it in numbers."""
-    work, heads = PRESETS[settings.preset], heads_of(settings)
+    work, heads = WORK[settings.preset], train(cells, settings)
     rows = [interaction_row(trained, settings.seed) for trained in heads]
     below, above = ([row for row in rows if row["where"] == where] for where in ("below", "above"))
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
     variant = rows[0]["variant"]
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Off-diagonal energy of G ({variant}): at most {_extreme(below, 'off_diagonal', max):.3f} where "
             f"r1 + r2 < d_head, at least {_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
@@ -47,9 +52,7 @@ def run(settings: Settings) -> Result:
         tables={"interactions": rows},
         claims=_claims(variant, below, above),
         arrays=arrays,
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, lr=work.lr, rotations=_ROTATIONS),
+        about={"lr": work.lr, "rotations": _ROTATIONS},
     )
 
 
@@ -109,3 +112,75 @@ def _median(rows: list[Row], name: str) -> float:
 
 def _extreme(rows: list[Row], name: str, pick: Any) -> float:
     return float(pick(row[name] for row in rows)) if rows else math.nan
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_SHOWN = {8: ((2, 2), (2, 4), (4, 4), (6, 6)), 16: ((4, 4), (6, 8), (8, 8), (12, 12))}
+_SMOKE = {8: ((2, 2), (2, 5), (5, 5)), 16: ((4, 4), (4, 10), (10, 10))}
+
+
+_ENERGY = (
+    ("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
+    ("untrained", "untrained", REST),
+)  # fmt: skip
+_ASYMMETRY = (
+    ("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
+    ("untrained_asymmetry", "untrained", REST),
+)  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Heat maps row by d_head, then the two scatter plots."""
+    rows = [dict(row) for row in result.tables["interactions"]]
+    have = {(row["d_head"], row["r1"], row["r2"]) for row in rows}
+    shown = {d: [r for r in dict.fromkeys((*_SHOWN[d], *_SMOKE[d])) if (d, *r) in have][:4] for d in _SHOWN}
+    figure = new_figure(11, 9.8)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[2.05, 1])
+    axes = parts[0].subplots(2, max(len(cells) for cells in shown.values()), squeeze=False)
+    image = None
+    for line, (d_head, cells) in zip(axes, shown.items(), strict=True):
+        for axis, ranks in zip(line, cells, strict=False):
+            row = next(r for r in rows if (r["d_head"], r["r1"], r["r2"]) == (d_head, *ranks))
+            image = _heat_map(axis, result, row)
+        for axis in line[len(cells) :]:
+            axis.set_axis_off()
+    parts[0].supylabel("query latents", fontsize=9)
+    parts[0].supxlabel("key latents (lines: between z1 and z2)", fontsize=9)
+    if image is not None:
+        bar = parts[0].colorbar(image, ax=axes, shrink=0.6, pad=0.01, ticks=[-1, 0, 1])
+        bar.set_label("G / largest entry")
+    left, right = parts[1].subplots(1, 2)
+    _scatter(left, rows, _ENERGY, "share of |G|² off the diagonal")
+    _scatter(right, rows, _ASYMMETRY, "asymmetry |G − Gᵀ| / |G|")
+    return files_of(result, figure)
+
+
+def _heat_map(axis: Axes, result: Result, row: dict[str, Any]) -> Any:
+    prefix = f"G/{row['variant']}-{row['r1']}-{row['r2']}-h{row['d_head']}-"
+    g = next(value for name, value in result.arrays.items() if name.startswith(prefix))
+    image = axis.imshow((g / g.abs().max()).numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    for place in (axis.axhline, axis.axvline):
+        place(row["r1"] - 0.5, color=INK, lw=0.6)
+    relation = {"below": "<", "boundary": "=", "above": ">"}[row["where"]]
+    total = row["r1"] + row["r2"]
+    facts = f"off-diagonal {row['off_diagonal']:.3f}, asymmetry {row['asymmetry']:.2f}"
+    axis.set_title(f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}\n{facts}", fontsize=8.5)
+    axis.set(xticks=[], yticks=[])
+    for spine in axis.spines.values():
+        spine.set_visible(True)
+    return image
+
+
+def _scatter(axis: Axes, rows: list[dict[str, Any]], series: tuple[tuple[str, str, str], ...], label: str) -> None:
+    for name, text, colour in series:
+        for d_head, marker in ((8, "o"), (16, "s")):
+            own = [row for row in rows if row["d_head"] == d_head]
+            x, named = [row["r1"] + row["r2"] - d_head for row in own], text if d_head == 8 else None
+            look: Any = {"s": 20, "c": colour, "marker": marker, "alpha": 0.75, "linewidths": 0}
+            axis.scatter(x, column(own, name), label=named, **look)
+    axis.axvline(0, color=INK, lw=0.8, ls=":")
+    axis.set(xlabel="r1 + r2 − d_head   (circles: d_head 8, squares: 16)", ylabel=label)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False, fontsize=8, loc="best")

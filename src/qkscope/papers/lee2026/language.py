@@ -21,22 +21,20 @@ from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.intervals import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
-from qkscope.result import provenance
+from qkscope.papers.rows import Row
 from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
-Row = dict[str, Any]
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
-_SECOND = ("fig19", "fig20")
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelWork:
     """Counts of one preset."""
 
     choose: int  # prompts to find heads on
@@ -56,9 +54,9 @@ class Work:
 
 
 WORK = {
-    "smoke": Work(48, 10, 3, 32, 12, 32, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
-    "default": Work(256, 64, 24, 320, 96, 256, 64, 199, 39, (4, 8, 16, 32), (2, 4, 9, 14)),
-    "paper": Work(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
+    "smoke": ModelWork(48, 10, 3, 32, 12, 32, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
+    "default": ModelWork(256, 64, 24, 320, 96, 256, 64, 199, 39, (4, 8, 16, 32), (2, 4, 9, 14)),
+    "paper": ModelWork(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20)),
 }  # fmt: skip
 
@@ -143,12 +141,8 @@ class Session:
         """Whether this is the model that comes with the package."""
         return self.model.lower() == EMBEDDED
 
-    def is_second(self, figure: str) -> bool:
-        """Whether a figure asks for the second form; a model named by the user is the second model itself."""
-        return self.embedded and figure in _SECOND
-
     def form(self, kind: Kind, second: bool = False) -> str:
-        """The form of the prompts."""
+        """The form of the prompts; there is a second one where no second model is."""
         return _FORMS[kind][second] if self.embedded else "question"
 
     @property
@@ -200,13 +194,12 @@ class Session:
         settings = {"replicates": self.work.replicates, "batch_size": self.work.batch_size, "seed": self.seed}
         return decompose(self.scope, task, heads, n, **{**settings, **options})
 
-    def about(self, figure: str, **more: Any) -> dict[str, Any]:
-        """Provenance of a figure."""
-        return provenance(
-            figure=figure, preset=self.preset, model=self.scope.name, revision=self.scope.revision,
-            weights=self.scope.weights_hash, tokenizer=self.scope.tokenizer_hash, chat=self.chat,
-            work=vars(self.work), **more,
-        )  # fmt: skip
+    def about(self, **more: Any) -> dict[str, Any]:
+        """For a figure's provenance."""
+        return {
+            "model": self.scope.name, "revision": self.scope.revision, "weights": self.scope.weights_hash,
+            "tokenizer": self.scope.tokenizer_hash, "chat": self.chat, "work": vars(self.work), **more,
+        }  # fmt: skip
 
 
 def session_of(settings: Settings) -> Session:

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.analyses.attribute import attribute
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
+from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.binding_views import FEATURES, binding_points
-from qkscope.papers.lee2026.language import Row, session_of
+from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
-from qkscope.papers.registry import Settings
+from qkscope.papers.plots import Files, files_of, model_name
+from qkscope.papers.registry import Settings, figure
+from qkscope.papers.rows import Row
 from qkscope.result import Claim, Result
 
 _DRAWS = 20
 
 
+@figure("lee2026", "fig10", "One prompt's attention logits, split")
 def run(settings: Settings) -> Result:
     """The first held-out prompt, and shares over all of them."""
     session = session_of(settings)
@@ -36,8 +41,7 @@ def run(settings: Settings) -> Result:
     tokens = [dict(row) for row in parts.tables["tokens"]]
     error = max(abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens)
     by = {row["split"]: row for row in shares}
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
             f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
@@ -46,16 +50,16 @@ def run(settings: Settings) -> Result:
             f"these ranks leave {by['random'][RESIDUAL]:.0%})."
         ),
         tables={
-            "tokens": tokens, "summary": [dict(row) for row in parts.tables["summary"]], "shares": shares,
+            "tokens": tokens,
+            "summary": [dict(row) for row in parts.tables["summary"]],
+            "shares": shares,
             "overlap": [dict(row) for row in parts.tables["overlap"]],
             "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
         },
         claims=_claims(by, error),
-        preset=settings.preset,
         model=session.scope.name,
-        seed=settings.seed,
-        provenance=session.about(settings.figure, form=session.form("binding"), head=str(head)),
-    )  # fmt: skip
+        about=session.about(form=session.form("binding"), head=str(head)),
+    )
 
 
 def _shares(points: Points, head: Head, bases: dict[str, Tensor], seed: int) -> list[Row]:
@@ -75,8 +79,10 @@ def _shares(points: Points, head: Head, bases: dict[str, Tensor], seed: int) -> 
     ]
     drawn = []
     for draw in range(_DRAWS):
-        own = {name: random_bases(basis.shape[0], basis.shape[1], 1, seed + 2 * draw + i)[0].to(basis)
-               for i, (name, basis) in enumerate(bases.items())}  # fmt: skip
+        own = {
+            name: random_bases(basis.shape[0], basis.shape[1], 1, seed + 2 * draw + i)[0].to(basis)
+            for i, (name, basis) in enumerate(bases.items())
+        }
         drawn.append(split(own))
     rows.append({"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}})
     return [{**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}} for row in rows]
@@ -103,3 +109,56 @@ def _claims(by: dict[str, Row], error: float) -> list[Claim]:
         Claim("the order of projecting hardly matters (change of order's share; control: the share)",
               "sensitive where subspaces overlap", gap, abs(first["order"]), "ours < 0.2 * control"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_PARTS = (("order", ORIGINAL), ("lexical", TARGET), ("residual", "#5a9367"))
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Bars per token above, attention below; shares over held-out prompts at the right."""
+    rows = [dict(row) for row in result.tables["tokens"]]
+    # the first token is a sink whose logit dwarfs the others; the page's table has it
+    rows = rows[1:] if len(rows) > 2 else rows
+    figure = new_figure(max(9.0, 0.19 * len(rows) + 3.6), 4.9)
+    axes = figure.subplots(2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1])
+    parts, attention = axes[0][0], axes[1][0]
+    places = range(len(rows))
+    for i, (name, colour) in enumerate(_PARTS):
+        parts.bar([x + (i - 1) * 0.27 for x in places], [row[name] for row in rows], 0.26, color=colour, label=name)
+    parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
+    parts.axhline(0, color=INK, lw=0.6)
+    parts.set_ylabel("logit")
+    parts.set_xticks([])
+    parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
+    head = result.tables["prompt"][0]["head"]
+    parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
+    attention.bar(places, [row["attention"] for row in rows], 0.7, color="#8a919e")
+    attention.set_ylabel("attention")
+    attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)
+    for axis in (parts, attention):
+        axis.set_xlim(-0.8, len(rows) - 0.2)
+    _draw_shares(axes[0][1], result)
+    axes[1][1].set_axis_off()
+    return files_of(result, figure)
+
+
+def _shown(token: str) -> str:
+    return token.replace("\n", "⏎").strip() or "·"
+
+
+def _draw_shares(axis: Axes, result: Result) -> None:
+    rows = [dict(row) for row in result.tables["shares"]]
+    bottom = [0.0] * len(rows)
+    for name, colour in _PARTS:
+        values = [row[name] for row in rows]
+        axis.bar(range(len(rows)), values, 0.7, bottom=bottom, color=colour)
+        for x, (value, base) in enumerate(zip(values, bottom, strict=True)):
+            if abs(value) >= 0.06:
+                axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", fontsize=7, color="white")
+        bottom = [base + value for base, value in zip(bottom, values, strict=True)]
+    axis.set_xticks(range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5)
+    axis.set_title(f"share of the boxes' logits,\n{rows[0]['n']} prompts")
+    axis.set_yticks([])

@@ -104,9 +104,13 @@ class Alignment:
 
 
 def align(
-    q: Float[Tensor, "n d"], q_labels: Int[Tensor, " n"], k: Float[Tensor, "m d"], k_labels: Int[Tensor, " m"],
-    seed: int, draws: int = 999,
-) -> Alignment:  # fmt: skip
+    q: Float[Tensor, "n d"],
+    q_labels: Int[Tensor, " n"],
+    k: Float[Tensor, "m d"],
+    k_labels: Int[Tensor, " m"],
+    seed: int,
+    draws: int = 999,
+) -> Alignment:
     """How well queries and keys of one label point the same way, each side centred on its own mean."""
     present = torch.unique(torch.cat([q_labels, k_labels]))
     present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
@@ -120,9 +124,12 @@ def align(
     shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
     return Alignment(
-        float((mq * mk).sum() / size), float(shuffled.mean()), float(shuffled.quantile(0.95)),
-        float((nearest == q_labels).double().mean()), 1 / count,
-    )  # fmt: skip
+        float((mq * mk).sum() / size),
+        float(shuffled.mean()),
+        float(shuffled.quantile(0.95)),
+        float((nearest == q_labels).double().mean()),
+        1 / count,
+    )
 
 
 def nearest_centroid(

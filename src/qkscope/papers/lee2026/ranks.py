@@ -8,51 +8,59 @@ training. Population ΔC has rank r for any generic weights, so an exact rank by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import matplotlib
 import torch
 from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from qkscope.maths.controls import rank_above
-from qkscope.maths.draws import draw_signs
+from qkscope.maths.draws import derived_seed, draw_signs
 from qkscope.maths.svd import energy_rank
-from qkscope.papers.lee2026.heads import PRESETS, grids_of, heads_of
+from qkscope.page.figures.style import INK, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
+from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
+from qkscope.papers.lee2026.toy.trained import TrainedHead
+from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope.toys.retrieval import RetrievalHead, derived_seed
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result
 
-Row = dict[str, Any]
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096
+_OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous", 8), ("continuous", 16))
 
 
+@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)))
+@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
-    work = PRESETS[settings.preset]
+    work = WORK[settings.preset]
     signs = draw_signs(settings.seed, torch.arange(work.replicates)[:, None], torch.arange(work.contrast_pairs)).float()
-    rows = [rank_row(trained, signs, work.contexts, settings.seed) for trained in heads_of(settings)]
+    rows = [rank_row(trained, signs, work.contexts, settings.seed) for trained in train(cells, settings)]
     summary = summarise(rows)
     below = [row for row in rows if row["where"] == "below"]
     exact, null, untrained = (share_exact(below, kind) for kind in ("rank", "null", "untrained"))
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Both ranks are exact in {_count(below, 'rank')} of {len(below)} cells with r1 + r2 < d_head (99% rule; "
             f"{_count(below, 'null')} above the null) - and in {_count(below, 'untrained')} of them before training "
             f"({_count(below, 'untrained_null')} above the null): the rank is in the data, not in what was learned."
         ),
         tables={"ranks": rows, "summary": summary},
-        claims=_claims(rows, exact, null, untrained, grids_of(settings.figure)),
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, lr=work.lr, recipe=work.recipe.about(),
-                              contrast_pairs=work.contrast_pairs, replicates=work.replicates),
-    )  # fmt: skip
+        claims=_claims(rows, exact, null, untrained),
+        about={
+            "lr": work.lr,
+            "recipe": work.recipe.about(),
+            "contrast_pairs": work.contrast_pairs,
+            "replicates": work.replicates,
+        },
+    )
 
 
 def rank_row(trained: TrainedHead, signs: Float[Tensor, "r n"], contexts: int, seed: int) -> Row:
@@ -127,7 +135,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
-def _claims(rows: list[Row], exact: float, null: float, untrained: float, grids: list[Any]) -> list[Claim]:
+def _claims(rows: list[Row], exact: float, null: float, untrained: float) -> list[Claim]:
     below = [row for row in rows if row["where"] == "below"]
     above = [row for row in rows if row["where"] == "above"]
     claims = [
@@ -142,7 +150,7 @@ def _claims(rows: list[Row], exact: float, null: float, untrained: float, grids:
         Claim("ranks are lost under superposition (r1 + r2 > d_head); control: below", "yes",
               share_exact(above, "rank"), exact, "ours < 0.5 * control"),
     ]  # fmt: skip
-    for variant, d_head in grids:
+    for variant, d_head in dict.fromkeys((row["variant"], row["d_head"]) for row in rows):
         cells = [row for row in rows if (row["variant"], row["d_head"]) == (variant, d_head)]
         accuracy = [row["accuracy"] for row in cells]
         name = f"{variant}, d_head {d_head}"
@@ -156,3 +164,66 @@ def _claims(rows: list[Row], exact: float, null: float, untrained: float, grids:
             claims.append(Claim(f"{name}: every head reaches 99% (lowest accuracy); control: lowest ceiling",
                                 "99%", min(accuracy), limit, "ours >= 0.99"))  # fmt: skip
     return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_KINDS = (("rank", "trained, 99% rule"), ("null", "trained, above the null"), ("untrained", "untrained, 99% rule"))
+_WORST = 8
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """A panel per grid and kind of rank, and one for accuracy against its ceiling."""
+    rows = [dict(row) for row in result.tables["ranks"]]
+    grids = list(dict.fromkeys((row["variant"], row["d_head"]) for row in rows))
+    figure = new_figure(13.2, 3.5 * len(grids) + 0.3)
+    axes = figure.subplots(len(grids), 4, squeeze=False)
+    for line, (variant, d_head) in zip(axes, grids, strict=True):
+        cells = [row for row in rows if (row["variant"], row["d_head"]) == (variant, d_head)]
+        for axis, (kind, title) in zip(line, _KINDS, strict=False):
+            _rank_panel(axis, cells, kind, f"{variant}, d_head {d_head}: {title}")
+        _accuracy_panel(line[3], cells, f"{variant}, d_head {d_head}: accuracy / ceiling")
+    figure.supxlabel(
+        "Written: recovered ranks r1, r2. Colour: how far off they are, |Δr1| + |Δr2| (green and bold: exact). "
+        "Framed: boundary cells, r1 + r2 = d_head.\n"
+        "Accuracy above, ceiling below it: the best one head can do, min(Bayes, ideal dot product).",
+        fontsize=8.5,
+    )
+    return files_of(result, figure)
+
+
+def _rank_panel(axis: Axes, cells: Sequence[Row], kind: str, title: str) -> None:
+    palette = matplotlib.colormaps["RdYlGn_r"]
+    for row, x, y in _places(axis, cells, title):
+        off = abs(row[f"{kind}1"] - row["r1"]) + abs(row[f"{kind}2"] - row["r2"])
+        axis.add_patch(
+            Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.06 + 0.84 * min(off, _WORST) / _WORST), lw=0)
+        )
+        words, weight = f"{row[f'{kind}1']}, {row[f'{kind}2']}", "bold" if off == 0 else "normal"
+        axis.text(x, y, words, ha="center", va="center", fontsize=8.5, weight=weight)
+
+
+def _accuracy_panel(axis: Axes, cells: Sequence[Row], title: str) -> None:
+    palette = matplotlib.colormaps["Blues"]
+    for row, x, y in _places(axis, cells, title):
+        ceiling = min(row["ceiling"], row["dot_ceiling"])
+        gap = max(ceiling - row["accuracy"], 0)
+        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.05 + 0.6 * min(gap / 0.2, 1)), lw=0))
+        axis.text(
+            x, y, f"{row['accuracy']:.3f}\n{ceiling:.3f}", ha="center", va="center", fontsize=7.2, linespacing=1.3
+        )
+
+
+def _places(axis: Axes, cells: Sequence[Row], title: str) -> list[tuple[Row, int, int]]:
+    """Axes with ranks as ticks, the boundary line, and where each cell stands."""
+    xs, ys = sorted({row["r1"] for row in cells}), sorted({row["r2"] for row in cells})
+    axis.set(title=title, xlabel="r1", ylabel="r2", aspect="equal")
+    axis.set(xlim=(-0.5, len(xs) - 0.5), ylim=(-0.5, len(ys) - 0.5))
+    axis.set_xticks(range(len(xs)), [str(r) for r in xs])
+    axis.set_yticks(range(len(ys)), [str(r) for r in ys])
+    axis.tick_params(length=0)
+    boundary = [(xs.index(r["r1"]), ys.index(r["r2"])) for r in cells if r["where"] == "boundary"]
+    for x, y in boundary:
+        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, lw=1.6, edgecolor=INK, zorder=3))
+    return [(row, xs.index(row["r1"]), ys.index(row["r2"])) for row in cells]

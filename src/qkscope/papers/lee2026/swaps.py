@@ -16,40 +16,48 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import Covariance, cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, principal_cosines, random_bases
+from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
-from qkscope.papers.lee2026.heads import PRESETS, heads_of
+from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
+from qkscope.papers.fleet import one_thread
+from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
+from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
+from qkscope.papers.lee2026.toy.trained import TrainedHead
+from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.result import Claim, Result, provenance
-from qkscope.toys.retrieval import Contexts, RetrievalHead, derived_seed
-from qkscope.toys.retrieval_heads import TrainedHead
-from qkscope.toys.threads import one_thread
+from qkscope.papers.rows import Row
+from qkscope.result import Claim, Result
 
-Row = dict[str, Any]
 Condition = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
 _DRAWS = 20
+_WIDE = ((4, 4), (4, 8), (6, 6), (6, 8), (8, 8))
+_NARROW = ((2, 2), (2, 4), (3, 3), (3, 4), (4, 4))
 _ROWS_AT_ONCE = 6400
 
 
+@toy_figure("fig4", "Swapping latents, discrete (3,5)", example_head("discrete"))
+@toy_figure("fig14", "Swapping latents, d_head 16", some_cells(16, _WIDE, smoke=((4, 4), (4, 10))))
+@toy_figure("fig15", "Swapping latents, d_head 8", some_cells(8, _NARROW, smoke=((2, 2), (2, 5))))
 @one_thread()
-def run(settings: Settings) -> Result:
+def run(settings: Settings, cells: Cells) -> Result:
     """Swaps at every head of the figure."""
-    work = PRESETS[settings.preset]
+    work = WORK[settings.preset]
     rows: list[Row] = []
     overlaps: list[Row] = []
-    for trained in heads_of(settings):
+    for trained in train(cells, settings):
         found, overlap = swap_rows(trained, work.contrast_pairs, work.swaps, settings.seed)
         rows += found
         overlaps.append(overlap)
     first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
     both, random = first["both"], first["random_both"]
-    return Result(
-        experiment=f"lee2026/{settings.figure}",
+    return settings.result(
         answer=(
             f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
             f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
@@ -57,12 +65,9 @@ def run(settings: Settings) -> Result:
             f"{random['orig_after']:.3f}."
         ),
         tables={"swap": rows, "subspaces": overlaps},
-        claims=_claims(rows, settings.figure),
-        preset=settings.preset,
-        seed=settings.seed,
-        provenance=provenance(figure=settings.figure, preset=settings.preset, lr=work.lr, swaps=work.swaps,
-                              contrast_pairs=work.contrast_pairs, random_draws=_DRAWS),
-    )  # fmt: skip
+        claims=_claims(rows),
+        about={"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS},
+    )
 
 
 def swap_rows(trained: TrainedHead, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
@@ -145,11 +150,16 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Condition:
         after[n, 0, target] -= shift
         a, b = rows.attention(before), rows.attention(after)
         return SwapEffect(
-            a[n, :, contexts.asked], a[n, :, target], b[n, :, contexts.asked][None], b[n, :, target][None],
+            a[n, :, contexts.asked],
+            a[n, :, target],
+            b[n, :, contexts.asked][None],
+            b[n, :, target][None],
             ((a.argmax(-1) == contexts.asked[:, None]) & (b.argmax(-1) == target[:, None]))[None],
-            torch.tensor([len(columns)]), head.d_head,
-            before[n, :, contexts.asked] - before[n, :, target], -shift[None, :, None],
-        )  # fmt: skip
+            torch.tensor([len(columns)]),
+            head.d_head,
+            before[n, :, contexts.asked] - before[n, :, target],
+            -shift[None, :, None],
+        )
 
     return swap
 
@@ -196,7 +206,7 @@ def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def _claims(rows: list[Row], figure: str) -> list[Claim]:
+def _claims(rows: list[Row]) -> list[Claim]:
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"]), {})[row["condition"]] = row
@@ -213,7 +223,7 @@ def _claims(rows: list[Row], figure: str) -> list[Claim]:
     claims = [
         Claim("swapping both latents moves all the attention (largest rest on the original key); control: the oracle",
               "all", left["both"]["orig_after"], left["both_oracle"]["orig_after"],
-              "ours <= 0.01" if figure == "fig4" else "ours <= max(0.01, control + 0.005)"),
+              "ours <= 0.01" if len(cells) == 1 else "ours <= max(0.01, control + 0.005)"),
         Claim("random subspaces of the same size move much less (shift, closest cell)", "less of an effect",
               close["both"]["shift"], close["random_both"]["shift"], "ours > control + 0.1"),
         Claim("the contrast moves more than the keys' principal components of the same size (shift, closest cell)",
@@ -225,7 +235,7 @@ def _claims(rows: list[Row], figure: str) -> list[Claim]:
               "control: untrained", "implied", learned["both"]["exchanged"], learned["untrained_both"]["exchanged"],
               "control < 0.5 * ours"),
     ]  # fmt: skip
-    if figure != "fig4":
+    if len(cells) > 1:
         by_size = sorted(fair.values(), key=lambda c: c["both"]["rank"] / c["both"]["d_head"])
         claims.append(Claim("the random baseline grows as r1 + r2 nears d_head (shift; control: smallest r1 + r2)",
                             "yes", by_size[-1]["random_both"]["shift"], by_size[0]["random_both"]["shift"],
@@ -238,3 +248,58 @@ def _leak(cell: dict[str, Row], condition: str) -> float:
     if condition not in cell:
         return math.nan
     return abs(cell[condition]["target_after"] - cell["z1_oracle"]["target_after"])
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_FULL = (
+    ("z1", "z1"), ("z1_oblique", "z1, oblique"), ("z1_oracle", "z1, oracle"),
+    ("z2", "z2"), ("z2_oblique", "z2, oblique"), ("z2_oracle", "z2, oracle"),
+    ("both", "z1 + z2"), ("both_summed", "summed, not joined"), ("both_oracle", "both, oracle"),
+    ("random_z1", "random r1"), ("random_z2", "random r2"), ("random_both", "random r1 + r2"),
+    ("key_pca_both", "key PCA r1 + r2"), ("cov_qk_both", "Cov_q Cov_k r1 + r2"),
+    ("untrained_both", "untrained, z1 + z2"),
+)  # fmt: skip
+_SHORT = (("z1", "z1"), ("z2", "z2"), ("both", "z1+z2"), ("both_oracle", "oracle"), ("random_both", "random"),
+          ("key_pca_both", "key PCA"), ("cov_qk_both", "Cov·Cov"))  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """One wide panel for a single head, small multiples for several."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result.tables["swap"]:
+        cells.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"]), {})[row["condition"]] = dict(row)
+    variants = list(dict.fromkeys(key[0] for key in cells))
+    single = len(cells) == 1
+    columns = 1 if single else max(sum(key[0] == v for key in cells) for v in variants)
+    figure = new_figure(10.5, 4.4) if single else new_figure(2.75 * columns + 0.6, 3.1 * len(variants) + 0.4)
+    axes = figure.subplots(len(variants), columns, squeeze=False, sharey=True)
+    for line, variant in zip(axes, variants, strict=True):
+        own = [(key, cell) for key, cell in cells.items() if key[0] == variant]
+        for axis, (key, cell) in zip(line, own, strict=False):
+            title = f"{key[0]}, ({key[2]}, {key[3]}), d_head {key[1]}"
+            _bars(axis, cell, _FULL if single else _SHORT, title)
+        for axis in line[len(own) :]:
+            axis.set_axis_off()
+        line[0].set_ylabel("attention")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return files_of(result, figure)
+
+
+def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], ...], title: str) -> None:
+    shown = [(label, cell[name]) for name, label in conditions if name in cell]
+    start = cell["both"]
+    labels = ["start", *(label for label, _ in shown)]
+    orig = [start["orig_before"], *(row["orig_after"] for _, row in shown)]
+    target = [start["target_before"], *(row["target_after"] for _, row in shown)]
+    places = range(len(labels))
+    axis.bar([x - 0.2 for x in places], orig, 0.38, color=ORIGINAL, label="on the original key")
+    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET, label="on the target key")
+    errors = [0.0, *((row["high"] - row["low"]) / 2 for _, row in shown)]
+    axis.errorbar([x + 0.2 for x in places], target, errors, fmt="none", ecolor=INK, elinewidth=0.8)
+    axis.set_xticks(list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_ylim(0, 1.05)
+    axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
+    axis.set_title(title + ("\nvacuous: z1 + z2 fill the head" if start["vacuous"] else ""), fontsize=8.5)

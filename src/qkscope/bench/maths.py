@@ -1,0 +1,102 @@
+"""Bench rows of plain tensors: sums of many heads at once, and thin SVDs against dense ones."""
+
+from __future__ import annotations
+
+import torch
+
+from qkscope.bench.harness import Row, compare, faster, row, wait
+from qkscope.heads import Head
+from qkscope.maths.moments import Moments
+from qkscope.maths.weights import thin_svd
+from qkscope.papers.fleet import one_thread
+
+
+@row
+def moments_update() -> Row:
+    """270 heads in 90 key groups, 16 queries, 10 keys, d_head 64, both signs, float64 sums, one core."""
+    layers, heads, groups, rows, keys, d = 30, 9, 3, 16, 10, 64
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, layers * heads, d, generator=generator)
+    k = torch.randn(rows, layers * groups, keys, d, generator=generator)
+    labels = -torch.ones(rows, keys, dtype=torch.int64)
+    labels[torch.arange(rows), torch.randint(keys, (rows,), generator=generator)] = 1
+    names = [Head(layer, head) for layer in range(layers) for head in range(heads)]
+    moments = Moments(names, ["c"], d, group_size=heads // groups)
+    sums = torch.zeros(len(names), 2, d, d, dtype=torch.float64)
+    right = labels > 0
+
+    def plain() -> None:
+        for index, head in enumerate(names):
+            queries = q[:, index].double()
+            own = k[:, head.layer * groups + head.index // (heads // groups)].double()
+            sums[index, 0] += torch.einsum("nd,ne->de", queries, own[right])
+            sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
+
+    with one_thread():
+        plain_s, ours_s = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
+    ours_c = moments.delta("c") * moments.count("c")[0, 0]
+    plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
+    assert torch.allclose(ours_c, plain_c, rtol=1e-9, atol=1e-9), "both sides must compute the same ΔC"
+    return faster(
+        plain_s, ours_s, "Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core"
+    )
+
+
+def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> tuple[float, float, float]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (heads, d_head, d_model)
+    w_q, w_k = (torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5 for _ in range(2))
+    found: dict[str, torch.Tensor] = {}
+
+    def plain() -> None:
+        dense = [torch.linalg.svd(a.T @ b, full_matrices=False) for a, b in zip(w_q, w_k, strict=True)]
+        found["plain"] = torch.stack([s[:d_head] for _, s, _ in dense])
+
+    def ours() -> None:
+        found["ours"] = thin_svd(w_q, w_k)[1]
+
+    with one_thread():
+        plain_s, ours_s = compare(plain, ours, repeats, warm=repeats > 1)
+    error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
+    assert error < 1e-10, "both sides must find the same singular values"
+    return plain_s, ours_s, error
+
+
+@row
+def thin_svd_576_64() -> Row:
+    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
+    plain_s, ours_s, error = _thin_against_dense(270, 576, 64, repeats=1)
+    return faster(plain_s, ours_s, f"270 heads, d_model 576, d_head 64; same values to {error:.0e}; one core")
+
+
+@row
+def thin_svd_4096_128() -> Row:
+    """One head of Llama-3.1-8B's shape."""
+    plain_s, ours_s, error = _thin_against_dense(1, 4096, 128, repeats=1)
+    return faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")
+
+
+@row
+def thin_svd_8b() -> Row:
+    """All 1,024 heads of Llama-3.1-8B's shape, a layer at a time, on a GPU if there is one; against one head, dense."""
+    layers, heads, key_heads, d_model, d_head = 32, 32, 8, 4096, 128
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    w_q, w_k = (
+        torch.randn(n, d_head, d_model, generator=generator, device=device) / d_model**0.5 for n in (heads, key_heads)
+    )
+    kv_of_head = torch.arange(heads, device=device) // (heads // key_heads)
+
+    def plain() -> None:
+        torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double())
+        wait(device)
+
+    def ours() -> None:
+        for _ in range(layers):
+            thin_svd(w_q, w_k, kv_of_head)
+        wait(device)
+
+    thin_svd(w_q[:1], w_k[:1])
+    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
+    note = f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
+    return faster(plain_s, ours_s, note)

@@ -1,0 +1,286 @@
+"""Bench rows on the embedded language model: what looking costs, and what the closed form saves.
+
+The plain way of the causal test is the published one: stock eager attention with the LM head, and two forward passes
+(clean and edited) per head and condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkscope import tasks
+from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.swap import Rows, capture_rows, conditions
+from qkscope.analyses.units import batches_of
+from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
+from qkscope.capture.encode import Encoded
+from qkscope.capture.scope import Scope
+from qkscope.examples import Example, Key
+from qkscope.heads import Head, parse_heads
+from qkscope.maths.bases import Projector
+from qkscope.maths.moments import Moments
+from qkscope.maths.swap import swap_attention, swapped_keys
+from qkscope.tasks.task import Unit
+
+_HEADS = "L18H6,L18H7,L17H5"
+_CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
+_BATCH = 16
+_LLAMA_8B: Any = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@cache
+def _scope() -> Scope:
+    return Scope.load("smollm2-135m")
+
+
+def _bare_body(scope: Scope, count: int) -> tuple[list[Encoded], Callable[[], None]]:
+    """Batches of order prompts, and the plain way to run them: the model's body, nothing looked at."""
+    units = tasks.binding(9).fit("order", count)
+    batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            scope.model.base_model(**batch.inputs, use_cache=False)
+        wait(scope.device)
+
+    return batches, plain
+
+
+@row
+def capture_overhead() -> Row:
+    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
+    scope = _scope()
+    batches, plain = _bare_body(scope, 4 * _BATCH)
+    moments = Moments(scope.heads(), ["order"], scope.d_head, group_size=scope.group_size, device=scope.device)
+
+    def ours() -> None:
+        for batch in batches:
+            captured = scope.capture_inputs(batch)
+            moments.update(captured.q, captured.k, {"order": captured.labels["order"]})
+        wait(scope.device)
+
+    plain_s, ours_s = compare(plain, ours, repeats=7)
+    return overhead(plain_s, ours_s, f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
+
+
+@row
+def early_stop() -> Row:
+    """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
+    scope = _scope()
+    batches, plain = _bare_body(scope, 2 * _BATCH)
+
+    def ours() -> None:
+        for batch in batches:
+            scope.capture_inputs(batch, heads=[Head(21, 0)])
+        wait(scope.device)
+
+    plain_s, ours_s = compare(plain, ours, repeats=7)
+    return faster(
+        plain_s, ours_s, f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}"
+    )
+
+
+@row
+def capture_overhead_8b() -> Row:
+    """The same at the shape of Llama-3.1-8B with random bfloat16 weights, all 1,024 heads, on a GPU."""
+    if not torch.cuda.is_available():
+        return not_here("needs a GPU")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_LLAMA_8B)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    scope = Scope.from_model(model, name="llama-8b-shape")
+    ids = torch.randint(1000, (64, 96), generator=torch.Generator().manual_seed(0))
+    keys = tuple(Key((i, i + 1), {"c": 1 if i == 5 else -1}) for i in range(5, 95, 9))
+    batch = scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
+    moments = Moments(scope.heads(), ["c"], scope.d_head, group_size=scope.group_size, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+
+    @torch.no_grad()
+    def plain() -> None:
+        model.model(**batch.inputs, use_cache=False)
+        wait(scope.device)
+
+    def ours() -> None:
+        captured = scope.capture_inputs(batch)
+        moments.update(captured.q, captured.k, {"c": captured.labels["c"]})
+        wait(scope.device)
+
+    plain_s, ours_s = compare(plain, ours, repeats=9)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    note = f"1,024 heads, 64×96 tokens, ΔC in float64: {64 / ours_s:.0f} prompts/s, {peak:.1f} GiB; one GPU"
+    return overhead(plain_s, ours_s, note)
+
+
+# ---------------------------------------------------------------- the causal test
+
+
+def _fit_and_test(scope: Scope) -> tuple[Fit, Sequence[Unit]]:
+    task = tasks.binding(9)
+    return decompose(
+        scope, task, _HEADS, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False
+    ), task.test(48)
+
+
+@contextmanager
+def _eager(scope: Scope) -> Iterator[None]:
+    before = scope.model.config._attn_implementation
+    scope.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        scope.model.set_attn_implementation(before)
+
+
+def _plain_fit(scope: Scope) -> None:
+    """Full eager forwards with the LM head over the fitting prompts, taking queries and keys as they pass."""
+    task = tasks.binding(9)
+    heads = parse_heads(_HEADS)
+    with _eager(scope):
+        for contrast in ("order", "lexical"):
+            units = task.fit(contrast, 48)
+            for part in batches_of(units, _BATCH):
+                encoded = scope.encode([example for i in part for example in units[i]])
+                captured = scope.capture_inputs(encoded, heads=heads, rest=False, logits=True)
+                _ = torch.einsum("bhd,bhke->hde", captured.q, captured.k[:, captured.kv_of_head])
+
+
+def _plain_swap(scope: Scope, units: Sequence[Unit], rows: Rows, projectors: dict[str, Projector]) -> Tensor:
+    """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
+    heads = parse_heads(_HEADS)
+    after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
+    batches = batches_of(units, _BATCH)
+    starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
+    with _eager(scope):
+        for c, condition in enumerate(_CONDITIONS):
+            left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
+            for h, head in enumerate(heads):
+                own = Projector(left[h], right[h])
+                for part, first in zip(batches, starts, strict=False):
+                    encoded = scope.encode([units[i][0] for i in part])
+                    index = torch.arange(len(part))
+                    orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
+                    columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
+                    _eager_forward(scope, encoded.inputs, None)
+                    edit = _edit(head, scope.group_size, columns, own)
+                    weights = _eager_forward(scope, encoded.inputs, (head.layer, edit))
+                    query = encoded.places.query
+                    after[c, h, first : first + len(part)] = weights[index, head.index, query, columns[0]]
+    return after
+
+
+@torch.no_grad()
+def _eager_forward(
+    scope: Scope, inputs: dict[str, Tensor], edit: tuple[int, Callable[[Tensor, int], Tensor]] | None
+) -> Tensor:
+    """A stock forward; with an edit, the keys of one layer are changed on their way into the attention function."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    if edit is None:
+        return scope.model(**inputs, use_cache=False).logits
+    kept: list[Tensor] = []
+    layer, change = edit
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        if module.layer_idx != layer:
+            return eager_attention_forward(module, q, k, v, mask, **kwargs)
+        groups = module.num_key_value_groups
+        module.num_key_value_groups = 1
+        try:
+            keys, values = change(k, groups), v.repeat_interleave(groups, dim=1)
+            output, weights = eager_attention_forward(module, q, keys, values, mask, **kwargs)
+        finally:
+            module.num_key_value_groups = groups
+        kept.append(weights)
+        return output, weights
+
+    ALL_ATTENTION_FUNCTIONS.register("qkscope_plain", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("qkscope_plain", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    scope.model.config._attn_implementation_internal = "qkscope_plain"
+    try:
+        scope.model(**inputs, use_cache=False)
+    finally:
+        scope.model.config._attn_implementation_internal = "eager"
+    return kept[0]
+
+
+def _edit(
+    head: Head, group_size: int, columns: tuple[Tensor, Tensor], projector: Projector
+) -> Callable[[Tensor, int], Tensor]:
+    def change(k: Tensor, groups: int) -> Tensor:
+        keys = k.repeat_interleave(groups, dim=1)
+        rows = torch.arange(len(k))
+        pair = swapped_keys(keys[rows, head.index, columns[0]], keys[rows, head.index, columns[1]], projector)
+        keys[rows, head.index, columns[0]], keys[rows, head.index, columns[1]] = pair
+        return keys
+
+    return change
+
+
+def _closed_form(rows: Rows, projectors: dict[str, Projector]) -> Tensor:
+    effects = [swap_attention(rows.attention, rows.orig, rows.target, projectors[name]) for name in _CONDITIONS]
+    return torch.stack([effect.orig_after[0].T for effect in effects])
+
+
+def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Tensor], Scope]:
+    scope = _scope()
+    fit, units = _fit_and_test(scope)
+    heads = parse_heads(_HEADS)
+    projectors, _ = conditions(fit, heads, ["order", "lexical"], draws=1, seed=0)
+    rows = capture_rows(scope, units, fit, heads, _BATCH, seed=0, progress=False)
+    found: dict[str, Tensor] = {}
+
+    def plain() -> None:
+        found["plain"] = _plain_swap(scope, units, rows, projectors)
+
+    def ours() -> None:
+        again = capture_rows(scope, units, fit, heads, _BATCH, seed=0, progress=False)
+        found["ours"] = _closed_form(again, projectors)
+
+    return plain, ours, found, scope
+
+
+def _same(found: dict[str, Tensor]) -> float:
+    error = float((found["plain"] - found["ours"]).abs().max())
+    assert error < 1e-5, f"the closed form must equal the edited forward, but differs by {error}"
+    return error
+
+
+@row
+def swap_pipeline() -> Row:
+    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
+    plain, ours, found, scope = _swap_sides()
+    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
+    return faster(
+        plain_s, ours_s, f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}"
+    )
+
+
+@row
+def binding_pipeline() -> Row:
+    """Fit order and lexical (48 and 48 + 48 prompts, nulls included) and swap, against the published procedure."""
+    plain_swap, ours_swap, found, scope = _swap_sides()
+
+    def plain() -> None:
+        _plain_fit(scope)
+        plain_swap()
+
+    def ours() -> None:
+        _fit_and_test(scope)
+        ours_swap()
+
+    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
+    return faster(plain_s, ours_s, f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")

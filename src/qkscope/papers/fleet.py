@@ -1,0 +1,185 @@
+"""Run several trainers side by side: threads on CPU cores, one recorded graph on a GPU.
+
+Trainers do not talk to each other. On CPUs each one has a thread with one core's arithmetic (threads inside such small
+products only wait for each other). On a GPU one training step of all of them is recorded once as a graph, each trainer
+on a stream of its own, and replayed: launching its hundreds of tiny kernels one by one would take longer than running
+them. Recording needs warm memory, so the first two steps after a change are taken one by one; they are real steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from qkscope.errors import BadInput
+from qkscope.folders import kept_if_stopped
+from qkscope.papers.trainer import Trained, Trainer
+
+log = logging.getLogger(__name__)
+
+_WARM_UP = 2
+TRAINED = r"[^/]+\.safetensors"
+"""What a folder of trained toys holds."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside; as a context or a decorator.
+
+    Of tiny products two threads mostly wait for each other, and on a busy machine that costs tenfold.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Progress:
+    """One live line on stderr; in a log file, a line every half minute."""
+
+    def __init__(self, trainers: Sequence[Trainer]) -> None:
+        self.trainers, self.started = list(trainers), time.monotonic()
+        self.live = sys.stderr.isatty()
+        self.shown = self.started
+        self.lock = threading.Lock()
+
+    def __call__(self) -> None:
+        """Say where things stand, if it is time to."""
+        with self.lock:
+            now = time.monotonic()
+            if now - self.shown < (0.5 if self.live else 30.0):
+                return
+            self.shown = now
+            line = self.line()
+            if self.live:
+                sys.stderr.write(f"\r\033[K{line}")
+                sys.stderr.flush()
+            else:
+                log.info("%s", line)
+
+    def line(self) -> str:
+        """How many heads still train, at which steps, since when."""
+        running = [trainer for trainer in self.trainers if not trainer.done]
+        total = sum(len(trainer.names) for trainer in self.trainers)
+        left = sum(trainer.running for trainer in running)
+        steps = sorted({trainer.step for trainer in running})
+        at = f"step {steps[0]:,}" + (f"-{steps[-1]:,}" if len(steps) > 1 else "") if steps else "done"
+        return f"training: {left} of {total} models running, {at}, {time.monotonic() - self.started:.0f} s"
+
+    def close(self) -> None:
+        """End the line."""
+        if self.live:
+            sys.stderr.write(f"\r\033[K{self.line()}\n")
+
+
+def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Trained]:
+    """Train everything to its end; `workers` CPU threads (as many as cores by default)."""
+    progress = Progress(trainers)
+    saved = [trainer.checkpoint for trainer in trainers if trainer.checkpoint is not None]
+    where = saved[0].parent if saved else Path()
+    with kept_if_stopped(where, lambda: any(path.exists() for path in saved)):
+        if all(trainer.task.device.type == "cuda" for trainer in trainers):
+            _run_graphs(trainers, progress)
+        else:
+            _run_threads(trainers, progress, workers or _cores())
+    progress.close()
+    return [trainer.result() for trainer in trainers]
+
+
+def check_workers(workers: int | None) -> None:
+    """Refuse it before anything is made."""
+    if workers is not None and workers < 1:
+        raise BadInput(f"workers are CPU threads, at least 1, but got {workers}.")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _run_threads(trainers: Sequence[Trainer], progress: Progress, workers: int) -> None:
+    before = torch.get_num_threads()
+    stop = threading.Event()
+
+    def train(trainer: Trainer) -> None:
+        torch.set_num_threads(1)
+        trainer.begin()
+        while not trainer.done and not stop.is_set():
+            steps = trainer.until_check()
+            for _ in range(steps):
+                trainer.train_step()
+            trainer.check(steps)
+            progress()
+        if stop.is_set() and not trainer.done and trainer.checkpoint is not None:
+            trainer.save()  # at a check, so that it goes on as if it had not stopped
+
+    try:
+        with ThreadPoolExecutor(max_workers=min(workers, len(trainers))) as pool:
+            jobs = [pool.submit(train, trainer) for trainer in trainers]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                stop.set()
+                raise
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_graphs(trainers: Sequence[Trainer], progress: Progress) -> None:
+    for trainer in trainers:
+        trainer.begin()
+    streams = {id(trainer): torch.cuda.Stream() for trainer in trainers}
+    graph: torch.cuda.CUDAGraph | None = None
+    recorded: list[Trainer] = []
+    while live := [trainer for trainer in trainers if not trainer.done]:
+        steps = live[0].until_check()
+        live = [trainer for trainer in live if trainer.until_check() == steps]
+        taken = 0
+        if graph is None or recorded != live:
+            graph, recorded = None, live
+            taken = min(_WARM_UP, steps)
+            for _ in range(taken):
+                _step_all(live, streams)
+            if taken < steps:
+                graph = _record(live, streams)
+        for _ in range(steps - taken):
+            assert graph is not None
+            graph.replay()
+        changes = [trainer.check(steps) for trainer in live]
+        if any(changes):
+            graph = None  # rows have left a stack: its tensors are new ones
+        progress()
+
+
+def _step_all(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]) -> None:
+    """One step of every trainer, each on its own stream, between a fork and a join."""
+    here = torch.cuda.current_stream()
+    for trainer in trainers:
+        stream = streams[id(trainer)]
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            trainer.train_step()
+    for trainer in trainers:
+        here.wait_stream(streams[id(trainer)])
+
+
+def _record(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]) -> torch.cuda.CUDAGraph:
+    """One step of every trainer as a graph; recording does not run it."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    for trainer in trainers:
+        graph.register_generator_state(trainer.generator)
+    with torch.cuda.graph(graph):
+        _step_all(trainers, streams)
+    return graph

@@ -1,0 +1,79 @@
+"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all trained in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, Variant
+from qkscope.papers.lee2026.toy.stack import HeadCell
+from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
+from qkscope.papers.registry import Experiment, Figure, Settings, figure
+from qkscope.papers.trainer import Recipe
+from qkscope.result import Result
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """Counts of one preset."""
+
+    lr: float
+    recipe: Recipe
+    contrast_pairs: int  # (query, +, −) triplets behind a ΔC
+    replicates: int  # of the sign-flip null
+    contexts: int  # for accuracy and ceilings
+    swaps: int
+    ranks: dict[int, tuple[int, ...]] = field(default_factory=lambda: dict(GRIDS))  # d_head: the grid's ranks
+
+
+WORK = {
+    # Enough training to see the point, not to finish: corners of the grids, a high learning rate, 800 steps.
+    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048, {8: (2, 5), 16: (4, 10)}),
+    "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240),
+    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200),
+}
+Cells = Callable[[Settings], list[HeadCell]]
+"""The heads that a figure needs, which depend on preset and seed."""
+
+
+def whole_grids(*grids: tuple[Variant, int]) -> Cells:
+    """Every cell of grids (variant, d_head)."""
+    return lambda settings: [
+        cell
+        for variant, d_head in grids
+        for cell in grid(variant, d_head, WORK[settings.preset].ranks[d_head], settings.seed)
+    ]
+
+
+def example_head(variant: Variant) -> Cells:
+    """The paper's example, ranks (3, 5) at d_head 16."""
+    return lambda settings: [HeadCell(Retrieval((3, 5), variant), 16, settings.seed)]
+
+
+def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tuple[int, int]]) -> Cells:
+    """Heads of one width and these ranks, in both variants; fewer at preset smoke."""
+    return lambda settings: [
+        HeadCell(Retrieval(r, variant), d_head, settings.seed)
+        for variant in VARIANTS
+        for r in (smoke if settings.preset == "smoke" else ranks)
+    ]
+
+
+def toy_figure(name: str, title: str, cells: Cells) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
+    """Decorator: the figure of this name, on these heads; figures asked for together have theirs trained together."""
+    return figure("lee2026", name, title, prepare=_train_together, cells=cells)
+
+
+def train(cells: Cells, settings: Settings) -> list[TrainedHead]:
+    """The heads of a figure, from the shared folder where they are there already."""
+    return _train(cells(settings), settings)
+
+
+def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
+    """Train everything the figures need in one go: a hundred heads side by side cost far less than one by one."""
+    _train(list(dict.fromkeys(cell for figure in figures for cell in figure.asked["cells"](settings))), settings)
+
+
+def _train(cells: Sequence[HeadCell], settings: Settings) -> list[TrainedHead]:
+    work = WORK[settings.preset]
+    return train_heads(cells, settings.shared / "heads", lr=work.lr, recipe=work.recipe, device=settings.device)

@@ -1,0 +1,316 @@
+"""Payload retrieval (Lee et al., section 2): a head must find the key that shares the query's latents and read it.
+
+Keys and queries write the same K latent variables through different maps, and a key also carries a payload::
+
+    x_i = Σ_k A_k z_{k,i} + A_y e_{y_i} + ε_i        x_q = Σ_k B_k z_{k,i*} + ε_q        (answer: y_{i*})
+
+``z ∈ {±1}^r`` (discrete) or ``z ~ N(0, I_r)`` (continuous). Everything about a head is then known in closed form::
+
+    ΔC_k = c W_Q B_k A_kᵀ W_Kᵀ        G = Bᵀ W_Qᵀ W_K A
+
+with c = 2^r / (2^r − 1) where the other value of a discrete latent is never the same one, else c = 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.kinds import checked_class
+from qkscope.maths.draws import derived_seed
+from qkscope.maths.store import read_tensors, write_tensors
+
+log = logging.getLogger(__name__)
+
+Variant = Literal["discrete", "continuous"]
+VARIANTS: tuple[Variant, ...] = ("discrete", "continuous")
+Sampling = Literal["strict", "fresh"]
+WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
+AS_WRITTEN = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0}
+"""The paper's text taken literally: standard Gaussian maps and standard Gaussian noise."""
+
+
+class Contexts(NamedTuple):
+    """n contexts of T keys: embeddings, which key is asked for, payloads, and the latents of the keys."""
+
+    x_q: Float[Tensor, "n d"]
+    x_k: Float[Tensor, "n T d"]
+    asked: Int[Tensor, " n"]
+    payload: Int[Tensor, "n T"]
+    latents: Float[Tensor, "n T R"]
+
+
+@checked_class
+@dataclass(frozen=True)
+class Retrieval:
+    """One setting of the task; the defaults are those that reproduce the paper's numbers.
+
+    Parameters
+    ----------
+    ranks : dimensions of the latent variables; two or more of them.
+    latent_scale : factor on A and B; ``1/√r`` of each variable by default.
+    payload_scale : factor on A_y; ``1/√d`` by default.
+    noise : standard deviation of ε.
+
+    Examples
+    --------
+    >>> task = Retrieval((3, 5))
+    >>> task.encoders(seed=0).A.shape
+    torch.Size([32, 8])
+    """
+
+    ranks: tuple[int, ...] = (3, 5)
+    variant: Variant = "discrete"
+    d: int = 32
+    keys: int = 16
+    payloads: int = 10
+    noise: float = 0.01
+    latent_scale: float | None = None
+    payload_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
+        if self.variant not in VARIANTS:
+            raise BadInput(f"there is no variant {self.variant!r}: take discrete or continuous.")
+        if len(self.ranks) < 2 or min(self.ranks) < 1:
+            raise BadInput(f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}.")
+        if max(self.ranks) > 48:
+            raise BadInput(f"a latent variable of rank {max(self.ranks)} is too large: take 48 or less.")
+        if self.keys < 2:
+            raise BadInput(f"a context of {self.keys} keys leaves nothing to choose: take T of 2 or more.")
+        if self.payloads < 2:
+            raise BadInput(f"{self.payloads} payloads leave nothing to learn: take P of 2 or more.")
+        if self.d < 1 or self.noise < 0:
+            raise BadInput(f"d must be at least 1 and the noise not negative, but got {self.d} and {self.noise}.")
+
+    @property
+    def total_rank(self) -> int:
+        """Dimensions of all latent variables together."""
+        return sum(self.ranks)
+
+    def warn_if_crowded(self, d_head: int) -> None:
+        """Say so where the latents cannot fit: superposition is then what to expect, not an error."""
+        if self.total_rank > 2 * d_head or self.total_rank > self.d:
+            said = "latents of %d dimensions in d_head %d and d %d: expect superposition and lost ranks."
+            log.warning(said, self.total_rank, d_head, self.d)
+
+    def latent_slices(self) -> list[slice]:
+        """Columns of each latent variable among all."""
+        ends = torch.tensor(self.ranks).cumsum(0).tolist()
+        return [slice(end - rank, end) for rank, end in zip(self.ranks, ends, strict=True)]
+
+    def encoders(self, seed: int) -> Encoders:
+        """Random maps of this task."""
+        generator = torch.Generator().manual_seed(derived_seed(seed, 1, VARIANTS.index(self.variant), *self.ranks))
+
+        def drawn(columns: int, scale: float) -> Tensor:
+            return scale * torch.randn(self.d, columns, generator=generator)
+
+        scales = [1 / math.sqrt(r) if self.latent_scale is None else self.latent_scale for r in self.ranks]
+        a, b = (torch.cat([drawn(r, s) for r, s in zip(self.ranks, scales, strict=True)], dim=1) for _ in range(2))
+        payload_scale = 1 / math.sqrt(self.d) if self.payload_scale is None else self.payload_scale
+        return Encoders(self, a, b, drawn(self.payloads, payload_scale))
+
+    def draw_latents(self, shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "*shape R"]:
+        """All latent variables, side by side."""
+        if self.variant == "continuous":
+            return torch.randn(*shape, self.total_rank, generator=generator)
+        return 2.0 * torch.randint(2, (*shape, self.total_rank), generator=generator) - 1
+
+    def draw_other(
+        self, z: Float[Tensor, "n R"], variable: int, sampling: Sampling, generator: torch.Generator
+    ) -> Float[Tensor, "n R"]:
+        """``z`` with another value of one variable: ``strict`` never the same one, ``fresh`` drawn anew."""
+        where, other = self.latent_slices()[variable], z.clone()
+        if sampling == "fresh" or self.variant == "continuous":  # a fresh Gaussian draw differs with probability one
+            other[:, where] = self.draw_latents((len(z),), generator)[:, where]
+        elif sampling == "strict":
+            r = self.ranks[variable]
+            flips = torch.randint(1, 2**r, (len(z), 1), generator=generator)
+            other[:, where] *= 1 - 2 * ((flips >> torch.arange(r)) & 1)
+        else:
+            raise BadInput(f"contrast sampling is strict or fresh, but got {sampling!r}.")
+        return other
+
+    def contrast_scale(self, variable: int, sampling: Sampling = "strict") -> float:
+        """The factor c of the closed form."""
+        values = 2.0 ** self.ranks[variable]
+        return values / (values - 1) if self.variant == "discrete" and sampling == "strict" else 1.0
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The fixed maps of one task: saved with every head, because a head means nothing against other ones."""
+
+    task: Retrieval
+    A: Float[Tensor, "d R"]
+    B: Float[Tensor, "d R"]
+    A_y: Float[Tensor, "d P"]
+
+    def fingerprint(self) -> str:
+        """Hash of the maps: what a checkpoint must agree with."""
+        digest = hashlib.sha256()
+        for tensor in (self.A, self.B, self.A_y):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def contexts(self, n: int, seed: int) -> Contexts:
+        """Fresh contexts, each with a query for one of its keys."""
+        task, generator = self.task, torch.Generator().manual_seed(derived_seed(seed, 2))
+        z = task.draw_latents((n, task.keys), generator)
+        payload = torch.randint(task.payloads, (n, task.keys), generator=generator)
+        asked = torch.randint(task.keys, (n,), generator=generator)
+        x_k = self._key(z, payload, generator)
+        return Contexts(self._query(z[torch.arange(n), asked], generator), x_k, asked, payload, z)
+
+    def pairs(
+        self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
+    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        """Queries, keys that agree with them in one variable, and keys that differ in it; all else shared."""
+        task, generator = self.task, torch.Generator().manual_seed(derived_seed(seed, 3, variable))
+        wanted, agree = (task.draw_latents((n,), generator) for _ in range(2))
+        where = task.latent_slices()[variable]
+        agree[:, where] = wanted[:, where]
+        differ = task.draw_other(agree, variable, sampling, generator)
+        payloads = torch.randint(task.payloads, (2, n), generator=generator)
+        plus, minus = (self._key(z, y, generator) for z, y in zip((agree, differ), payloads, strict=True))
+        return self._query(wanted, generator), plus, minus
+
+    def _key(self, z: Tensor, payload: Tensor, generator: torch.Generator) -> Tensor:
+        clean = z @ self.A.mT + self.A_y.mT[payload]
+        return clean + self.task.noise * torch.randn(clean.shape, generator=generator)
+
+    def _query(self, z: Tensor, generator: torch.Generator) -> Tensor:
+        clean = z @ self.B.mT
+        return clean + self.task.noise * torch.randn(clean.shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class RetrievalHead:
+    """A head of the task with its encoders, and everything known about it in closed form."""
+
+    W_Q: Float[Tensor, "h d"]
+    W_K: Float[Tensor, "h d"]
+    W_V: Float[Tensor, "h d"]
+    W_O: Float[Tensor, "P h"]
+    encoders: Encoders
+
+    @classmethod
+    def untrained(cls, encoders: Encoders, d_head: int, seed: int) -> RetrievalHead:
+        """Starting weights, uniform in ±1/√(inputs) as torch's linear layers have them."""
+        if d_head < 1:
+            raise BadInput(f"d_head must be at least 1, but got {d_head}.")
+        task = encoders.task
+        generator = torch.Generator().manual_seed(
+            derived_seed(seed, 4, VARIANTS.index(task.variant), d_head, *task.ranks)
+        )
+        shapes = [(d_head, task.d)] * 3 + [(task.payloads, d_head)]
+        w_q, w_k, w_v, w_o = ((2 * torch.rand(s, generator=generator) - 1) / math.sqrt(s[1]) for s in shapes)
+        return cls(w_q, w_k, w_v, w_o, encoders)
+
+    @property
+    def d_head(self) -> int:
+        """Width of the head."""
+        return self.W_Q.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """Factor on q·k."""
+        return 1 / math.sqrt(self.d_head)
+
+    def queries(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n h"]:
+        """Query vectors of embeddings."""
+        return x @ self.W_Q.mT
+
+    def keys(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n h"]:
+        """Key vectors of embeddings."""
+        return x @ self.W_K.mT
+
+    def delta(self, variable: int, sampling: Sampling = "strict") -> Float[Tensor, "h h"]:
+        """The population ΔC of one variable, in float64."""
+        where = self.encoders.task.latent_slices()[variable]
+        w_q, w_k, a, b = (x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B))
+        return self.encoders.task.contrast_scale(variable, sampling) * (w_q @ b[:, where]) @ (w_k @ a[:, where]).mT
+
+    def sampled_delta(self, variable: int, n: int, seed: int, sampling: Sampling = "strict") -> Float[Tensor, "h h"]:
+        """The sample ΔC over n (query, +, −) triplets, in float64."""
+        q, difference = self.contrast(variable, n, seed, sampling)
+        return q.double().mT @ difference.double() / n
+
+    def contrast(
+        self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
+    ) -> tuple[Float[Tensor, "n h"], Float[Tensor, "n h"]]:
+        """Queries, and key⁺ − key⁻ for each one."""
+        x_q, plus, minus = self.encoders.pairs(variable, n, seed, sampling)
+        return self.queries(x_q), self.keys(plus - minus)
+
+    def interactions(self) -> Float[Tensor, "R R"]:
+        """G: how strongly each coordinate of the query's latents meets each one of the key's."""
+        w_q, w_k, a, b = (x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B))
+        return (w_q @ b).mT @ (w_k @ a)
+
+    def accuracy(self, n: int = 20_480, seed: int = 0) -> float:
+        """Share of fresh contexts answered with the right payload."""
+        right, size = 0, 4096
+        for part, start in enumerate(range(0, n, size)):
+            x_q, x_k, asked, payload, _ = self.encoders.contexts(min(size, n - start), derived_seed(seed, 5, part))
+            products = (x_k @ (self.queries(x_q) @ self.W_K)[..., None])[..., 0]
+            mixed = ((self.scale * products).softmax(dim=-1)[:, None] @ x_k)[:, 0]
+            answer = (mixed @ (self.W_O @ self.W_V).mT).argmax(dim=-1)
+            right += int((answer == payload[torch.arange(len(asked)), asked]).sum())
+        return right / n
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | Path, **about: Any) -> None:
+        """Write weights and encoders to one safetensors file."""
+        tensors = {name: getattr(self, name) for name in WEIGHTS}
+        tensors |= {"A": self.encoders.A, "B": self.encoders.B, "A_y": self.encoders.A_y}
+        manifest = {"task": asdict(self.encoders.task), "about": {"encoders": self.encoders.fingerprint(), **about}}
+        write_tensors(path, "retrieval head", tensors, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path, *, encoders: Encoders | None = None) -> RetrievalHead:
+        """Read a head with its encoders; where ``encoders`` are given, a head trained with other ones is refused."""
+        expect = None if encoders is None else {"encoders": encoders.fingerprint()}
+        tensors, manifest = read_tensors(path, "retrieval head", expect)
+        task = retrieval_from_json(manifest["task"])
+        found = Encoders(task, tensors["A"], tensors["B"], tensors["A_y"])
+        if found.fingerprint() != manifest["about"]["encoders"]:
+            raise BadInput(f"{path} holds a head and encoders that do not belong together; make it again.")
+        w_q, w_k, w_v, w_o = (tensors[name] for name in WEIGHTS)
+        return cls(w_q, w_k, w_v, w_o, found)
+
+
+def retrieval_from_json(values: Mapping[str, Any]) -> Retrieval:
+    """Inverse of ``dataclasses.asdict``."""
+    known = {field.name for field in fields(Retrieval)}
+    return Retrieval(**{name: value for name, value in values.items() if name in known})
+
+
+def off_diagonal(g: Float[Tensor, "R R"]) -> float:
+    """Share of ‖G‖² that is off the diagonal."""
+    total = float(g.square().sum())
+    return 1 - float(g.diagonal().square().sum()) / total if total > 0 else math.nan
+
+
+def cross_variable(g: Float[Tensor, "R R"], task: Retrieval) -> float:
+    """Share of ‖G‖² in which one variable of the query meets another one of the key: outside the diagonal blocks."""
+    total = float(g.square().sum())
+    return 1 - sum(float(g[s, s].square().sum()) for s in task.latent_slices()) / total if total > 0 else math.nan
+
+
+def asymmetry(g: Float[Tensor, "R R"]) -> float:
+    """``‖G − Gᵀ‖ / ‖G‖``: 0 for a symmetric matrix, √2 on average for a random one."""
+    norm = float(g.norm())
+    return float((g - g.mT).norm()) / norm if norm > 0 else math.nan

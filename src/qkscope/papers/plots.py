@@ -1,0 +1,54 @@
+"""What drawings of papers share: the files they give, and how they name the model and the axes of a 3-D view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from qkscope.page.figures.style import with_page
+from qkscope.result import Result
+
+Files = dict[str, str | bytes]  # by their names in the run's folder
+
+
+def files_of(result: Result, figure: Figure) -> Files:
+    """The figure under its own name as PNG and PDF, and the page that shows it."""
+    return with_page(result, {figure_name(result): figure})
+
+
+def figure_name(result: Result) -> str:
+    """``fig9`` of ``lee2026/fig9``."""
+    return result.experiment.split("/")[1]
+
+
+def column(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """One column of a table."""
+    return [row[name] for row in rows]
+
+
+def heat_map(axis: Any, matrix: Any, **look: Any) -> Any:
+    """A matrix of values from 0 to 1, cell by cell."""
+    usual = {"cmap": "magma_r", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    return axis.imshow(matrix, **{**usual, **look})
+
+
+def slanted(axis: Any, labels: Sequence[str], rotation: float, fontsize: float) -> None:
+    """Long names below their places, read from the right."""
+    look: Any = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor", "fontsize": fontsize}
+    axis.set_xticks(range(len(labels)), labels, **look)
+
+
+def model_name(result: Result) -> str:
+    """The model without its folder or owner."""
+    return (result.model or "").rstrip("/").split("/")[-1]
+
+
+def name_axes(axis: Any) -> None:
+    """Three principal components, seen from one side, without numbers: their scale says nothing."""
+    axis.set(xticks=[], yticks=[], zticks=[])
+    for i, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), start=1):
+        label(f"PC {i}", labelpad=-10)
+    axis.view_init(elev=18, azim=-62)
+    axis.set_box_aspect((1, 1, 1), zoom=0.95)

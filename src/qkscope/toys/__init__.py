@@ -1,1 +1,0 @@
-"""Models with known features: where every method, and every control, is proved."""

@@ -1,0 +1,56 @@
+"""The rooms and the direction of their imports: the instrument, and below it what is built on it."""
+
+import ast
+from pathlib import Path
+
+import qkscope
+
+SOURCE = Path(qkscope.__file__).parent
+NOUNS = ["errors", "kinds", "devices", "heads", "examples", "rules", "folders", "result"]
+INSTRUMENT = [*NOUNS, "tasks", "capture", "maths", "analyses", "nano", "page", "explorer", "demo"]
+BELOW = ["papers", "bench", "cli"]
+ROOMS = [*INSTRUMENT, *BELOW]  # in the order of the design: a room imports itself and those above it
+ALONE = {
+    "maths": {"maths", "errors", "kinds", "devices", "heads"},
+    "tasks": {"tasks", *NOUNS},
+    "capture": {"capture", *NOUNS} - {"result"},
+}
+
+
+def files() -> dict[Path, str]:
+    """Every file and its room; the package itself and its entry stand above and below all."""
+    found = {path: path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+    return {path: room for path, room in found.items() if room not in ("__init__", "__main__")}
+
+
+def imported(path: Path) -> set[str]:
+    """Rooms that a file imports, wherever in it, and by whatever form of words."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports by dots"
+            public = {alias.name: qkscope._HOME.get(alias.name, f"qkscope.{alias.name}") for alias in node.names}
+            names |= set(public.values()) if node.module == "qkscope" else {node.module or ""}
+    return {name.split(".")[1] for name in names if name.startswith("qkscope.")} - {"__version__"}
+
+
+def test_every_file_is_in_a_room_and_every_room_is_there():
+    assert set(files().values()) == set(ROOMS)
+
+
+def test_no_room_imports_one_below_it():
+    for path, room in files().items():
+        for other in imported(path):
+            assert ROOMS.index(other) <= ROOMS.index(room), f"{path.relative_to(SOURCE)} imports {other}"
+
+
+def test_maths_tasks_and_capture_know_the_nouns_alone():
+    for path, room in files().items():
+        assert imported(path) <= ALONE.get(room, set(ROOMS)), f"{path.relative_to(SOURCE)} imports {imported(path)}"
+
+
+def test_the_package_names_the_reproduction_for_users_only():
+    assert {home.split(".")[1] for home in qkscope._HOME.values()} & set(BELOW) == {"papers"}
+    assert qkscope._HOME["reproduce"] == "qkscope.papers.registry"
