@@ -192,7 +192,11 @@ def run_controls(
     controls = {}
     for i, (head, one) in enumerate(found.items()):
         p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
-        hopeless = {name: _hopeless(own, i, floor, alpha) for name, own in p_values.items()}
+        # what is only rounding needs no test to be nothing
+        hopeless = {
+            name: getattr(one, name).top > ROUNDING * one.size and _hopeless(own, i, floor, alpha)
+            for name, own in p_values.items()
+        }
         verdict = _verdict(q, hopeless, center != "none", alpha)
         controls[head] = _controls_of(
             moments, contrast, one, center, centred, p, q, alpha, verdict, ranks[i], difference

@@ -1,9 +1,10 @@
 """How many directions of a contrast predict units that took no part in finding them.
 
 The sums are kept in folds of units (of words, where words are the unit). Each fold is left out in turn: the others give
-singular vectors, and the fold says how well the first r of them, with their singular values, rebuild its own ΔC. Noise
-that one fold has is not in another, so what only this sample of units shows does not help. Unlike the number of
-directions *detected*, this does not grow with the number of prompts once words are what is scarce.
+singular vectors, and the fold says how well the first r of them, with their singular values, rebuild its own ΔC; the r
+that rebuilds it best is the rank. Noise that one fold has is not in another, so what only this sample of units shows
+does not help: pure noise has rank 0. Unlike the number of directions *detected*, this does not go on growing with the
+number of prompts when words are what is scarce.
 """
 
 from __future__ import annotations
@@ -36,21 +37,11 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
         errors.append(-gain.cumsum(dim=1) * share[:, None])
     if len(errors) < _FEWEST:
         return [0] * len(rows)
-    stacked = torch.stack(errors)  # folds, heads, components
-    stacked = torch.cat([torch.zeros_like(stacked[..., :1]), stacked], dim=-1)
-    return [_smallest_as_good(stacked[:, i]) for i in range(len(rows))]
+    mean = torch.stack(errors).sum(dim=0)  # heads, components; each fold by its share of the data
+    none = torch.zeros_like(mean[:, :1])
+    return torch.cat([none, mean], dim=1).argmin(dim=1).tolist()
 
 
 def _means_of(rest: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """The mean query and key of the other folds, with the weights of the fold that was left out."""
     return rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
-
-
-def _smallest_as_good(errors: torch.Tensor) -> int:
-    """The fewest components whose error is within one standard error of the least (of their paired difference)."""
-    best = int(errors.mean(dim=0).argmin())
-    for rank in range(best):
-        more = errors[:, rank] - errors[:, best]
-        if float(more.mean()) <= float(more.std() / len(more) ** 0.5):
-            return rank
-    return best
