@@ -226,7 +226,7 @@ def test_bad_options_are_one_sentence(scope, task, options, says):
 
 
 def test_the_null_does_not_depend_on_batches(scope, task):
-    """Queries were shuffled within a batch: batches of one prompt left nothing to compare with, and said "mean only"."""
+    """Queries were shuffled within a batch: batches of one prompt left nothing to compare with, said as "mean only"."""
     found = [decompose(scope, task, HEADS, 40, batch_size=size, replicates=199).table() for size in (1, 32)]
     for one, other in zip(*found, strict=True):
         assert one["verdict"] == other["verdict"]

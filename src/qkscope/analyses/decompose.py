@@ -18,10 +18,11 @@ from qkscope.maths.controls import FEW_UNITS, VERDICTS, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.result import Result, check_writable, provenance
-from qkscope.tasks.task import Task
+from qkscope.tasks.task import Task, checked_count
 
 Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
+MOST_REPLICATES = 100_000
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def decompose(
     chosen = [scope.check(head) for head in parse_heads(heads)]
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
+    check_replicates(replicates)
     about = job(scope, task, space)
     sums = collect(
         scope, task, chosen, n, contrasts=names, space=space, batch_size=batch_size, replicates=replicates, seed=seed,
@@ -195,6 +197,11 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     if not names:
         raise BadInput(f"no contrast was named: there is {', '.join(task.contrasts)}.")
     return names
+
+
+def check_replicates(replicates: int) -> None:
+    """A null needs some, and no one needs a million of them."""
+    checked_count(replicates, "the number of null replicates", 1, MOST_REPLICATES)
 
 
 def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_head: int) -> None:

@@ -28,7 +28,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import NullKind
+from qkscope.maths.replicates import NULL_KINDS, NullKind
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 from qkscope.tasks.task import Contrast, Task
 
@@ -134,6 +134,8 @@ def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
         and isinstance(cut, list) and all(type(number) is int and 0 <= number < of for number in cut)
         and is_shard(manifest.get("shard"))
     )  # fmt: skip
+    if isinstance(moments, dict) and fine and not set(moments.get("nulls", ())) <= set(NULL_KINDS):
+        raise BadInput(f"{path} was made by an older qkscope, whose nulls were others: run decompose again, elsewhere.")
     if not fine:
         raise BadInput(f"{path} is damaged: its manifest is not what a run writes; make it again, elsewhere.")
     if tuple(manifest["shard"]) != shard:

@@ -188,7 +188,11 @@ def run_controls(
         name: head_p_values([(t.p_values[0], t.largest, t.top) for t in own], floor) for name, own in tests.items()
     }
     q_values = {name: false_discovery(own) for name, own in p_values.items()}
-    ranks = cross_validated_rank(moments, contrast, center, [one.row for one in found.values()])
+    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
+    balanced = difference == "interaction"
+    ranks = cross_validated_rank(
+        moments, contrast, centred if balanced else center, [one.row for one in found.values()]
+    )
     controls = {}
     for i, (head, one) in enumerate(found.items()):
         p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
