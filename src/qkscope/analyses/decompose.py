@@ -18,7 +18,7 @@ from qkscope.maths.controls import FEW_UNITS, VERDICTS, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.result import Result, check_writable, provenance
-from qkscope.tasks.task import Task, checked_count
+from qkscope.tasks.task import Task
 
 Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
@@ -160,13 +160,13 @@ def fit_of(
                 "rank_99": c.energy_rank, "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
                 "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
                 "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
-                "verdict": c.verdict, "reason": c.reason,
+                "verdict": c.verdict,
             })  # fmt: skip
     some = next(iter(sums.values())).moments
     parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
-        answer=_answer(rows),
+        answer=_answer(rows, [s.controls.reason for s in subspaces.values() if s.controls]),
         tables={"ranks": rows},
         model=about["model"],
         seed=some.seed,
@@ -201,7 +201,9 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
 
 def check_replicates(replicates: int) -> None:
     """A null needs some, and no one needs a million of them."""
-    checked_count(replicates, "the number of null replicates", 1, MOST_REPLICATES)
+    if type(replicates) is not int or not 1 <= replicates <= MOST_REPLICATES:
+        many = f", and {MOST_REPLICATES:,} at most" if type(replicates) is int and replicates > 0 else ""
+        raise BadInput(f"a null needs replicates, but got {replicates!r}: take 199 or more{many}.")
 
 
 def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_head: int) -> None:
@@ -226,16 +228,17 @@ def _rank(cut: Rank, whole: Subspace, size: float) -> int:
     return max(int(energy_rank(whole.S, size=size)) if cut == "energy" else whole.controls.detected, 1)
 
 
-def _answer(rows: list[dict[str, Any]]) -> str:
+def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
     said = (
         f"Of {len(rows)} contrasts at heads, {counts['interaction']} depend on the query, {counts['mean only']} are "
         f"the mean only and {counts['not above null']} are not above their null."
     )
     if counts["untested"]:
-        why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
+        why = next(reason for reason in reasons if reason).removeprefix("untested: ")
         said += f" {counts['untested']} could not be tested ({why})."
-    few = {row["contrast"]: row["units"] for row in rows if row["units"] < FEW_UNITS and not row["reason"]}
+    tested = [row for row in rows if row["verdict"] != "untested"]
+    few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
     for name, units in few.items():
         said += f" {name} rests on {units} different words or prompts, which is few."
     return said

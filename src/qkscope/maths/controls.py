@@ -120,10 +120,14 @@ class Controls:
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
+        most = _most_tested(self.units)
+        difference, interaction = (
+            f"{rank} or more" if rank == most else f"{rank}" for rank in (self.null_rank, self.interaction_rank)
+        )
         said = [
-            f"99% rank {self.energy_rank}; {self.null_rank} detected against the {self.null.replace('_', ' ')} null"
+            f"99% rank {self.energy_rank}; {difference} detected against the {self.null.replace('_', ' ')} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.centred_energy_rank}; {self.interaction_rank} detected against the"
+            f"query-centred: 99% rank {self.centred_energy_rank}; {interaction} detected against the"
             f" interaction null (p {self.p_interaction:.3g})",
             f"{self.cv_rank} predict units that were left out; {self.units} units{few}",
             f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
@@ -221,14 +225,18 @@ def _difference_null(moments: Moments, contrast: str) -> NullKind:
     raise BadInput("controls need sign_flip or label_permutation replicates: ask for them when the moments are made.")
 
 
+def _most_tested(units: int) -> int:
+    """Few units span few directions: with most of them projected out, replicates have no room left; anything passes."""
+    return max(units // 4, 1)
+
+
 def _tested(
     moments: Moments, contrast: str, head: Head, difference: NullKind, centred: Center, alpha: float,
     max_rank: int | None,
 ) -> _Tested:  # fmt: skip
     row = moments.heads.index(head)
     size = float(moments.sizes(contrast)[row])
-    # Few units span few directions: with most of them projected out, replicates have no room left, and anything passes.
-    limit = min(max_rank or moments.d_head, max(moments.unit_count(contrast)[0] // 4, 1))
+    limit = min(max_rank or moments.d_head, _most_tested(moments.unit_count(contrast)[0]))
     under_null = moments.null_deltas("interaction", contrast, head, centred)
     depends = rank_above(moments.delta(contrast, centred)[row], under_null, alpha, limit, size)
     if difference == "interaction":
