@@ -9,7 +9,7 @@ from qkscope.maths.controls import Controls, false_discovery, mean_dominance, ra
 from qkscope.maths.draws import draw_bits, draw_signs
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import DEALS, FLIPS, dealt_sums
+from qkscope.maths.replicates import DEALS, FLIPS, key_sums, replicate_sums, signed_weights
 from qkscope.maths.subspace import Subspace
 
 NULLS = ("sign_flip", "interaction")
@@ -111,7 +111,8 @@ def test_replicates_do_not_depend_on_batches_or_shards():
 def deal(labels, prompts, count=500):
     b, keys = labels.shape
     k = torch.eye(b * keys, dtype=torch.float64).reshape(b, 1, keys, b * keys)  # every key recognisable
-    drawn = dealt_sums(0, count, keys=k, labels=labels, weights=None, prompts=prompts)
+    sums = key_sums(signed_weights(labels, None), k)
+    drawn = replicate_sums(DEALS, 0, count, keys=k, sums=sums, labels=labels, weights=None, prompts=prompts)
     return drawn[:, 0, ..., :-1].reshape(b, count, 2, b, keys)
 
 

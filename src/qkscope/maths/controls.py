@@ -33,6 +33,7 @@ from qkscope.maths.tails import false_discovery, head_p_values
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
+_AS_IT_IS: Center = "none"
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,50 @@ class Controls:
 
 @dataclass(frozen=True)
 class _Tested:
-    """One head's matrices and what the two tests say of them."""
+    """What the two tests say of one head."""
 
     row: int
     difference: RankTest
     interaction: RankTest
     size: float  # of the numbers that ΔC is a difference of
+
+
+class _Whole:
+    """A contrast's matrices of all heads, as it is and centred, and what goes with them; worked out once."""
+
+    def __init__(self, moments: Moments, contrast: str, center: Center) -> None:
+        self.moments, self.contrast, self.center = moments, contrast, center
+        self.centred: Center = "query" if center == "none" else center
+        self.deltas = {c: moments.delta(contrast, c) for c in dict.fromkeys((_AS_IT_IS, self.centred))}
+        self.sizes, self.pairs = moments.sizes(contrast).tolist(), moments.count(contrast).tolist()
+        self.dominance = mean_dominance(moments, contrast).tolist()
+        self.units = moments.unit_count(contrast)[0]
+        self.difference = self._difference_null()
+
+    def _difference_null(self) -> NullKind:
+        kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
+        for kind in kinds:
+            if kind in self.moments.nulls:
+                return kind
+        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
+        mean_part = (self.moments.delta(self.contrast, "query") - self.deltas[_AS_IT_IS]).abs().amax(dim=(1, 2))
+        small = all(part <= ROUNDING * size for part, size in zip(mean_part.tolist(), self.sizes, strict=True))
+        if "interaction" in self.moments.nulls and small:
+            return "interaction"
+        raise BadInput(
+            "controls need sign_flip or label_permutation replicates: ask for them when the moments are made."
+        )
+
+    def tested(self, head: Head, alpha: float, max_rank: int | None) -> _Tested:
+        """Both tests of one head."""
+        row = self.moments.heads.index(head)
+        size, limit = self.sizes[row], min(max_rank or self.moments.d_head, _most_tested(self.units))
+        under_null = self.moments.null_deltas("interaction", self.contrast, head, self.centred)
+        depends = rank_above(self.deltas[self.centred][row], under_null, alpha, limit, size)
+        if self.difference == "interaction":
+            return _Tested(row, depends, depends, size)
+        under_null = self.moments.null_deltas(self.difference, self.contrast, head)
+        return _Tested(row, rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size), depends, size)
 
 
 def run_controls(
@@ -178,25 +217,21 @@ def run_controls(
     replicates for so many heads.
     """
     chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
-    difference = _difference_null(moments, contrast)
     if not chosen or "interaction" not in moments.nulls:
         raise BadInput(
             "controls need interaction replicates: make the moments with nulls=('sign_flip', 'interaction')."
         )
-    centred: Center = "query" if center == "none" else center
-    found = {head: _tested(moments, contrast, head, difference, centred, alpha, max_rank) for head in chosen}
-    units = moments.unit_count(contrast)[0]
-    floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
+    whole = _Whole(moments, contrast, center)
+    found = {head: whole.tested(head, alpha, max_rank) for head in chosen}
+    floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
     tests = {name: [getattr(one, name) for one in found.values()] for name in ("difference", "interaction")}
     p_values = {
         name: head_p_values([(t.p_values[0], t.largest, t.top) for t in own], floor) for name, own in tests.items()
     }
     q_values = {name: false_discovery(own) for name, own in p_values.items()}
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
-    balanced = difference == "interaction"
-    ranks = cross_validated_rank(
-        moments, contrast, centred if balanced else center, [one.row for one in found.values()]
-    )
+    folded = whole.centred if whole.difference == "interaction" else center
+    ranks = cross_validated_rank(moments, contrast, folded, [one.row for one in found.values()])
     controls = {}
     for i, (head, one) in enumerate(found.items()):
         p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
@@ -206,23 +241,11 @@ def run_controls(
             for name, own in p_values.items()
         }
         verdict = _verdict(q, hopeless, center != "none", alpha)
-        controls[head] = _controls_of(
-            moments, contrast, one, center, centred, p, q, alpha, verdict, ranks[i], difference
-        )
+        controls[head] = _controls_of(whole, one, p, q, alpha, verdict, ranks[i])
         if verdict == "untested":
-            controls[head] = replace(controls[head], reason=_reason(units, moments.replicates, len(chosen), floor))
+            reason = _reason(whole.units, moments.replicates, len(chosen), floor)
+            controls[head] = replace(controls[head], reason=reason)
     return controls
-
-
-def _difference_null(moments: Moments, contrast: str) -> NullKind:
-    kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
-    for kind in kinds:
-        if kind in moments.nulls:
-            return kind
-    # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
-    if "interaction" in moments.nulls and bool((mean_dominance(moments, contrast).abs() < ROUNDING).all()):
-        return "interaction"
-    raise BadInput("controls need sign_flip or label_permutation replicates: ask for them when the moments are made.")
 
 
 def _most_tested(units: int) -> int:
@@ -230,53 +253,34 @@ def _most_tested(units: int) -> int:
     return max(units // 4, 1)
 
 
-def _tested(
-    moments: Moments, contrast: str, head: Head, difference: NullKind, centred: Center, alpha: float,
-    max_rank: int | None,
-) -> _Tested:  # fmt: skip
-    row = moments.heads.index(head)
-    size = float(moments.sizes(contrast)[row])
-    limit = min(max_rank or moments.d_head, _most_tested(moments.unit_count(contrast)[0]))
-    under_null = moments.null_deltas("interaction", contrast, head, centred)
-    depends = rank_above(moments.delta(contrast, centred)[row], under_null, alpha, limit, size)
-    if difference == "interaction":
-        return _Tested(row, depends, depends, size)
-    differs = rank_above(
-        moments.delta(contrast)[row], moments.null_deltas(difference, contrast, head), alpha, limit, size
-    )
-    return _Tested(row, differs, depends, size)
-
-
 def _controls_of(
-    moments: Moments, contrast: str, one: _Tested, center: Center, centred: Center, p: Mapping[str, float],
-    q: Mapping[str, float], alpha: float, verdict: Verdict, cv_rank: int, difference: NullKind,
+    whole: _Whole, one: _Tested, p: Mapping[str, float], q: Mapping[str, float], alpha: float, verdict: Verdict,
+    cv_rank: int,
 ) -> Controls:  # fmt: skip
-    spectra = {
-        c: torch.linalg.svdvals(moments.delta(contrast, c)[one.row]) for c in dict.fromkeys(("none", centred, center))
-    }
-    positive, negative = moments.count(contrast)[one.row].tolist()
-    shown = one.difference if center == "none" else one.interaction
+    spectra = {c: torch.linalg.svdvals(deltas[one.row]) for c, deltas in whole.deltas.items()}
+    positive, negative = whole.pairs[one.row]
+    shown = one.difference if whole.center == "none" else one.interaction
     return Controls(
-        energy_rank=int(energy_rank(spectra["none"], size=one.size)),
+        energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=one.size)),
         null_rank=one.difference.rank if q["difference"] <= alpha else 0,
-        centred_energy_rank=int(energy_rank(spectra[centred], size=one.size)),
+        centred_energy_rank=int(energy_rank(spectra[whole.centred], size=one.size)),
         interaction_rank=one.interaction.rank if q["interaction"] <= alpha else 0,
         cv_rank=cv_rank,
-        mean_dominance=float(mean_dominance(moments, contrast)[one.row]),
+        mean_dominance=whole.dominance[one.row],
         p_difference=p["difference"],
         p_interaction=p["interaction"],
         q_difference=q["difference"],
         q_interaction=q["interaction"],
         verdict=verdict,
-        center=center,
-        spectrum=tuple(spectra[center].tolist()),
+        center=whole.center,
+        spectrum=tuple(spectra[whole.center].tolist()),
         null_median=shown.null_median,
         null_high=shown.null_high,
         positive_pairs=positive,
         negative_pairs=negative,
-        units=moments.unit_count(contrast)[0],
-        replicates=moments.replicates,
-        null=difference,
+        units=whole.units,
+        replicates=whole.moments.replicates,
+        null=whole.difference,
     )
 
 

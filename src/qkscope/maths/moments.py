@@ -14,7 +14,6 @@ in. Conditional averages are ``M± / Σw``; centring is the shear ``[I, −q̄] 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,25 +25,25 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta, interaction_deltas
-from qkscope.maths.draws import draw_bits
 from qkscope.maths.replicates import (
+    BUCKETS,
     DEALS,
     FLIPS,
     FOLDS,
     NULL_KINDS,
     NullKind,
+    bucket_of,
     carried,
-    dealt_sums,
-    flipped_sums,
+    count_units,
     fold_of,
     key_sums,
+    replicate_sums,
     row_scale,
     signed_weights,
 )
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 
 SIGNS = ("positive", "negative")
-_BUCKETS = 2**14  # units are counted by the bucket their number falls into: counts add up over shards
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
 
 
@@ -123,7 +122,7 @@ class Moments:
         # Beside the nulls: Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has.
         self.scales = zeros(h, a, 2) if self.nulls else {}
         self.folds = zeros(FOLDS, h, a, 2, a) if self.nulls else {}
-        self.units = zeros(_BUCKETS) if self.nulls else {}
+        self.units = zeros(BUCKETS) if self.nulls else {}
 
     def _check_parameters(self) -> None:
         if not self.contrasts or len(set(self.contrasts)) < len(self.contrasts):
@@ -204,7 +203,7 @@ class Moments:
         self.scales[contrast][where] += torch.einsum("bha,bhs->has", queries, scale[:, kv_of_head])
         # a batch of one layer counts as the share of the heads that it brings
         share = torch.full_like(unit, len(where) / len(self.heads), dtype=torch.float64)
-        self.units[contrast].index_add_(0, draw_bits(unit).remainder(_BUCKETS), share)
+        self.units[contrast].index_add_(0, bucket_of(unit), share)
         fold = fold_of(unit)
         for own in fold.unique().tolist():
             rows = (fold == own).nonzero()[:, 0]
@@ -216,14 +215,12 @@ class Moments:
     ) -> None:  # fmt: skip
         each = sums[0].numel() * self.replicates * sums.element_size()
         for rows in torch.arange(len(sums), device=sums.device).split(max(_AT_ONCE // max(each, 1), 1)):
+            own_weights = None if weights is None else weights.to(keys.device)[rows]
             for kind in carried(self.nulls):
-                if kind == FLIPS:
-                    drawn = flipped_sums(self.seed, self.replicates, sums=sums[rows], prompts=unit[rows])
-                else:
-                    drawn = dealt_sums(
-                        self.seed, self.replicates, keys=keys[rows], labels=label[rows], prompts=unit[rows],
-                        weights=None if weights is None else weights.to(keys.device)[rows],
-                    )  # fmt: skip
+                drawn = replicate_sums(
+                    kind, self.seed, self.replicates, keys=keys[rows], sums=sums[rows], labels=label[rows],
+                    weights=own_weights, prompts=unit[rows],
+                )  # fmt: skip
                 state = self.null_sums[kind, contrast]
                 for n, row in nulled:  # a head at a time: replicates of all heads at once would not fit in memory
                     own = drawn[:, kv_of_head[n], None].flatten(2)
@@ -343,12 +340,7 @@ class Moments:
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
         """How many random units went in, and how many equally large ones they are worth."""
-        rows = self.units[contrast]
-        filled = int((rows > 0).sum())
-        free = max(_BUCKETS - filled, 1)
-        # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
-        count = round(-_BUCKETS * math.log(free / _BUCKETS))
-        return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1)) * count / max(filled, 1)
+        return count_units(self.units[contrast])
 
     def _sums_of(self, contrast: str) -> Tensor:
         if contrast not in self.sums:

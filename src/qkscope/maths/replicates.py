@@ -15,6 +15,7 @@ again nearly as much.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -27,6 +28,7 @@ NullKind = Literal["sign_flip", "label_permutation", "interaction"]
 NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
 FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
 FOLDS = 8
+BUCKETS = 2**14
 _FOLD_STREAM = 101
 
 
@@ -39,6 +41,19 @@ def carried(nulls: list[NullKind]) -> list[str]:
 def fold_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Which of the folds of a cross-validation a unit falls into, whatever the seed of the nulls."""
     return draw_bits(_FOLD_STREAM, units).remainder(FOLDS)
+
+
+def bucket_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Where a unit is counted: counts of buckets add up over shards, and do not grow with the data."""
+    return draw_bits(units).remainder(BUCKETS)
+
+
+def count_units(rows: Float[Tensor, " n"]) -> tuple[int, float]:
+    """How many units filled these buckets with rows, and how many equally large ones they are worth."""
+    filled = int((rows > 0).sum())
+    # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
+    count = round(-BUCKETS * math.log(max(BUCKETS - filled, 1) / BUCKETS))
+    return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
 
 
 def signed_weights(labels: Int[Tensor, "*r b k"], weights: Float[Tensor, "b k"] | None) -> Float[Tensor, "*r b 2 k"]:
@@ -67,26 +82,25 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     return size * weight
 
 
-def flipped_sums(
-    seed: int, count: int, *, sums: Float[Tensor, "b g 2 a"], prompts: Int[Tensor, " b"]
-) -> Float[Tensor, "b g r 2 a+1"]:
-    """The key sums ``s±`` of every row, and its scale, under ``count`` draws of a sign for each unit."""
-    replicate = torch.arange(count, device=sums.device)[:, None]
-    signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
-    return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
-
-
-def dealt_sums(
+def replicate_sums(
+    kind: str,
     seed: int,
     count: int,
     *,
     keys: Float[Tensor, "b g k d"],
+    sums: Float[Tensor, "b g 2 a"],
     labels: Int[Tensor, "b k"],
     weights: Float[Tensor, "b k"] | None,
     prompts: Int[Tensor, " b"],
-) -> Float[Tensor, "b g r 2 a"]:
-    """The key sums ``s±`` of every row under ``count`` deals of its labels."""
+) -> Float[Tensor, "b g r 2 x"]:
+    """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
+
+    ``sums`` are the observed ``s±``, with the summed weight in their last place: ``a = d_head + 1``.
+    """
     replicate = torch.arange(count, device=keys.device)[:, None]
+    if kind == FLIPS:
+        signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
+        return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
     stream = NULL_KINDS.index("label_permutation")
     dealt = signed_weights(_deal_labels(labels, prompts, seed, stream, replicate), weights)
     return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
