@@ -96,13 +96,15 @@ def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
 
 def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_floor():
     null = randn(0, 50, 199).abs()
-    tests = [(1 / 200, row.tolist(), 30.0 if i == 0 else float(row.max()) + 1e-9) for i, row in enumerate(null)]
-    p = head_p_values(tests)
+    heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
+    p = head_p_values(heads)
     assert p[0] == pytest.approx(1 / (50 * 199 + 1))
     assert max(p[1:]) < 0.05
     assert false_discovery([p[0]] + [0.5] * 49)[0] < 0.05
-    assert head_p_values(tests, floor=1 / 32)[0] == 1 / 32
-    assert head_p_values([(0.3, null[0].tolist(), 1.0)]) == [0.3], "its own replicates say how often"
+    assert head_p_values(heads, floor=1 / 32)[0] == 1 / 32
+    middle = float(null[0].median())
+    assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
+    assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
 
 
 # ---------------------------------------------------------------- noise

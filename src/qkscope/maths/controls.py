@@ -28,7 +28,7 @@ from qkscope.maths.folds import cross_validated_rank
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import NullKind
 from qkscope.maths.svd import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.tails import false_discovery, head_p_values
+from qkscope.maths.tails import Statistic, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -44,8 +44,7 @@ class RankTest:
     p_values: tuple[float, ...]  # one per component tested: the last one failed, unless all dimensions passed
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]  # 95% quantile of the null's largest singular value, at the same stage
-    largest: tuple[float, ...] = ()  # that value of every replicate, before anything is projected out
-    top: float = 0.0  # and of ΔC itself
+    statistics: tuple[Statistic, ...] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
 
 
 def rank_above(
@@ -63,14 +62,17 @@ def rank_above(
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
     least = ROUNDING * max(float(s[0]), size)
-    p_values, medians, highs, first = [], [], [], ()
+    p_values, medians, highs = [], [], []
+    statistics: tuple[Statistic, ...] = ()
     turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
     rank = limit
     for j in range(limit):
         rest = turned[:, j:, j:]
         # The largest singular value, from the eigenvalues of the square: four times as fast as an SVD.
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
-        first = first or tuple(largest.tolist())
+        if j == 0 and float(s[0]) > least:
+            norms = rest.flatten(1).norm(dim=1)
+            statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
         reached = largest >= s[j] - 1e-12 * max(float(s[0]), size)
         p_values.append((1 + int(reached.sum())) / (len(nulls) + 1) if float(s[j]) > least else 1.0)
         medians.append(float(largest.median()))
@@ -78,12 +80,12 @@ def rank_above(
         if p_values[-1] > alpha:
             rank = j
             break
-    return RankTest(rank, tuple(p_values), tuple(medians), tuple(highs), first, float(s[0]))
+    return RankTest(rank, tuple(p_values), tuple(medians), tuple(highs), statistics)
 
 
 @dataclass(frozen=True)
 class Controls:
-    """What stands beside a rank; ``q_*`` are first-component p-values after false-discovery control over heads.
+    """What stands beside a rank; ``p_*`` are of the whole matrix, ``q_*`` after false-discovery control over heads.
 
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
     directions: ``null_rank`` where it is ``none``, else ``interaction_rank`` (`detected`). ``cv_rank`` is that matrix's
@@ -210,11 +212,11 @@ def run_controls(
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
-    The verdict takes the first component's p-value (`qkscope.maths.tails`) after Benjamini-Hochberg over the heads
-    asked for together. As ΔC is: ``not above null`` unless the difference is there, then ``interaction`` if it depends
-    on the query, else ``mean only``. Where ``center`` takes the mean part out, what depends on the query is tested by
-    itself, as the noise of the mean part could hide it. ``untested`` is what nothing could have shown: too few units or
-    replicates for so many heads.
+    The verdict takes the p-value of the whole matrix (`qkscope.maths.tails`) after Benjamini-Hochberg over the heads
+    asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
+    difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
+    mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
+    ``untested`` is what nothing could have shown: too few units or replicates for so many heads.
     """
     chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
     if not chosen or "interaction" not in moments.nulls:
@@ -225,9 +227,7 @@ def run_controls(
     found = {head: whole.tested(head, alpha, max_rank) for head in chosen}
     floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
     tests = {name: [getattr(one, name) for one in found.values()] for name in ("difference", "interaction")}
-    p_values = {
-        name: head_p_values([(t.p_values[0], t.largest, t.top) for t in own], floor) for name, own in tests.items()
-    }
+    p_values = {name: head_p_values([t.statistics for t in own], floor) for name, own in tests.items()}
     q_values = {name: false_discovery(own) for name, own in p_values.items()}
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
     folded = whole.centred if whole.difference == "interaction" else center
@@ -237,7 +237,7 @@ def run_controls(
         p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
         # what is only rounding needs no test to be nothing
         hopeless = {
-            name: getattr(one, name).top > ROUNDING * one.size and _hopeless(own, i, floor, alpha)
+            name: bool(getattr(one, name).statistics) and _hopeless(own, i, floor, alpha)
             for name, own in p_values.items()
         }
         verdict = _verdict(q, hopeless, center != "none", alpha)
@@ -262,9 +262,9 @@ def _controls_of(
     shown = one.difference if whole.center == "none" else one.interaction
     return Controls(
         energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=one.size)),
-        null_rank=one.difference.rank if q["difference"] <= alpha else 0,
+        null_rank=max(one.difference.rank, 1) if q["difference"] <= alpha else 0,
         centred_energy_rank=int(energy_rank(spectra[whole.centred], size=one.size)),
-        interaction_rank=one.interaction.rank if q["interaction"] <= alpha else 0,
+        interaction_rank=max(one.interaction.rank, 1) if q["interaction"] <= alpha else 0,
         cv_rank=cv_rank,
         mean_dominance=whole.dominance[one.row],
         p_difference=p["difference"],

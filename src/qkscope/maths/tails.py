@@ -1,10 +1,13 @@
 """P-values of many heads from few replicates each.
 
+A head's ΔC is held against its null by its largest singular value, which one strong direction raises, and by its norm,
+which many weaker ones raise. Both are put into units of the head's own null, ``z = (x − mean)/sd``, and so is each
+replicate among the others; the larger z is what counts, of the head and of its replicates alike.
+
 R replicates give no p-value below 1/(R + 1), and false-discovery control over a dozen heads asks for less. Where some
-of a head's own replicates reach its value, they say how often. Where none does, the value is put into units of its own
-null, ``z = (σ − mean)/sd``, and so is each replicate among the others of its head; in these units heads are alike, and
-the replicates of all heads together have a tail that reaches further. No p-value is below a floor: with W units there
-are but 2^(W − 1) ways to flip their signs, and six words are six words.
+of a head's own replicates reach its z, they say how often. Where none does, the replicates of all heads together do: in
+these units heads are alike, and their tail reaches further. No p-value is below a floor: with W units there are but
+2^(W − 1) ways to flip their signs, and six words are six words.
 """
 
 from __future__ import annotations
@@ -15,19 +18,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 
-def head_p_values(tests: Sequence[tuple[float, Sequence[float], float]], floor: float = 0.0) -> list[float]:
-    """P-value of each head from (p by its own replicates, what its replicates reached, what it reached itself)."""
-    nulls = [torch.tensor(list(own), dtype=torch.float64) for _, own, _ in tests]
-    pooled = torch.cat([left_out(own) for own in nulls]) if nulls else torch.zeros(0)
+
+def head_p_values(heads: Sequence[Sequence[Statistic]], floor: float = 0.0) -> list[float]:
+    """P-value of each head from its statistics; 1 where it has none."""
+    scores = [_scores(statistics) for statistics in heads]
+    pooled = torch.cat([null for _, null in scores]) if scores else torch.zeros(0)
     found = []
-    for (own_p, _, value), own in zip(tests, nulls, strict=True):
-        p = own_p
-        if len(own) > 1 and p <= 1 / (len(own) + 1):
-            z = (value - own.mean()) / own.std(correction=0).clamp_min(1e-300)
+    for z, null in scores:
+        reached = int((null >= z).sum())
+        if reached or not len(null):
+            p = (1 + reached) / (len(null) + 1)
+        else:
             p = (1 + int((pooled >= z).sum())) / (len(pooled) + 1)
         found.append(min(max(p, floor), 1.0))
     return found
+
+
+def _scores(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " r"]]:
+    """The larger z of a head, and that of each of its replicates."""
+    observed, nulls = [], []
+    for value, replicates in statistics:
+        own = torch.tensor(list(replicates), dtype=torch.float64)
+        spread = own.std(correction=0).clamp_min(1e-12 * abs(value) + 1e-300)
+        observed.append(float((value - own.mean()) / spread))
+        nulls.append(left_out(own))
+    return (max(observed), torch.stack(nulls).amax(dim=0)) if observed else (0.0, torch.zeros(0))
 
 
 def left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
