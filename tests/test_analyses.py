@@ -187,7 +187,7 @@ def test_options_choose_contrasts_ranks_and_centring(scope, task, fit):
 
 
 def test_a_rank_above_the_null_is_of_the_null_that_fits_the_centring(scope, task):
-    """Labels dealt out again for what is not centred, queries shuffled for what is; one direction is always kept."""
+    """The difference for what is not centred, the interaction for what is; one direction is always kept."""
     cut = decompose(scope, task, HEADS, 60, rank="null", replicates=59)
     for name, kind in (("order", "interaction_rank"), ("box", "null_rank")):
         for head in HEADS:
@@ -225,9 +225,12 @@ def test_bad_options_are_one_sentence(scope, task, options, says):
         decompose(scope, task, **{"heads": HEADS, "n": 4, **options})
 
 
-def test_batches_too_small_to_shuffle_are_called_out(scope, task, caplog):
-    decompose(scope, task, "L0H0", 8, contrasts=["lexical"], batch_size=2, replicates=3)
-    assert "raise batch_size to see whether lexical depends on the query" in caplog.text
+def test_the_null_does_not_depend_on_batches(scope, task):
+    """Queries were shuffled within a batch: batches of one prompt left nothing to compare with, said as "mean only"."""
+    found = [decompose(scope, task, HEADS, 40, batch_size=size, replicates=199).table() for size in (1, 32)]
+    for one, other in zip(*found, strict=True):
+        assert one["verdict"] == other["verdict"]
+        assert one["p_interaction"] == pytest.approx(other["p_interaction"], abs=0.011)
 
 
 def state_of(path: Path) -> dict[str, object]:
@@ -272,7 +275,7 @@ def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(sco
         load_fit(dead, scope)
     found = run_decompose(scope, task, heads, 70, dead, batch_size=4)
     assert state_of(dead) == state_of(whole)
-    assert len(state_of(whole)) == 3 * (1 + 5)
+    assert len(state_of(whole)) == (1 + 8) + 2 * (1 + 7)  # order deals labels besides
     assert found.table() == wanted.table()
     assert not list(dead.glob("*.part"))
     again, same_task = load_fit(dead, scope)
@@ -307,7 +310,7 @@ def test_a_batch_that_memory_cut_into_parts_still_counts_as_one(scope, task, tmp
     cut = decompose(scope, task, "L1H3", 20, **options)
     assert len(calls) == 11  # 4 does not fit; then ten times 2
     mine, theirs = cut.sums["order"].tensors(), plain.sums["order"].tensors()
-    assert "query_shuffle/order" in mine  # shuffles queries within a batch: its parts would draw another null
+    assert "flips/order" in mine
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-5 * float(theirs[name].abs().max()))
     assert cut.sums["order"].load(sums_file(tmp_path / "cut", "order")) == 5

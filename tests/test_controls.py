@@ -9,10 +9,10 @@ from qkscope.maths.controls import Controls, false_discovery, mean_dominance, ra
 from qkscope.maths.draws import draw_bits, draw_signs
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import replicate_sums, signed_weights
+from qkscope.maths.replicates import DEALS, FLIPS, key_sums, replicate_sums, signed_weights
 from qkscope.maths.subspace import Subspace
 
-NULLS = ("sign_flip", "query_shuffle")
+NULLS = ("sign_flip", "interaction")
 
 
 def randn(seed, *shape):
@@ -75,7 +75,7 @@ def test_noise_is_not_above_its_null(null):
     calls = {"difference": 0, "interaction": 0}
     for seed in range(40):
         q, k = randn(seed, 40, 10, 4), randn(1000 + seed, 40, 10, labels.shape[1], 4)
-        moments = accumulate(q + 1, k, labels, nulls=(null, "query_shuffle"), seed=seed, size=20)
+        moments = accumulate(q + 1, k, labels, nulls=(null, "interaction"), seed=seed, size=20)
         for head in moments.heads:
             found = run_controls(moments, "c", [head], max_rank=1)[head]
             calls["difference"] += found.p_difference <= 0.05
@@ -99,24 +99,26 @@ def test_rows_of_one_prompt_share_their_sign():
 def test_replicates_do_not_depend_on_batches_or_shards():
     q, k = randn(0, 24, 2, 4), randn(1, 24, 2, 3, 4)
     labels = torch.tensor([[1, -1, -1]])
-    for null in ("sign_flip", "label_permutation"):
-        a, b = (accumulate(q, k, labels, nulls=(null,), replicates=11, size=size) for size in (24, 5))
-        torch.testing.assert_close(a.null_sums[null, "c"], b.null_sums[null, "c"])
-    other = accumulate(q, k, labels, nulls=("sign_flip",), replicates=11, seed=1)
-    assert not torch.allclose(other.null_sums["sign_flip", "c"], a.null_sums["label_permutation", "c"])
+    kinds = ("sign_flip", "label_permutation", "interaction")
+    a, b = (accumulate(q, k, labels, nulls=kinds, replicates=11, size=size) for size in (24, 1))
+    for name, tensor in a.tensors().items():
+        torch.testing.assert_close(tensor, b.tensors()[name])
+    assert {kind for kind, _ in a.null_sums} == {FLIPS, DEALS}
+    other = accumulate(q, k, labels, nulls=kinds, replicates=11, seed=1)
+    assert not torch.allclose(other.null_sums[FLIPS, "c"], a.null_sums[FLIPS, "c"])
 
 
-def draw(kind, labels, prompts, count=500, weights=None):
+def deal(labels, prompts, count=500):
     b, keys = labels.shape
     k = torch.eye(b * keys, dtype=torch.float64).reshape(b, 1, keys, b * keys)  # every key recognisable
-    sums = torch.cat([signed_weights(labels, weights)[:, None] @ k, torch.zeros(b, 1, 2, 1)], dim=-1)
-    drawn = replicate_sums(kind, 0, count, keys=k, sums=sums, labels=labels, weights=weights, prompts=prompts)
+    sums = key_sums(signed_weights(labels, None), k)
+    drawn = replicate_sums(DEALS, 0, count, keys=k, sums=sums, labels=labels, weights=None, prompts=prompts)
     return drawn[:, 0, ..., :-1].reshape(b, count, 2, b, keys)
 
 
 def test_label_permutation_deals_the_same_labels_to_the_same_keys():
     labels = torch.tensor([[1, 0, -1, -1, 0], [0, 1, 1, -1, -1]])
-    drawn = draw("label_permutation", labels, torch.tensor([5, 9]))
+    drawn = deal(labels, torch.tensor([5, 9]))
     for row in range(2):
         own = drawn[row, :, :, row]  # count, sign, key
         assert (own[:, 0].sum(-1) == (labels[row] > 0).sum()).all()
@@ -129,19 +131,9 @@ def test_label_permutation_deals_the_same_labels_to_the_same_keys():
 
 def test_label_permutation_treats_all_rows_of_a_prompt_alike():
     labels = torch.tensor([[1, -1], [1, -1]])
-    drawn = draw("label_permutation", labels, torch.tensor([3, 3]))
+    drawn = deal(labels, torch.tensor([3, 3]))
     torch.testing.assert_close(drawn[0, :, :, 0], drawn[1, :, :, 1])
     assert 0.4 < drawn[0, :, 0, 0, 0].mean() < 0.6
-
-
-def test_query_shuffle_pairs_prompts_uniformly_and_row_by_row():
-    labels = PAIR.expand(8, 2)
-    drawn = draw("query_shuffle", labels, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), count=2000)
-    partner = drawn[:, :, 0, :, 0].argmax(-1)  # row, count -> whose + key
-    assert (partner % 2 == torch.arange(8)[:, None] % 2).all(), "the n-th row of a prompt takes the n-th row of another"
-    assert (partner[0::2] // 2 == partner[1::2] // 2).all(), "all rows of a prompt move together"
-    share = torch.stack([(partner[0] // 2 == p).double().mean() for p in range(4)])
-    torch.testing.assert_close(share, torch.full((4,), 0.25, dtype=torch.float64), atol=0.04, rtol=0)
 
 
 def test_draws_are_fair_addressed_and_independent():
@@ -225,12 +217,12 @@ def test_controls_travel_with_the_subspace(tmp_path):
 
 def test_bad_input_gets_a_sentence():
     q, k = randn(0, 10, 1, 4), randn(1, 10, 1, 2, 4)
-    for nulls, says in (((), "sign_flip"), (("query_shuffle",), "sign_flip"), (("sign_flip",), "query_shuffle")):
+    for nulls, says in (((), "sign_flip"), (("interaction",), "sign_flip"), (("sign_flip",), "interaction")):
         moments = accumulate(q, k, PAIR, nulls=nulls, replicates=3)
         with pytest.raises(BadInput, match=says):
             run_controls(moments, "c")
-    with pytest.raises(BadInput, match="no query_shuffle replicates were carried for L5H5"):
-        accumulate(q, k, PAIR, replicates=3).null_deltas("query_shuffle", "c", "L5H5")
+    with pytest.raises(BadInput, match="no interaction replicates were carried for L5H5"):
+        accumulate(q, k, PAIR, replicates=3).null_deltas("interaction", "c", "L5H5")
     with pytest.raises(BadInput, match="one prompt per value"):
         clustered_bootstrap(torch.ones(3), torch.arange(2))
 

@@ -15,7 +15,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.controls import ROUNDING, Controls, run_controls
+from qkscope.maths.controls import FEW_UNITS, VERDICTS, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.result import Result, check_writable, provenance
@@ -23,8 +23,7 @@ from qkscope.tasks.task import Task
 
 Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
-
-_ALPHA = 0.05
+MOST_REPLICATES = 100_000
 
 
 @checked_class
@@ -84,8 +83,10 @@ def decompose(
     Parameters
     ----------
     contrasts : names; all of the task's by default.
-    rank : how subspaces are cut: the paper's 99% ``energy``, above the ``null`` (of the query shuffle, where the
-        contrast is centred), a number, or one of these per contrast. One direction is kept also where there is none.
+    rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
+        matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
+        where there is none.
+    replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
     center : overrides a contrast's own centring.
     out : folder for the sums; a run that died there is taken up where it stopped.
     """
@@ -96,6 +97,7 @@ def decompose(
     chosen = [scope.check(head) for head in parse_heads(heads)]
     names = checked_contrasts(task, contrasts)
     _check_options(names, rank, center or {}, scope.d_head)
+    check_replicates(replicates)
     about = job(scope, task, space)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -147,14 +149,15 @@ def fit_of(
     for name, one in sums.items():
         contrast, moments = task.contrasts[name], one.moments
         centring = (center or {}).get(name, contrast.center)
-        controls = {head: _judged(c, centring) for head, c in run_controls(moments, name).items()}
+        controls = run_controls(moments, name, center=centring)
+        sizes = moments.sizes(name).tolist()
         cut: Rank = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
         found = Subspace.from_deltas(
             moments.delta(name, centring), moments.heads, moments.d_head, contrast=name, controls=controls, about=about
         )
         found = {
-            head: replace(whole, rank=_rank(cut, whole, centring), cov_k=cov_k)
-            for (head, whole), cov_k in zip(found.items(), one.cov_k.matrix(), strict=True)
+            head: replace(whole, rank=_rank(cut, whole, size), cov_k=cov_k)
+            for (head, whole), cov_k, size in zip(found.items(), one.cov_k.matrix(), sizes, strict=True)
         }
         for head, subspace in found.items():
             subspaces[name, head] = subspace
@@ -162,14 +165,15 @@ def fit_of(
             rows.append({
                 "head": str(head), "contrast": name, "center": centring, "rank": subspace.rank,
                 "rank_99": c.energy_rank, "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
-                "interaction_rank": c.interaction_rank, "mean_dominance": c.mean_dominance,
-                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "verdict": c.verdict,
+                "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
+                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
+                "verdict": c.verdict,
             })  # fmt: skip
     some = next(iter(sums.values())).moments
     parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
-        answer=with_notes(_answer(rows), about),
+        answer=with_notes(_answer(rows, [s.controls.reason for s in subspaces.values() if s.controls]), about),
         tables={"ranks": rows},
         model=about["model"],
         seed=some.seed,
@@ -202,6 +206,13 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     return names
 
 
+def check_replicates(replicates: int) -> None:
+    """A null needs some, and no one needs a million of them."""
+    if type(replicates) is not int or not 1 <= replicates <= MOST_REPLICATES:
+        many = f", and {MOST_REPLICATES:,} at most" if type(replicates) is int and replicates > 0 else ""
+        raise BadInput(f"a null needs replicates, but got {replicates!r}: take 199 or more{many}.")
+
+
 def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_head: int) -> None:
     ranks = dict(rank) if isinstance(rank, Mapping) else {}
     for what, given in (("rank", ranks), ("center", center)):
@@ -216,31 +227,25 @@ def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_hea
             raise BadInput(f"center is one of none, query, both, but got {value!r}.")
 
 
-def _judged(controls: Controls, centring: Center) -> Controls:
-    """Of a centred contrast, what depends on the query is tested by itself.
-
-    The difference as it is also holds the mean part, whose noise can hide an interaction that centring lays bare.
-    """
-    if centring == "none" or controls.q_interaction > _ALPHA:
-        return controls
-    return replace(controls, verdict="interaction")
-
-
-def _rank(cut: Rank, whole: Subspace, centring: Center) -> int:
+def _rank(cut: Rank, whole: Subspace, size: float) -> int:
     """How many directions to keep: one at least, also of a contrast that is nothing; the verdict says so."""
     if isinstance(cut, int):
         return cut
     assert whole.controls is not None
-    if cut == "energy":
-        left = float(whole.S[0]) > ROUNDING * whole.controls.spectrum[0]  # else centring has left but rounding errors
-        return max(int(energy_rank(whole.S)), 1) if left else 1
-    # labels dealt out again are the null of ΔC as it is; of what centring leaves, shuffled queries are
-    return max(whole.controls.null_rank if centring == "none" else whole.controls.interaction_rank, 1)
+    return max(int(energy_rank(whole.S, size=size)) if cut == "energy" else whole.controls.detected, 1)
 
 
-def _answer(rows: list[dict[str, Any]]) -> str:
-    counts = {v: sum(row["verdict"] == v for row in rows) for v in ("interaction", "mean only", "not above null")}
-    return (
+def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
+    counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
+    said = (
         f"Of {len(rows)} contrasts at heads, {counts['interaction']} depend on the query, {counts['mean only']} are "
         f"the mean only and {counts['not above null']} are not above their null."
     )
+    if counts["untested"]:
+        why = next(reason for reason in reasons if reason).removeprefix("untested: ")
+        said += f" {counts['untested']} could not be tested ({why})."
+    tested = [row for row in rows if row["verdict"] != "untested"]
+    few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
+    for name, units in few.items():
+        said += f" {name} rests on {units} different words or prompts, which is few."
+    return said

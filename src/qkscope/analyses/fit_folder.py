@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, checked_contrasts, collect, fit_of
+from qkscope.analyses.decompose import Fit, check_replicates, checked_contrasts, collect, fit_of
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.find import job as job_of
 from qkscope.analyses.sums import Shard, Sums, is_shard, sums_file
@@ -63,6 +63,7 @@ def plan_decompose(
     contrasts: Sequence[str] | None = None,
     space: Space = "post_rope",
     batch_size: int = 32,
+    replicates: int = 199,
     seed: int = 0,
     shard: Shard | None = None,
 ) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def plan_decompose(
     names = checked_contrasts(task, contrasts)
     if batch_size < 1:
         raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
+    check_replicates(replicates)
     for name in names:
         units = task.fit(name, n)
         if shard is not None and len(batches_of(units, batch_size)) < shard[1]:
@@ -79,7 +81,8 @@ def plan_decompose(
     plan = {
         "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
         "heads": [str(head) for head in heads], "n": n, "contrasts": names, "space": space,
-        "batch_size": batch_size, "seed": seed, **({} if shard is None else {"shard": list(shard)}),
+        "batch_size": batch_size, "replicates": replicates, "seed": seed,
+        **({} if shard is None else {"shard": list(shard)}),
     }  # fmt: skip
     check_place(Path(out), plan)
     return plan
@@ -140,7 +143,7 @@ def run_decompose(
                 left_over.unlink(missing_ok=True)
         write_job(folder, job)
         copy_task(task, job, Path(), folder)
-        same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "seed")}
+        same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "replicates", "seed")}
         with kept_if_stopped(folder, lambda: any(sums_file(folder, name).exists() for name in plan["contrasts"])):
             sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
         if shard is not None:
@@ -221,7 +224,8 @@ def finished_sums(
             again = f"`{job['command']}`" if job.get("command") else "the same decompose command"
             raise BadInput(f"{path} is missing, the sums that {folder} is made of: run {again} again to make it.")
         found[name] = sums, _ = Sums.read(path, shard, device)
-        said = {**sums.moments.about, "heads": [str(head) for head in sums.moments.heads], "seed": sums.moments.seed}
+        made = sums.moments
+        said = {**made.about, "heads": [str(h) for h in made.heads], "seed": made.seed, "replicates": made.replicates}
         differs = [fact for fact, value in said.items() if job.get(fact, value) != value]
         if differs or sums.moments.contrasts != [name]:
             raise BadInput(f"{path} was made by another job than {folder} says ({', '.join(differs) or 'contrast'} "

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate as running_sum
 from pathlib import Path
@@ -18,14 +19,16 @@ from typing import Any
 from torch import Tensor
 
 from qkscope.analyses.safety import patient_interrupt
-from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_rows, units_hash, whole_rows
+from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_rows, null_units, units_hash, whole_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.capture.stream import out_of_memory
 from qkscope.errors import BadInput
 from qkscope.folders import file_name
 from qkscope.heads import Head
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
+from qkscope.maths.replicates import NULL_KINDS, NullKind
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 from qkscope.tasks.task import Contrast, Task
 
@@ -37,15 +40,14 @@ MOST_SHARDS = 10**6
 _REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
 _LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
 _FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
-_FEW_TO_SHUFFLE = 4  # units in a batch
 
 
 @dataclass(frozen=True)
 class Sums:
     """What one contrast's pass accumulates: the moments, and the covariances of queries and keys for the baselines.
 
-    ``cut`` holds the batches that did not fit into memory and came in parts. They are added whole, as the nulls shuffle
-    queries within a batch; but the model ran on the parts, so another run agrees to rounding and not bit for bit.
+    ``cut`` holds the batches that did not fit into memory and came in parts: the model ran on the parts, so another run
+    agrees to rounding and not bit for bit.
     """
 
     moments: Moments
@@ -132,6 +134,8 @@ def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
         and isinstance(cut, list) and all(type(number) is int and 0 <= number < of for number in cut)
         and is_shard(manifest.get("shard"))
     )  # fmt: skip
+    if isinstance(moments, dict) and fine and not set(moments.get("nulls", ())) <= set(NULL_KINDS):
+        raise BadInput(f"{path} was made by an older qkscope, whose nulls were others: run decompose again, elsewhere.")
     if not fine:
         raise BadInput(f"{path} is damaged: its manifest is not what a run writes; make it again, elsewhere.")
     if tuple(manifest["shard"]) != shard:
@@ -151,6 +155,29 @@ def is_shard(value: Any) -> bool:
 def sums_file(folder: str | Path, contrast: str) -> Path:
     """Where a contrast's sums are kept. A name is not a path: it may hold anything a user calls a contrast."""
     return Path(folder) / f"{file_name(contrast)}.safetensors"
+
+
+def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
+    """Which nulls a contrast needs.
+
+    Across a prompt and its copy each difference stands with both signs, so there is nothing but the interaction. Labels
+    are dealt out again within a prompt; where words are the unit, their signs are flipped instead.
+    """
+    if contrast.across:
+        return ("interaction",)
+    return ("label_permutation" if contrast.unit == "prompt" and not contrast.paired else "sign_flip", "interaction")
+
+
+@contextmanager
+def _room(heads: int, replicates: int) -> Iterator[None]:
+    """Say what to do where the sums do not fit into memory: halving a batch would not help, as they do not grow."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise BadInput(f"the null sums of {heads} heads with {replicates} replicates do not fit into memory: take "
+                       "fewer heads at a time, or fewer replicates.") from None  # fmt: skip
 
 
 def accumulate(
@@ -174,16 +201,14 @@ def accumulate(
     if len(every) < shard[1]:
         raise BadInput(f"{len(every)} batches cannot be shared among {shard[1]}: take fewer shards or smaller batches.")
     batches = every[shard[0] :: shard[1]]
-    if max(map(len, batches)) < _FEW_TO_SHUFFLE < len(units):
-        log.warning("Queries are shuffled within a batch, and %d a batch are few: raise batch_size to see whether %s "
-                    "depends on the query.", max(map(len, batches)), contrast.name)  # fmt: skip
+    unit_of = null_units(units, contrast)
     about = {**about, "batch_size": batch_size, "examples": units_hash(units)}
-    moments = Moments(
-        heads, [contrast.name], scope.d_head, group_size=scope.group_size,
-        nulls=("sign_flip" if contrast.paired else "label_permutation", "query_shuffle"),
-        replicates=replicates, seed=seed, about=about, device=scope.device,
-    )  # fmt: skip
-    sums = Sums.empty(moments)
+    with _room(len(heads), replicates):
+        moments = Moments(
+            heads, [contrast.name], scope.d_head, group_size=scope.group_size, nulls=_nulls(contrast),
+            replicates=replicates, seed=seed, about=about, device=scope.device,
+        )  # fmt: skip
+        sums = Sums.empty(moments)
     done = sums.load(path, len(batches), shard) if path is not None and path.exists() else 0
     running = list(running_sum(map(len, batches)))
     ends = {units_done: count for count, units_done in enumerate(running, 1)}
@@ -205,7 +230,8 @@ def accumulate(
     parts: list[Rows] = []
     with patient_interrupt() as interrupted:
         for batch in stream:
-            parts.append(contrast_rows(batch, contrast))
+            q, k, labels, _ = contrast_rows(batch, contrast)
+            parts.append((q, k, labels, unit_of(batch)))
             captured = batch.captured
             sums.cov_q.update(captured.q)
             own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
@@ -216,7 +242,8 @@ def accumulate(
                 sums.cut.append(number)
             if count:
                 q, k, labels, prompts = whole_rows(parts)
-                sums.moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+                with _room(len(heads), replicates):
+                    moments.update(q, k, {contrast.name: labels}, prompts=prompts)
                 parts.clear()
             rest = min(_REST * cost, _LONGEST_REST)
             due = interrupted() or time.monotonic() - saved >= rest or count == len(batches)

@@ -17,6 +17,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
+from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.tasks.drawn import WINDOW
 from qkscope.tasks.task import Contrast, Unit
@@ -92,6 +93,56 @@ def unit_runner(
         return Batch(captured, where[:, 0], where[:, 1])
 
     return run
+
+
+def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[Batch], Int[Tensor, " b"]]:
+    """The number of the random unit of every row: equal for rows that are not independent of one another.
+
+    A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too. Across a prompt and its
+    copy, each has the word that it asks for itself; elsewhere what is drawn together stays together. Where all prompts
+    have the same word it cannot be what tells them apart, and the prompt is the unit.
+    """
+    varied, first = False, None
+    for unit in units:
+        named = [_named(unit, contrast, member) for member in range(len(unit))]
+        first = named[0] if first is None else first
+        if any(name != first for name in named):
+            varied = True
+            break
+    known: dict[tuple[int, int], int] = {}
+
+    def number(batch: Batch) -> Int[Tensor, " b"]:
+        rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
+        known.clear()
+        for i, m in rows:
+            if (i, m) not in known:
+                name = _named(units[i], contrast, m) if varied else None
+                known[i, m] = _hash(name if name is not None else tuple(_text(example) for example in units[i]))
+        return torch.tensor([known[row] for row in rows], device=batch.unit.device)
+
+    return number
+
+
+def _named(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...] | None:
+    """What a row of this prompt is told apart by; nothing where its prompt is."""
+    if contrast.unit == "prompt":
+        return None
+    own = [unit[member]] if contrast.across else list(unit)
+    if contrast.unit == "key":
+        spans = [(e, key.span) for e in own for key in e.keys if key.label(contrast.name) > 0]
+    else:
+        spans = [(e, e.roles[contrast.unit]) for e in own if contrast.unit in e.roles]
+    return tuple(sorted(str(example.piece(span)) for example, span in spans)) or None
+
+
+def _text(example: Example) -> str:
+    return repr(example.text if example.ids is None else example.ids)
+
+
+def _hash(name: tuple[str, ...]) -> int:
+    """A number for a unit, the same in every process."""
+    digest = hashlib.blake2b(repr(name).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]

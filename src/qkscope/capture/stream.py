@@ -36,7 +36,7 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
                 try:
                     result = run(todo[0])
                 except (MemoryError, RuntimeError) as error:
-                    if len(todo[0]) < 2 or not _out_of_memory(error):
+                    if len(todo[0]) < 2 or not out_of_memory(error):
                         raise
                     size = len(todo[0]) // 2
                     log.warning("out of memory: going on with batches of %d", size)
@@ -49,7 +49,8 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
                 yield result
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory is what an error is about, on whatever device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 

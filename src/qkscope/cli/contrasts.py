@@ -76,6 +76,7 @@ def decompose(
     dtype: Dtype = None,
     contrasts: Annotated[str | None, typer.Option("--contrasts", help="Contrasts like order,lexical; all.")] = None,
     center: Annotated[str | None, typer.Option("--center", help="Of a .jsonl file: none, query or both.")] = None,
+    replicates: Annotated[int, typer.Option("--replicates", help="Of each null; pooled over heads.")] = 199,
     shard: Annotated[str | None, typer.Option("--shard", help="i/n: this share of the prompts; then merge.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -94,7 +95,8 @@ def decompose(
     process = torchrun_shard() if shard is None else None
     share = process if shard is None else parse_shard(shard)
     folder = out if process is None else shard_folder(out, process)
-    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share}
+    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share,
+                    "replicates": replicates}  # fmt: skip
     if process is not None:  # the whole is merged into it in the end: ask now
         whole = plan_decompose(made, chosen, n, out, **{**options, "shard": None})
         if is_finished(out, whole):  # by an earlier run: one process reads it, the others have nothing to do

@@ -36,6 +36,52 @@ def centred_delta(
     return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
 
 
+def interaction_deltas(
+    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
+) -> Float[Tensor, "r d d"]:
+    """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
+
+    The last column of the sums is ``Σ [q; 1] a±`` with ``a±`` a row's scale times its weight. A row's part
+    ``(q − q̄) (s⁺ − a⁺ m⁺)ᵀ / Σw⁺``, less the same of −, with ``m± = Σ s± / Σ a±``, has mean 0 under H0, also where
+    queries and keys share their scale: it may as well have the other sign. The rest of ΔC is left as it is.
+
+    ``q̄`` and ``m±`` are estimated. A difference ``m⁺ − m⁻`` that is no larger than chance makes it nine times in ten is
+    not taken out: it would be noise of the very rows, and leave the parts of large ones too small. For each of the
+    two that is taken out, the parts grow as a sample's deviations do, by ``√(units / (units − 1))``.
+    """
+    d = observed.shape[-1] - 2
+    scale = observed[-1, :, d + 1 :]
+
+    def mean_difference(sums: Tensor) -> Tensor:
+        means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
+        return means[..., 0, :] - means[..., 1, :]
+
+    chance = mean_difference(flipped).norm(dim=-1).quantile(0.9)
+    sure = bool(mean_difference(observed).norm() > chance)
+    grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
+    fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
+    return fixed + grown * _interaction_part(flipped, observed, center, sure)
+
+
+def _interaction_part(
+    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], center: Center, sure: bool
+) -> Float[Tensor, "*n d d"]:
+    d = sums.shape[-1] - 2
+    count = observed[-1, :, d, None]
+    mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
+    queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    keys, total = queries[..., :d], observed[-1, :, :d]
+    if center == "both":
+        mean_key = (total / count).mean(dim=0)
+        keys, total = keys - queries[..., d : d + 1] * mean_key, total - count * mean_key
+    scale = observed[-1, :, d + 1 :]
+    expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
+    level = expected.mean(dim=0)
+    expected = level + sure * (expected - level)
+    left = (keys - queries[..., d + 1 :] * expected) / count
+    return left[..., 0, :] - left[..., 1, :]
+
+
 def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
     """``[v; 1]`` in float64."""
     out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)

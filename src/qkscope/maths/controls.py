@@ -6,15 +6,16 @@ value is compared with the largest one of null replicates from which the compone
     p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1),     stop at the first p_j > α
 
 Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
-differ, but not in a way that depends on the query* (query shuffle, on the query-centred ΔC). Mean dominance is the
-share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query sees alike.
+differ, but not in a way that depends on the query* (``interaction``, on the query-centred ΔC). How many directions are
+**detected** grows with the data; how many predict units that were left out is in `qkscope.maths.folds`. Mean dominance
+is the share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query sees alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -22,13 +23,17 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.maths.augmented import Center
+from qkscope.maths.folds import cross_validated_rank
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import NullKind
-from qkscope.maths.svd import checked_svd, energy_rank
+from qkscope.maths.svd import ROUNDING, checked_svd, energy_rank
+from qkscope.maths.tails import Statistic, false_discovery, head_p_values
 
-Verdict = Literal["interaction", "mean only", "not above null"]
-
-ROUNDING = 1e-5  # of float32 queries and keys, with room
+Verdict = Literal["interaction", "mean only", "not above null", "untested"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+FEW_UNITS = 10
+_AS_IT_IS: Center = "none"
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class RankTest:
     p_values: tuple[float, ...]  # one per component tested: the last one failed, unless all dimensions passed
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]  # 95% quantile of the null's largest singular value, at the same stage
+    statistics: tuple[Statistic, ...] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
 
 
 def rank_above(
@@ -50,57 +56,86 @@ def rank_above(
 ) -> RankTest:
     """Number of components of ΔC above the null, tested in order with the found ones deflated.
 
-    ``size`` is that of the numbers ΔC was computed from, where centring left much smaller ones: what is below their
+    ``size`` is that of the numbers ΔC was computed from, where differences left much smaller ones: what is below their
     rounding is no evidence.
     """
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
+    least = ROUNDING * max(float(s[0]), size)
     p_values, medians, highs = [], [], []
+    statistics: tuple[Statistic, ...] = ()
     turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
+    rank = limit
     for j in range(limit):
         rest = turned[:, j:, j:]
         # The largest singular value, from the eigenvalues of the square: four times as fast as an SVD.
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
+        if j == 0 and float(s[0]) > least:
+            norms = rest.flatten(1).norm(dim=1)
+            statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
         reached = largest >= s[j] - 1e-12 * max(float(s[0]), size)
-        p_values.append((1 + int(reached.sum())) / (len(nulls) + 1))
+        p_values.append((1 + int(reached.sum())) / (len(nulls) + 1) if float(s[j]) > least else 1.0)
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
         if p_values[-1] > alpha:
-            return RankTest(j, tuple(p_values), tuple(medians), tuple(highs))
-    return RankTest(limit, tuple(p_values), tuple(medians), tuple(highs))
+            rank = j
+            break
+    return RankTest(rank, tuple(p_values), tuple(medians), tuple(highs), statistics)
 
 
 @dataclass(frozen=True)
 class Controls:
-    """What stands beside a rank; ``q_*`` are first-component p-values after false-discovery control over heads."""
+    """What stands beside a rank; ``p_*`` are of the whole matrix, ``q_*`` after false-discovery control over heads.
+
+    ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
+    directions: ``null_rank`` where it is ``none``, else ``interaction_rank`` (`detected`). ``cv_rank`` is that matrix's
+    rank by cross-validation over units. ``units`` is how many random units there were; ``reason`` says what hindered a
+    test.
+    """
 
     energy_rank: int
     null_rank: int
     centred_energy_rank: int
     interaction_rank: int
+    cv_rank: int
     mean_dominance: float
     p_difference: float
     p_interaction: float
     q_difference: float
     q_interaction: float
     verdict: Verdict
+    center: Center
     spectrum: tuple[float, ...]
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]
     positive_pairs: float
     negative_pairs: float
+    units: int
     replicates: int
     null: str
+    reason: str = ""
+
+    @property
+    def detected(self) -> int:
+        """Directions of the matrix shown that are detected with this much data."""
+        return self.null_rank if self.center == "none" else self.interaction_rank
 
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
-        return [
-            f"99% rank {self.energy_rank}; above the {self.null.replace('_', ' ')} null {self.null_rank}"
+        few = ", which are few" if self.units < FEW_UNITS else ""
+        most = _most_tested(self.units)
+        difference, interaction = (
+            f"{rank} or more" if rank == most else f"{rank}" for rank in (self.null_rank, self.interaction_rank)
+        )
+        said = [
+            f"99% rank {self.energy_rank}; {difference} detected against the {self.null.replace('_', ' ')} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.centred_energy_rank}; above the query shuffle {self.interaction_rank}"
-            f" (p {self.p_interaction:.3g})",
+            f"query-centred: 99% rank {self.centred_energy_rank}; {interaction} detected against the"
+            f" interaction null (p {self.p_interaction:.3g})",
+            f"{self.cv_rank} predict units that were left out; {self.units} units{few}",
             f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
         ]
+        return [*said, *([self.reason] if self.reason else [])]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a manifest."""
@@ -108,9 +143,62 @@ class Controls:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Controls:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; refuses what another version of qkscope wrote."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**plain)
+        try:
+            return cls(**plain)
+        except TypeError:
+            raise BadInput(
+                "these controls were written by another version of qkscope: fit the subspace again."
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """What the two tests say of one head."""
+
+    row: int
+    difference: RankTest
+    interaction: RankTest
+    size: float  # of the numbers that ΔC is a difference of
+
+
+class _Whole:
+    """A contrast's matrices of all heads, as it is and centred, and what goes with them; worked out once."""
+
+    def __init__(self, moments: Moments, contrast: str, center: Center) -> None:
+        self.moments, self.contrast, self.center = moments, contrast, center
+        self.centred: Center = "query" if center == "none" else center
+        self.deltas = {c: moments.delta(contrast, c) for c in dict.fromkeys((_AS_IT_IS, self.centred))}
+        self.sizes, self.pairs = moments.sizes(contrast).tolist(), moments.count(contrast).tolist()
+        self.dominance = mean_dominance(moments, contrast).tolist()
+        self.units = moments.unit_count(contrast)[0]
+        self.difference = self._difference_null()
+
+    def _difference_null(self) -> NullKind:
+        kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
+        for kind in kinds:
+            if kind in self.moments.nulls:
+                return kind
+        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
+        mean_part = (self.moments.delta(self.contrast, "query") - self.deltas[_AS_IT_IS]).abs().amax(dim=(1, 2))
+        small = all(part <= ROUNDING * size for part, size in zip(mean_part.tolist(), self.sizes, strict=True))
+        if "interaction" in self.moments.nulls and small:
+            return "interaction"
+        raise BadInput(
+            "controls need sign_flip or label_permutation replicates: ask for them when the moments are made."
+        )
+
+    def tested(self, head: Head, alpha: float, max_rank: int | None) -> _Tested:
+        """Both tests of one head."""
+        row = self.moments.heads.index(head)
+        size, limit = self.sizes[row], min(max_rank or self.moments.d_head, _most_tested(self.units))
+        under_null = self.moments.null_deltas("interaction", self.contrast, head, self.centred)
+        depends = rank_above(self.deltas[self.centred][row], under_null, alpha, limit, size)
+        if self.difference == "interaction":
+            return _Tested(row, depends, depends, size)
+        under_null = self.moments.null_deltas(self.difference, self.contrast, head)
+        return _Tested(row, rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size), depends, size)
 
 
 def run_controls(
@@ -118,81 +206,103 @@ def run_controls(
     contrast: str,
     heads: Sequence[Head | str] | None = None,
     *,
+    center: Center = "none",
     alpha: float = 0.05,
     max_rank: int | None = None,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
-    The verdict takes the first component's p-value after Benjamini-Hochberg over the heads asked for together:
-    ``not above null`` unless the difference is there, then ``interaction`` if it depends on the query, else
-    ``mean only``.
+    The verdict takes the p-value of the whole matrix (`qkscope.maths.tails`) after Benjamini-Hochberg over the heads
+    asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
+    difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
+    mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
+    ``untested`` is what nothing could have shown: too few units or replicates for so many heads.
     """
     chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
-    difference = _difference_null(moments)
-    if not chosen or "query_shuffle" not in moments.nulls:
+    if not chosen or "interaction" not in moments.nulls:
         raise BadInput(
-            "controls need query_shuffle replicates: make the moments with nulls=('sign_flip', 'query_shuffle')."
+            "controls need interaction replicates: make the moments with nulls=('sign_flip', 'interaction')."
         )
-    found = {head: _controls_of(moments, contrast, head, difference, alpha, max_rank) for head in chosen}
-    q_difference = false_discovery([c.p_difference for c in found.values()])
-    q_interaction = false_discovery([c.p_interaction for c in found.values()])
-    return {
-        head: replace(c, q_difference=q_d, q_interaction=q_i, verdict=_verdict(q_d, q_i, alpha))
-        for (head, c), q_d, q_i in zip(found.items(), q_difference, q_interaction, strict=True)
-    }
+    whole = _Whole(moments, contrast, center)
+    found = {head: whole.tested(head, alpha, max_rank) for head in chosen}
+    floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
+    tests = {name: [getattr(one, name) for one in found.values()] for name in ("difference", "interaction")}
+    p_values = {name: head_p_values([t.statistics for t in own], floor) for name, own in tests.items()}
+    q_values = {name: false_discovery(own) for name, own in p_values.items()}
+    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
+    folded = whole.centred if whole.difference == "interaction" else center
+    ranks = cross_validated_rank(moments, contrast, folded, [one.row for one in found.values()])
+    controls = {}
+    for i, (head, one) in enumerate(found.items()):
+        p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
+        # what is only rounding needs no test to be nothing
+        hopeless = {
+            name: bool(getattr(one, name).statistics) and _hopeless(own, i, floor, alpha)
+            for name, own in p_values.items()
+        }
+        verdict = _verdict(q, hopeless, center != "none", alpha)
+        controls[head] = _controls_of(whole, one, p, q, alpha, verdict, ranks[i])
+        if verdict == "untested":
+            reason = _reason(whole.units, moments.replicates, len(chosen), floor)
+            controls[head] = replace(controls[head], reason=reason)
+    return controls
 
 
-def _difference_null(moments: Moments) -> NullKind:
-    kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
-    for kind in kinds:
-        if kind in moments.nulls:
-            return kind
-    raise BadInput("controls need sign_flip or label_permutation replicates: ask for them when the moments are made.")
+def _most_tested(units: int) -> int:
+    """Few units span few directions: with most of them projected out, replicates have no room left; anything passes."""
+    return max(units // 4, 1)
 
 
 def _controls_of(
-    moments: Moments, contrast: str, head: Head, difference: NullKind, alpha: float, max_rank: int | None
-) -> Controls:
-    row = moments.heads.index(head)
-    delta, centred = (moments.delta(contrast, center)[row] for center in ("none", "query"))
-    spectrum = torch.linalg.svdvals(delta)
-    positive, negative = moments.count(contrast)[row].tolist()
-    # Few pairs span few directions: with most of them projected out, replicates have no room left, and anything passes.
-    limit = min(max_rank or moments.d_head, max(int(min(positive, negative)) // 4, 1))
-    above = rank_above(delta, moments.null_deltas(difference, contrast, head), alpha, limit)
-    shuffled = moments.null_deltas("query_shuffle", contrast, head, "query")
-    interaction = rank_above(centred, shuffled, alpha, limit, size=float(spectrum[0]))
-    p_d, p_i = above.p_values[0], interaction.p_values[0]
+    whole: _Whole, one: _Tested, p: Mapping[str, float], q: Mapping[str, float], alpha: float, verdict: Verdict,
+    cv_rank: int,
+) -> Controls:  # fmt: skip
+    spectra = {c: torch.linalg.svdvals(deltas[one.row]) for c, deltas in whole.deltas.items()}
+    positive, negative = whole.pairs[one.row]
+    shown = one.difference if whole.center == "none" else one.interaction
     return Controls(
-        energy_rank=int(energy_rank(spectrum)),
-        null_rank=above.rank,
-        centred_energy_rank=_centred_rank(torch.linalg.svdvals(centred), spectrum),
-        interaction_rank=interaction.rank,
-        mean_dominance=float(mean_dominance(moments, contrast)[row]),
-        p_difference=p_d,
-        p_interaction=p_i,
-        q_difference=p_d,
-        q_interaction=p_i,
-        verdict=_verdict(p_d, p_i, alpha),
-        spectrum=tuple(spectrum.tolist()),
-        null_median=above.null_median,
-        null_high=above.null_high,
+        energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=one.size)),
+        null_rank=max(one.difference.rank, 1) if q["difference"] <= alpha else 0,
+        centred_energy_rank=int(energy_rank(spectra[whole.centred], size=one.size)),
+        interaction_rank=max(one.interaction.rank, 1) if q["interaction"] <= alpha else 0,
+        cv_rank=cv_rank,
+        mean_dominance=whole.dominance[one.row],
+        p_difference=p["difference"],
+        p_interaction=p["interaction"],
+        q_difference=q["difference"],
+        q_interaction=q["interaction"],
+        verdict=verdict,
+        center=whole.center,
+        spectrum=tuple(spectra[whole.center].tolist()),
+        null_median=shown.null_median,
+        null_high=shown.null_high,
         positive_pairs=positive,
         negative_pairs=negative,
-        replicates=moments.replicates,
-        null=difference,
+        units=whole.units,
+        replicates=whole.moments.replicates,
+        null=whole.difference,
     )
 
 
-def _centred_rank(centred: Float[Tensor, " d"], spectrum: Float[Tensor, " d"]) -> int:
-    """The 99% rank; 0 where centring has left but the rounding errors of float32 queries and keys."""
-    return int(energy_rank(centred)) if float(centred[0]) > ROUNDING * float(spectrum[0]) else 0
+def _hopeless(p_values: Sequence[float], i: int, floor: float, alpha: float) -> bool:
+    """Whether this head would not be called either if it were as far above its null as can be."""
+    return false_discovery([floor if j == i else p for j, p in enumerate(p_values)])[i] > alpha
 
 
-def _verdict(p_difference: float, p_interaction: float, alpha: float) -> Verdict:
-    if p_difference > alpha:
-        return "not above null"
-    return "interaction" if p_interaction <= alpha else "mean only"
+def _verdict(q: Mapping[str, float], hopeless: Mapping[str, bool], centred: bool, alpha: float) -> Verdict:
+    depends = q["interaction"] <= alpha
+    if centred and (depends or hopeless["interaction"]):
+        return "interaction" if depends else "untested"
+    if q["difference"] > alpha:
+        return "untested" if hopeless["difference"] else "not above null"
+    return "interaction" if depends else "untested" if hopeless["interaction"] else "mean only"
+
+
+def _reason(units: int, replicates: int, heads: int, floor: float) -> str:
+    many = f" for {heads} heads at once" if heads > 1 else ""
+    if 0.5 ** max(units - 1, 0) >= floor:
+        return f"untested: {units} independent units (different words, or prompts) are too few{many}"
+    return f"untested: {replicates} replicates are too few{many}"
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
@@ -202,16 +312,3 @@ def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
     """
     whole, centred = (moments.delta(contrast, center).square().sum(dim=(1, 2)) for center in ("none", "query"))
     return torch.where(whole > 0, 1 - centred / whole, torch.zeros_like(whole))
-
-
-def false_discovery(p_values: Sequence[float]) -> list[float]:
-    """Benjamini-Hochberg adjusted p-values: calling those ≤ α keeps the expected share of false calls ≤ α.
-
-    >>> [round(q, 3) for q in false_discovery([0.01, 0.04, 0.03, 0.5])]
-    [0.04, 0.053, 0.053, 0.5]
-    """
-    p = torch.tensor(list(p_values), dtype=torch.float64)
-    order = p.argsort()
-    scaled = p[order] * len(p) / torch.arange(1, len(p) + 1, dtype=torch.float64)
-    adjusted = scaled.flip(0).cummin(dim=0).values.flip(0).clamp_max(1.0) if len(p) else scaled
-    return torch.empty_like(p).index_copy(0, order, adjusted).tolist()

@@ -26,11 +26,27 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
-from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta
-from qkscope.maths.replicates import NULL_KINDS, NullKind, key_sums, replicate_sums, signed_weights
+from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta, interaction_deltas
+from qkscope.maths.replicates import (
+    BUCKETS,
+    DEALS,
+    FLIPS,
+    FOLDS,
+    NULL_KINDS,
+    NullKind,
+    bucket_of,
+    carried,
+    count_units,
+    fold_of,
+    key_sums,
+    replicate_sums,
+    row_scale,
+    signed_weights,
+)
 from qkscope.maths.store import check_shapes, read_tensors, write_tensors
 
 SIGNS = ("positive", "negative")
+_AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
 
 
 class _Layout(NamedTuple):
@@ -52,9 +68,10 @@ class Moments:
     contrasts : names of the contrasts.
     d_head : width of queries and keys.
     group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
-    nulls : null replicates to carry beside the sums (see `qkscope.maths.replicates`).
+    nulls : the nulls to carry replicates for (see `qkscope.maths.replicates`); with them, the sums are also kept in
+        folds of units, for cross-validation.
     null_heads : the heads that carry them; all by default. Each costs ``2 · replicates · (d_head + 1)² · 8`` bytes
-        per contrast and kind of null.
+        per contrast, and as much again where labels are dealt besides.
     replicates, seed : how many draws of each null, and their seed.
     about : what the sums were made from (model, weights hash, tokenizer, …); kept in the file, compared on merge.
 
@@ -95,17 +112,21 @@ class Moments:
 
         self.key_heads = list(dict.fromkeys(self._key_head(i) for i in range(len(self.heads))))
         self._layouts: dict[int | None, _Layout] = {}
-        a = d_head + 1
-        shape = (len(self.heads), a, 2, a)
-        null_shape = (len(self.null_heads), a, replicates, 2, a)
-        self.sums: dict[str, Tensor] = {
-            contrast: torch.zeros(shape, dtype=torch.float64, device=device) for contrast in self.contrasts
-        }
+        h, a = len(self.heads), d_head + 1
+
+        def zeros(*shape: int) -> dict[str, Tensor]:
+            return {c: torch.zeros(shape, dtype=torch.float64, device=device) for c in self.contrasts}
+
+        self.sums = zeros(h, a, 2, a)
         self.null_sums: dict[tuple[str, str], Tensor] = {
-            (kind, contrast): torch.zeros(null_shape, dtype=torch.float64, device=device)
-            for kind in self.nulls
-            for contrast in self.contrasts
+            (kind, contrast): tensor
+            for kind in carried(self.nulls)
+            for contrast, tensor in zeros(len(self.null_heads), a, replicates, 2, a + (kind == FLIPS)).items()
         }
+        # Beside the nulls: Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has.
+        self.scales = zeros(h, a, 2) if self.nulls else {}
+        self.folds = zeros(FOLDS, h, a, 2, a) if self.nulls else {}
+        self.units = zeros(BUCKETS) if self.nulls else {}
 
     def _check_parameters(self) -> None:
         if not self.contrasts or len(set(self.contrasts)) < len(self.contrasts):
@@ -158,8 +179,8 @@ class Moments:
         k : keys, once per key head, in the order of ``key_heads``; slots with label 0 are ignored.
         labels : for each contrast, +1, −1 or 0 per key. A contrast left out gets nothing from this batch.
         weights : weight of each (query, key) pair; 1 by default.
-        prompts : which prompt each row belongs to, the random unit of the nulls. Needed when nulls are carried, with
-            numbers that are unique over all shards.
+        prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
+            share a word or are copies. Needed when nulls are carried; unique over all shards.
         layer : the layer these queries and keys come from, when a batch brings one layer at a time.
         """
         where, key_heads, kv_of_head, nulled = self._layout(layer)
@@ -172,15 +193,42 @@ class Moments:
                 label = label.masked_fill(weights.to(keys.device) == 0, 0)
             sums, clean = self._key_sums(keys, label, weights, q, where, key_heads, prompts)
             add_outer(self.sums[contrast], where, queries, sums.flatten(2), kv_of_head)
-            for kind in self.nulls if nulled else ():
+            if self.nulls:
                 assert prompts is not None
+                unit = prompts.to(keys.device)
+                self._add_folds(contrast, where, queries, sums, kv_of_head, unit)
+                if nulled:
+                    self._add_nulls(contrast, nulled, queries, sums, kv_of_head, clean, label, weights, unit)
+
+    def _add_folds(
+        self, contrast: str, where: list[int], queries: Tensor, sums: Tensor, kv_of_head: list[int], unit: Tensor
+    ) -> None:
+        scale = row_scale(sums)[..., 0]
+        self.scales[contrast][where] += torch.einsum("bha,bhs->has", queries, scale[:, kv_of_head])
+        # a batch of one layer counts as the share of the heads that it brings
+        share = torch.full_like(unit, len(where) / len(self.heads), dtype=torch.float64)
+        self.units[contrast].index_add_(0, bucket_of(unit), share)
+        fold = fold_of(unit)
+        for own in fold.unique().tolist():
+            rows = (fold == own).nonzero()[:, 0]
+            add_outer(self.folds[contrast][own], where, queries[rows], sums[rows].flatten(2), kv_of_head)
+
+    def _add_nulls(
+        self, contrast: str, nulled: list[tuple[int, int]], queries: Tensor, sums: Tensor, kv_of_head: list[int],
+        keys: Tensor, label: Tensor, weights: Tensor | None, unit: Tensor,
+    ) -> None:  # fmt: skip
+        each = sums[0].numel() * self.replicates * sums.element_size()
+        for rows in torch.arange(len(sums), device=sums.device).split(max(_AT_ONCE // max(each, 1), 1)):
+            own_weights = None if weights is None else weights.to(keys.device)[rows]
+            for kind in carried(self.nulls):
                 drawn = replicate_sums(
-                    kind, self.seed, self.replicates,
-                    keys=clean, sums=sums, labels=label, weights=weights, prompts=prompts.to(keys.device),
+                    kind, self.seed, self.replicates, keys=keys[rows], sums=sums[rows], labels=label[rows],
+                    weights=own_weights, prompts=unit[rows],
                 )  # fmt: skip
                 state = self.null_sums[kind, contrast]
                 for n, row in nulled:  # a head at a time: replicates of all heads at once would not fit in memory
-                    add_outer(state, [row], queries[:, n : n + 1], drawn[:, kv_of_head[n], None].flatten(2), [0])
+                    own = drawn[:, kv_of_head[n], None].flatten(2)
+                    add_outer(state, [row], queries[rows, n : n + 1], own, [0])
 
     def _key_sums(
         self,
@@ -263,15 +311,42 @@ class Moments:
         """
         return centred_delta(self._filled(contrast), center)
 
+    def sizes(self, contrast: str) -> Float[Tensor, " h"]:
+        """Size of the two averages that ΔC is the difference of: what it is rounded by."""
+        sums = self._filled(contrast)
+        return torch.linalg.matrix_norm((sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1].transpose(1, 2), ord=2).amax(
+            dim=1
+        )
+
     def null_deltas(self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none") -> Tensor:
-        """ΔC of every null replicate of one head, shape (replicates, d_head, d_head)."""
+        """ΔC of every null replicate of one head, shape (replicates, d_head, d_head).
+
+        Those of ``interaction`` are of the query-centred ΔC, or of the one centred on ``both``.
+        """
         head = Head.parse(head)
         if kind not in self.nulls or head not in self.null_heads:
             raise BadInput(f"no {kind} replicates were carried for {head}: ask for them when the moments are made.")
-        observed = self._filled(contrast)[self.heads.index(head)]
-        drawn = self.null_sums[kind, contrast][self.null_heads.index(head)].transpose(0, 1)
-        # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
-        return centred_delta(drawn, center, reference=observed[None] if kind == "sign_flip" else drawn)
+        row, null_row = self.heads.index(head), self.null_heads.index(head)
+        observed = self._filled(contrast)[row]
+        if kind == "label_permutation":
+            return centred_delta(self.null_sums[DEALS, contrast][null_row].transpose(0, 1), center)
+        drawn = self.null_sums[FLIPS, contrast][null_row].transpose(0, 1)
+        if kind == "sign_flip":
+            # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
+            return centred_delta(drawn[..., :-1], center, reference=observed[None])
+        whole = torch.cat([observed, self.scales[contrast][row][..., None]], dim=-1)
+        units = max(self.unit_count(contrast)[1], 2.0)
+        return interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
+
+    def fold_sums(self, contrast: str) -> Float[Tensor, "f h a 2 a"]:
+        """The sums over each fold of units; they add up to the whole."""
+        if not self.nulls:
+            raise BadInput("sums are kept in folds beside nulls: ask for nulls when the moments are made.")
+        return self.folds[contrast]
+
+    def unit_count(self, contrast: str) -> tuple[int, float]:
+        """How many random units went in, and how many equally large ones they are worth."""
+        return count_units(self.units[contrast])
 
     def _sums_of(self, contrast: str) -> Tensor:
         if contrast not in self.sums:
@@ -315,7 +390,11 @@ class Moments:
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
         state = {f"sums/{contrast}": tensor for contrast, tensor in self.sums.items()}
-        return state | {f"{kind}/{contrast}": tensor for (kind, contrast), tensor in self.null_sums.items()}
+        state |= {f"{kind}/{contrast}": tensor for (kind, contrast), tensor in self.null_sums.items()}
+        beside = {"scales": self.scales, "folds": self.folds, "units": self.units}
+        return state | {
+            f"{name}/{contrast}": tensor for name, own in beside.items() for contrast, tensor in own.items()
+        }
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""

@@ -3,15 +3,19 @@
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over the keys labelled ±.
 A null changes only those sums, so replicates stream beside the data and nothing is stored:
 
-- ``sign_flip``: multiply a prompt's sums by one random sign. H0: the conditions do not differ (paired keys).
-- ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, for unpaired keys.
-- ``query_shuffle``: give a query the keys of another prompt of the batch. H0: a difference that ignores the query.
+- ``sign_flip``: multiply a unit's sums by one random sign. H0: the conditions do not differ.
+- ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, exact for unpaired keys.
+- ``interaction``: the same signs, on what is left of ``(q − q̄) s`` when the difference that every query sees alike, in
+  the row's own scale, is taken out. H0: a difference that ignores the query (`qkscope.maths.augmented`).
 
-The random unit is the **prompt**: signs per (query, key) pair would inflate the significance tenfold.
+The random unit is whatever ``prompts`` numbers: the **prompt**, or all prompts that share a word or are copies. Signs
+per (query, key) pair would inflate the significance tenfold, and signs per prompt where six words are used again and
+again nearly as much.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -20,8 +24,36 @@ from torch import Tensor
 
 from qkscope.maths.draws import draw_bits, draw_signs
 
-NullKind = Literal["sign_flip", "label_permutation", "query_shuffle"]
+NullKind = Literal["sign_flip", "label_permutation", "interaction"]
 NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
+FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
+FOLDS = 8
+BUCKETS = 2**14
+_FOLD_STREAM = 101
+
+
+def carried(nulls: list[NullKind]) -> list[str]:
+    """The sums to carry for these nulls."""
+    flips = "sign_flip" in nulls or "interaction" in nulls
+    return [FLIPS] * flips + [DEALS] * ("label_permutation" in nulls)
+
+
+def fold_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Which of the folds of a cross-validation a unit falls into, whatever the seed of the nulls."""
+    return draw_bits(_FOLD_STREAM, units).remainder(FOLDS)
+
+
+def bucket_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Where a unit is counted: counts of buckets add up over shards, and do not grow with the data."""
+    return draw_bits(units).remainder(BUCKETS)
+
+
+def count_units(rows: Float[Tensor, " n"]) -> tuple[int, float]:
+    """How many units filled these buckets with rows, and how many equally large ones they are worth."""
+    filled = int((rows > 0).sum())
+    # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
+    count = round(-BUCKETS * math.log(max(BUCKETS - filled, 1) / BUCKETS))
+    return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
 
 
 def signed_weights(labels: Int[Tensor, "*r b k"], weights: Float[Tensor, "b k"] | None) -> Float[Tensor, "*r b 2 k"]:
@@ -38,8 +70,20 @@ def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) ->
     return out
 
 
+def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
+    """Size of a row's difference ``|mean⁺ − mean⁻|`` (of its mean key, where it has one sign), times its weights.
+
+    A prompt may scale its queries and keys together. In units of its own size no row's difference stands out, so what
+    shared scale makes of a difference of means is told from an interaction.
+    """
+    weight = sums[..., -1:]
+    means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
+    size = (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True)
+    return size * weight
+
+
 def replicate_sums(
-    kind: NullKind,
+    kind: str,
     seed: int,
     count: int,
     *,
@@ -48,27 +92,24 @@ def replicate_sums(
     labels: Int[Tensor, "b k"],
     weights: Float[Tensor, "b k"] | None,
     prompts: Int[Tensor, " b"],
-) -> Float[Tensor, "b g r 2 a"]:
-    """The key sums ``s±`` of every row under ``count`` draws of the null.
+) -> Float[Tensor, "b g r 2 x"]:
+    """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
 
     ``sums`` are the observed ``s±``, with the summed weight in their last place: ``a = d_head + 1``.
     """
     replicate = torch.arange(count, device=keys.device)[:, None]
-    stream = NULL_KINDS.index(kind)
-    if kind == "sign_flip":
-        signs = draw_signs(seed, stream, replicate, prompts).T.to(sums.dtype)
-        return sums[:, :, None] * signs[:, None, :, None, None]
-    if kind == "label_permutation":
-        dealt = signed_weights(_deal_labels(labels, prompts, seed, stream, replicate), weights)
-        return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
-    partner = _partners(prompts, seed, stream, replicate)
-    return sums[partner].permute(1, 2, 0, 3, 4)
+    if kind == FLIPS:
+        signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
+        return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
+    stream = NULL_KINDS.index("label_permutation")
+    dealt = signed_weights(_deal_labels(labels, prompts, seed, stream, replicate), weights)
+    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
 
 
 def _deal_labels(
     labels: Int[Tensor, "b k"], prompts: Int[Tensor, " b"], seed: int, stream: int, replicate: Int[Tensor, "r 1"]
 ) -> Int[Tensor, "r b k"]:
-    """Labels dealt out again among the labelled keys of each row; the same deal for all rows of a prompt."""
+    """Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit."""
     slot = torch.arange(labels.shape[1], device=labels.device)
     priority = draw_bits(seed, stream, replicate[..., None], prompts[:, None], slot)
     ignored = labels == 0
@@ -77,16 +118,3 @@ def _deal_labels(
     givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
     dealt = labels.expand_as(receivers).gather(-1, givers)
     return torch.zeros_like(dealt).scatter(-1, receivers, dealt)
-
-
-def _partners(prompts: Int[Tensor, " b"], seed: int, stream: int, replicate: Int[Tensor, "r 1"]) -> Int[Tensor, "r b"]:
-    """Whose keys each row gets: the batch's prompts permuted, the n-th row of one to the n-th row of another.
-
-    Uniform permutations form a group, which makes the test exact; a prompt that draws itself only costs power.
-    """
-    same = prompts[:, None] == prompts[None, :]
-    occurrence = same.tril(-1).sum(dim=1)
-    rows = occurrence.argsort(stable=True)
-    shuffled = draw_bits(seed, stream, replicate, prompts).argsort(dim=-1)
-    by_occurrence = occurrence[shuffled].argsort(dim=-1, stable=True)
-    return torch.empty_like(shuffled).index_copy(1, rows, shuffled.gather(1, by_occurrence))

@@ -75,7 +75,7 @@ class Subspace:
         controls: Controls | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> Subspace:
-        """The SVD of one ΔC, cut by ``energy`` (the paper's rule), at the rank above the ``null``, or where told."""
+        """The SVD of one ΔC, cut by ``energy`` (the paper's rule), at what is detected (``null``), or where told."""
         u, s, v = checked_svd(delta)
         return cls._cut(u, s, v, rank, energy, head, contrast, controls, about)
 
@@ -110,7 +110,7 @@ class Subspace:
         elif rank == "null":
             if controls is None:
                 raise BadInput("a rank above the null needs controls: run them first, or cut by energy.")
-            cut = controls.null_rank
+            cut = controls.detected
         elif isinstance(rank, int):
             cut = rank
         else:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 
+ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
+
 
 def checked_svd(
     matrix: Float[Tensor, "*n a b"],
@@ -34,10 +36,14 @@ def checked_svd(
     return u * signs, s, v * signs
 
 
-def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99) -> Tensor:
-    """Smallest rank whose squared singular values hold this share of their sum (0 where all are 0)."""
+def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0) -> Tensor:
+    """Smallest rank whose squared singular values hold this share of their sum (0 where all are 0).
+
+    ``size`` is that of the numbers the matrix is a difference of: what is below their rounding counts as 0.
+    """
     if not 0 < energy <= 1:
         raise BadInput(f"energy is a share between 0 and 1, but got {energy}.")
+    s = torch.where(s > ROUNDING * torch.as_tensor(size, dtype=s.dtype, device=s.device), s, torch.zeros_like(s))
     held = s.to(torch.float64).square().cumsum(dim=-1)
     total = held[..., -1:]
     # The last cumulative sum may miss `energy * total` by rounding when energy is 1, so the rank is capped.

@@ -102,7 +102,7 @@ def _spectra(fit: Fit) -> Iterator[Block]:
         controls = subspace.controls
         if controls is None:
             continue
-        shown = min(max(subspace.rank + 3, controls.null_rank + 3, _SHOWN_SPECTRUM), len(controls.spectrum))
+        shown = min(max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM), len(controls.spectrum))
         name = f"{contrast} at {head}"
         for i in range(shown):
             tested = i < len(controls.null_high)
@@ -112,14 +112,16 @@ def _spectra(fit: Fit) -> Iterator[Block]:
                 "null_high": controls.null_high[i] if tested else None, "kept": i < subspace.rank,
             })  # fmt: skip
         panels.append({
-            "name": name, "rank": subspace.rank, "above": controls.null_rank, "verdict": controls.verdict,
-            "dominance": controls.mean_dominance,
+            "name": name, "rank": subspace.rank, "above": controls.detected, "cv": controls.cv_rank,
+            "verdict": controls.verdict, "dominance": controls.mean_dominance, "center": controls.center,
         })  # fmt: skip
     if panels:
         more = len(fit.subspaces) - len(panels)
-        yield Block("spectra", "How many directions", "Singular values of the contrast at each head. The band is the "
-                    "same under its null, from the median to the 95% quantile, as far as components were tested; "
-                    "filled dots are the directions that were kept."
+        yield Block("spectra", "How many directions", "Singular values of the contrast at each head, centred where "
+                    "it says so. The band is the same under its null, from the median to the 95% quantile, as far as "
+                    "components were tested; filled dots are the directions that were kept. Detected are those above "
+                    "the band, the more the more data there is; predictive those that rebuild the contrast of words "
+                    "or prompts that were left out."
                     + (f" {more} more are in the table." if more else ""), rows, {"panels": panels})  # fmt: skip
 
 

@@ -121,8 +121,13 @@ def binding(
             yield (first, copy)
 
     contrasts = (
-        Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False),
-        Contrast("lexical", "the asked word's box / the same box with another word", across=lexical == "same_query"),
+        Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
+        Contrast(
+            "lexical",
+            "the asked word's box / the same box with another word",
+            across=lexical == "same_query",
+            unit=ASKED,
+        ),
         Contrast("box", "the answer's label / another label in its place", across=True),
     )
     asked_for = {"entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,

@@ -81,9 +81,12 @@ def filter_task(
             yield (_prompt(chosen, wanted, contrast, form, cluster),)
 
     contrasts = {
-        name: Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False) for name in named
+        name: Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False, unit="prompt")
+        for name in named
     }
-    contrasts[POOLED] = Contrast(POOLED, "items of the asked category / other items", center="query", paired=False)
+    contrasts[POOLED] = Contrast(
+        POOLED, "items of the asked category / other items", center="query", paired=False, unit="prompt"
+    )
     asked = {
         "categories": named,
         "form": form,

@@ -45,8 +45,10 @@ def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS,
             yield (first, _prompt(copy, at, contrast, cluster)) if contrast == "word" else (first,)
 
     contrasts = (
-        Contrast("next", "the word after the first occurrence / the other words", center="query", paired=False),
-        Contrast("word", "the word after the one repeated / the same after another", across=True),
+        Contrast(
+            "next", "the word after the first occurrence / the other words", center="query", paired=False, unit="END"
+        ),
+        Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
     )
     asked = {"length": length, "words": list(words), "chat": chat}
     return Task("induction", {c.name: c for c in contrasts}, draw, seed, chat, asked)

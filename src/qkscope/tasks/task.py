@@ -40,6 +40,9 @@ class Contrast:
     across : whether − is the + key of the counterfactual copy, seen by the same query (labels then mark + alone).
     center : centring that this contrast needs to mean what it says ("none" is the papers').
     paired : whether each + key has one − key; decides which null applies.
+    unit : what prompts are told apart by in the nulls and in cross-validation, as prompts that share it are not
+        independent: the text of their + keys (``key``), the piece in a role of that name, or ``prompt``, where by
+        design nothing but the arrangement varies.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Contrast:
     across: bool = False
     center: Literal["none", "query", "both"] = "none"
     paired: bool = True
+    unit: str = "key"
 
     def __post_init__(self) -> None:
         if self.center not in ("none", "query", "both"):

@@ -39,12 +39,12 @@
     const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
     const svg = draw(
       "svg",
-      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} above the null` },
+      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} detected` },
       draw("text", { class: "title", x: 0, y: 13 }, panel.name),
       draw(
         "text",
         { class: "soft", x: 0, y: 30 },
-        `kept ${panel.rank} · above null ${panel.above} · mean ${fixed(panel.dominance)} · ${panel.verdict}`,
+        `${panel.center && panel.center !== "none" ? "centred · " : ""}kept ${panel.rank} · detected ${panel.above} ${panel.cv === undefined ? "" : `· predictive ${panel.cv} `}· mean ${fixed(panel.dominance)} · ${panel.verdict}`,
       ),
     );
     const lines = (steps) => {

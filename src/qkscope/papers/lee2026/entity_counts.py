@@ -95,7 +95,7 @@ _COLOURS = ("#3b6ea8", "#d9822b", "#5a9367", "#8b5fa8")
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Solid: the 99% rule. Dotted: components above the null. Grey: a head at chance."""
+    """Solid: the 99% rule. Dotted: components detected. Grey: a head at chance."""
     rows = [dict(row) for row in result.tables["counts"]]
     heads = list(dict.fromkeys(row["head"] for row in rows))
     control = {row["head"] for row in rows if row["is_control"]}
@@ -120,5 +120,5 @@ def draw(result: Result) -> Files:
     axes[0].set_ylabel("rank")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle(f"{model_name(result)}: solid, the 99% rule; dotted, components above the null", fontsize=10)
+    figure.suptitle(f"{model_name(result)}: solid, the 99% rule; dotted, components detected", fontsize=10)
     return files_of(result, figure)

@@ -1,0 +1,307 @@
+"""Facts about verdicts: a real head is found beside any number of others, and noise of every kind stays noise."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from planted import PlantedHead
+from qkscope import BadInput, Head, tasks
+from qkscope.analyses import sums as sums_module
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.units import Batch, null_units
+from qkscope.capture.scope import Scope
+from qkscope.examples import Example, Key
+from qkscope.maths.controls import rank_above, run_controls
+from qkscope.maths.folds import cross_validated_rank
+from qkscope.maths.moments import Moments
+from qkscope.maths.tails import false_discovery, head_p_values
+from qkscope.page.blocks import blocks_of
+from qkscope.tasks.task import ANSWER, Contrast, Task
+
+PLANTED, HEADS, PROMPTS, LATENTS = 7, 270, 72, 3
+NULLS = ("sign_flip", "interaction")
+PAIR = torch.tensor([[1, -1]])
+
+
+def randn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- one real head among many
+
+
+def planted_model():
+    """A random Llama of one layer. Tokens carry three latents in the first places; one head reads them, no other does.
+
+    Every token is used once, so a query and its + key share their latents and nothing else.
+    """
+    config = LlamaConfig(
+        vocab_size=3 * PROMPTS, hidden_size=HEADS, intermediate_size=8, num_hidden_layers=1, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, head_dim=8, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    latents = 2.0 * torch.randint(2, (PROMPTS, LATENTS), generator=generator) - 1
+    with torch.no_grad():
+        tokens = model.model.embed_tokens.weight
+        tokens.normal_(generator=generator)
+        for part, of in enumerate((latents, latents, latents.roll(1, dims=0))):  # query, + key, − key
+            tokens[part * PROMPTS : (part + 1) * PROMPTS, :LATENTS] = of
+        attention = model.model.layers[0].self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.normal_(std=0.1, generator=generator)
+            projection.weight[:, :LATENTS] = 0
+            own = projection.weight[PLANTED * 8 : PLANTED * 8 + LATENTS]
+            own.zero_()
+            own[:, :LATENTS] = 4 * torch.eye(LATENTS)
+    return model
+
+
+def planted_task():
+    def draw(use, contrast, n):
+        units = []
+        for i in range(PROMPTS):
+            right, wrong = ((0, 1), (1, 2))[:: 1 if i % 2 else -1]
+            ids = [PROMPTS + i, 2 * PROMPTS + i] if i % 2 else [2 * PROMPTS + i, PROMPTS + i]
+            keys = [Key(span, {ANSWER: sign, "match": sign}) for span, sign in ((right, 1), (wrong, -1))]
+            units.append((Example(ids=(*ids, i), keys=tuple(keys)),))
+        return units[:n]
+
+    return Task("planted", {"match": Contrast("match", "the key that matches / one that does not")}, draw)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return Scope.from_model(planted_model(), check=False)
+
+
+@pytest.mark.parametrize("asked", [1, 16, HEADS])
+def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
+    """199 replicates give no p below .005, and over eleven heads that was never enough."""
+    heads = [Head(0, (PLANTED + i) % HEADS) for i in range(asked)]
+    fit = decompose(planted, planted_task(), heads, PROMPTS, space="pre_rope", progress=False)
+    rows = {row["head"]: row for row in fit.table()}
+    found = rows.pop(str(heads[0]))
+    assert (found["verdict"], found["interaction_rank"], found["rank_cv"]) == ("interaction", LATENTS, LATENTS)
+    assert found["units"] == PROMPTS
+    assert [row["head"] for row in rows.values() if row["verdict"] == "interaction"] == []
+    assert {row["verdict"] for row in rows.values()} <= {"not above null"}
+
+
+def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_floor():
+    null = randn(0, 50, 199).abs()
+    heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
+    p = head_p_values(heads)
+    assert p[0] == pytest.approx(1 / (50 * 199 + 1))
+    assert max(p[1:]) < 0.05
+    assert false_discovery([p[0]] + [0.5] * 49)[0] < 0.05
+    assert head_p_values(heads, floor=1 / 32)[0] == 1 / 32
+    middle = float(null[0].median())
+    assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
+    assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
+
+
+# ---------------------------------------------------------------- noise
+
+
+def calibration():
+    path = Path(__file__).parents[1] / "docs" / "calibration.py"
+    spec = importlib.util.spec_from_file_location("calibration", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["shared scale .7", "shared scale .7, large means", "8 × 8 copies", "six words", "33 words", "pairs of six words"],
+)
+def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
+    """docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
+
+    Queries shuffled over prompts called 72 to 100 of them.
+    """
+    assert sum(calibration().false_positives(f"interaction, {case}", seed) for seed in (100, 101)) <= 14
+
+
+def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
+    word = torch.randint(6, (256,), generator=torch.Generator().manual_seed(0))
+    q, k = randn(1, 256, 16, 4), randn(2, 256, 16, 2, 4)
+    q[:, 0] += 9 * randn(3, 6, 4)[word]
+    k[:, 0, 0] += 9 * randn(3, 6, 4)[word]
+    moments = Moments([f"L0H{i}" for i in range(16)], ["c"], 4, nulls=NULLS)
+    moments.update(q, k, {"c": PAIR.expand(256, 2)}, prompts=word)
+    alone = run_controls(moments, "c", ["L0H0"])[Head(0, 0)]
+    assert alone.units == 6
+    assert alone.p_interaction >= 1 / 32
+    assert "6 units, which are few" in "\n".join(alone.lines())
+    together = run_controls(moments, "c")
+    assert {c.verdict for c in together.values()} == {"untested"}
+    assert together[Head(0, 0)].reason == (
+        "untested: 6 independent units (different words, or prompts) are too few for 16 heads at once"
+    )
+
+
+def test_copies_flip_together_and_rows_count_as_one_unit():
+    q, k = randn(0, 8, 1, 4), randn(1, 8, 1, 2, 4)
+    once, often = (Moments(["L0H0"], ["c"], 4, nulls=NULLS, replicates=49) for _ in range(2))
+    once.update(q, k, {"c": PAIR.expand(8, 2)}, prompts=torch.arange(8))
+    often.update(q.repeat(8, 1, 1), k.repeat(8, 1, 1, 1), {"c": PAIR.expand(64, 2)}, prompts=torch.arange(8).repeat(8))
+    assert once.unit_count("c")[0] == often.unit_count("c")[0] == 8
+    for kind, center in (("sign_flip", "none"), ("interaction", "query")):
+        torch.testing.assert_close(
+            once.null_deltas(kind, "c", "L0H0", center), often.null_deltas(kind, "c", "L0H0", center)
+        )
+
+
+# ---------------------------------------------------------------- what the random unit is
+
+
+def numbers(task, contrast, n):
+    units = task.fit(contrast, n)
+    made = task.contrasts[contrast]
+    where = torch.tensor([(i, m) for i, unit in enumerate(units) for m in range(len(unit))])
+    found = null_units(units, made)(Batch(None, where[:, 0], where[:, 1])).tolist()
+    return units, dict(zip(map(tuple, where.tolist()), found, strict=True))
+
+
+def test_the_unit_is_the_word_asked_for_the_label_or_the_arrangement():
+    task = tasks.binding(4)
+    units, lexical = numbers(task, "lexical", 60)
+    words = {place: units[place[0]][place[1]].piece(units[place[0]][place[1]].roles["asked"]) for place in lexical}
+    assert len(set(lexical.values())) == len(set(words.values())) < 60
+    assert len(set(zip(lexical.values(), words.values(), strict=True))) == len(set(words.values()))
+    _, box = numbers(task, "box", 60)
+    assert len(set(box.values())) <= 26
+    assert box[0, 0] != box[0, 1], "a prompt and its copy have labels of their own"
+    units, order = numbers(task, "order", 60)
+    assert len(set(order.values())) == len({unit[0].text for unit in units}), "copies apart, every prompt"
+
+
+def line(word, other, more=""):
+    return Example.mark(f"{more} {word} {other} end", keys={word: {"mine": 1}, other: {"mine": -1}})
+
+
+def task_of(lines):
+    return Task("mine", {"mine": Contrast("mine", "as labelled")}, lambda use, contrast, n: [(e,) for e in lines])
+
+
+def test_lines_that_share_their_word_or_are_copies_are_one_unit():
+    six = [line(f"word{i % 6}", f"other{i}") for i in range(30)]
+    assert len(set(numbers(task_of(six), "mine", 30)[1].values())) == 6
+    one_word = [line("same", f"other{i % 10}") for i in range(30)]
+    assert len(set(numbers(task_of(one_word), "mine", 30)[1].values())) == 10, "copies of a prompt are one unit"
+
+
+# ---------------------------------------------------------------- one matrix, and no rounding in it
+
+
+def controls_of(center):
+    head = PlantedHead.make({"colour": 2}, d_head=8)
+    q, k, labels = head.pairs("colour", 200, seed=0)
+    q, k = q + 5, k.clone()
+    k[:, 0] += 1
+    moments = Moments(["L0H0"], ["c"], 8, nulls=NULLS)
+    moments.update(q[:, None], k[:, None], {"c": labels}, prompts=torch.arange(200))
+    return moments, run_controls(moments, "c", center=center)[Head(0, 0)]
+
+
+@pytest.mark.parametrize(("center", "kind", "rank"), [("none", "sign_flip", 3), ("query", "interaction", 2)])
+def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, kind, rank):
+    moments, found = controls_of(center)
+    delta = moments.delta("c", center)[0]
+    torch.testing.assert_close(torch.tensor(found.spectrum, dtype=torch.float64), torch.linalg.svdvals(delta))
+    test = rank_above(delta, moments.null_deltas(kind, "c", "L0H0", center))
+    assert (found.null_high, found.detected) == (test.null_high, test.rank)
+    assert found.verdict == "interaction"
+    assert rank - 1 <= found.detected <= rank
+
+
+def test_the_page_and_the_summary_show_the_matrix_that_was_kept(planted):
+    task = planted_task()
+    task = replace(task, contrasts={"match": replace(task.contrasts["match"], center="query")})
+    fit = decompose(planted, task, ["L0H7", "L0H8"], PROMPTS, space="pre_rope", progress=False)
+    spectra = next(block for block in blocks_of(fit) if block.kind == "spectra")
+    for head in ("L0H7", "L0H8"):
+        subspace = fit["match", head]
+        own = [row["value"] for row in spectra.rows if row["panel"] == f"match at {head}"]
+        assert own == pytest.approx(subspace.S[: len(own)].tolist())
+        assert subspace.controls.spectrum == pytest.approx(subspace.S.tolist())
+        panel = next(p for p in spectra.options["panels"] if p["name"] == f"match at {head}")
+        assert (panel["above"], panel["cv"]) == (subspace.controls.detected, subspace.controls.cv_rank)
+        assert f"{subspace.controls.null_high[0]:9.5g}" in subspace.summary()
+
+
+def test_rounding_is_no_rank():
+    """Queries that all but agree: what centring leaves is five orders below what it was computed from."""
+    q = 3.3 + 1e-8 * randn(0, 100, 1, 8)
+    k = randn(1, 100, 1, 2, 8)
+    k[:, :, 0] += 8e-1 + 1e9 * (q - 3.3) / 10
+    moments = Moments(["L0H0"], ["c"], 8, nulls=NULLS)
+    moments.update(q, k, {"c": PAIR.expand(100, 2)}, prompts=torch.arange(100))
+    assert torch.linalg.svdvals(moments.delta("c", "query")[0])[0] > 0
+    found = run_controls(moments, "c", center="query")[Head(0, 0)]
+    assert (found.interaction_rank, found.centred_energy_rank, found.cv_rank, found.p_interaction) == (0, 0, 0, 1)
+
+
+# ---------------------------------------------------------------- how many directions predict other units
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 8])
+def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prompts(rank):
+    """33 words, each with a planted part, a part of its own in the query and another in the key."""
+    found = []
+    for prompts in (320, 3000):
+        word = torch.randint(33, (prompts,), generator=torch.Generator().manual_seed(prompts))
+        a, b = (torch.linalg.qr(randn(seed, 5, 32, max(rank, 1)))[0] * (rank > 0) for seed in (1, 2))
+        z = randn(3, 33, max(rank, 1))[word]
+        q, k = randn(4, prompts, 5, 32) / 6, randn(5, prompts, 5, 2, 32) / 6
+        q += torch.einsum("hdr,nr->nhd", b, z) + (randn(6, 33, 5, 32) / 12)[word]
+        k[:, :, 0] += torch.einsum("hdr,nr->nhd", a, z) + (randn(7, 33, 5, 32) / 12)[word]
+        moments = Moments([f"L0H{i}" for i in range(5)], ["c"], 32, nulls=("interaction",), replicates=1)
+        moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
+        found.append(cross_validated_rank(moments, "c", "query", range(5)))
+    assert found == [[rank] * 5] * 2
+
+
+def test_folds_add_up_and_a_unit_is_in_one_of_them():
+    q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
+    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
+    moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
+    torch.testing.assert_close(moments.fold_sums("c").sum(0), moments.sums["c"])
+    assert moments.fold_sums("c")[:, 0, -1, 0, -1].remainder(4).eq(0).all()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_null_sums_that_do_not_fit_are_a_sentence(planted, monkeypatch):
+    says = "the null sums of 1 heads with 199 replicates do not fit into memory: take fewer heads at a time"
+
+    def full(*args, **kwargs):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    for owner, name in ((sums_module, "Moments"), (Moments, "update")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(BadInput, match=says):
+                decompose(planted, planted_task(), "L0H0", 8, progress=False)
+
+
+def test_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):
+    from qkscope.maths import moments as module
+
+    q, k = randn(0, 30, 1, 4), randn(1, 30, 1, 2, 4)
+    found = []
+    for bytes_at_once in (module._AT_ONCE, 1):
+        monkeypatch.setattr(module, "_AT_ONCE", bytes_at_once)
+        found.append(Moments(["L0H0"], ["c"], 4, nulls=("sign_flip", "label_permutation"), replicates=9))
+        found[-1].update(q, k, {"c": PAIR.expand(30, 2)}, prompts=torch.arange(30))
+    for name, tensor in found[0].tensors().items():
+        torch.testing.assert_close(tensor, found[1].tensors()[name])
