@@ -46,7 +46,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["heads", "binding", "--size", "0"], "number of entities in a prompt should be a whole number from 2 to 20"),
     (["heads", "filter", "--size", "14"], "word lists for 13 categories"),
     (["heads", "induction", "--size", "40"], "the number of words in the list should be a whole number from 3 to 32"),
-    (["heads", "binding", "--seed", "18446744073709551616"], "seed of binding should be a whole number of at"),
+    (["heads", "binding", "--seed", "18446744073709551616"], "--seed is a whole number from 0 to"),
     (["heads", "ioi", "--size", "3"], "--size is for binding"),
     (["heads", "pronoun", "--form", "sentence"], "--form is for binding"),
     (["heads", "binding", "--n", "0"], "number of examples should be a whole number at least 1"),

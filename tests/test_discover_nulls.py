@@ -134,7 +134,7 @@ def test_one_prompt_has_no_interval():
     assert bool(low.isnan().all() & high.isnan().all())
 
 
-@pytest.mark.parametrize("replicates", [0, 19, 38, True, "many"])
+@pytest.mark.parametrize("replicates", [0, 19, 38])
 def test_too_few_replicates_are_refused(replicates):
     scope = Scope.from_model(tiny_model("gpt2"))
     with pytest.raises(qk.BadInput, match="replicates are at least 39"):

@@ -18,6 +18,7 @@ from qkscope.analyses.shards import merge
 from qkscope.analyses.sums import Sums, sums_file
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.result import Result
+from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 
 
@@ -68,7 +69,7 @@ def test_a_json_file_too_large_for_a_run_is_not_read(tmp_path):
 def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
     secret = tmp_path / "secret.jsonl"
     keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
-    secret.write_text("\n".join(json.dumps({"prompt": "A B hat", "keys": keys}) for _ in range(12)))
+    secret.write_text("\n".join(json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in OBJECTS[:12]))
     fit = tmp_path / "runs" / "fit"
     run_decompose(scope, tasks.from_jsonl(secret), ["L0H1"], 4, fit, batch_size=4)
     (fit / "secret.jsonl").unlink()

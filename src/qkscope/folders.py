@@ -33,6 +33,7 @@ _STAGED = ".writing"
 _EARLIER = r"results\.json|manifest\.json|report\.html|arrays\.safetensors|figures/[^/]+\.(png|pdf|svg)"
 """What runs wrote before they listed it."""
 _PART = re.compile(r"(.+?)(?:[0-9a-f]{8})?\.part")  # what a killed run was writing
+_LEFT = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors was
 _LARGEST_JSON = 1 << 28  # bytes
 _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
 _HELD: set[Path] = set()  # folders whose lock this process holds
@@ -105,6 +106,8 @@ def _inside(folder: Path) -> Iterator[str]:
 
 def _is_ours(name: str, listed: re.Pattern[str], state: str) -> bool:
     part = _PART.fullmatch(name)
+    if _LEFT.fullmatch(name.rpartition("/")[2]):
+        return True
     return any(listed.fullmatch(own) or re.fullmatch(state, own) for own in ([name, part[1]] if part else [name]))
 
 
@@ -173,6 +176,13 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
         with suppress(OSError):  # not empty
             for above in list((folder / name).relative_to(folder).parents)[:-1]:
                 (folder / above).rmdir()
+
+
+def clear_left_over(folder: Path) -> None:
+    """Remove what a killed run was writing in a folder of ours."""
+    for path in folder.iterdir():
+        if path.suffix == ".part" or _LEFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
@@ -205,13 +206,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, SyntaxError):  # one that only a type checker sees: the others still count
-        found = {}
+        found: dict[str, Any] = {}
         inner: Any = inspect.unwrap(function)
         for name, hint in inner.__annotations__.items():
-            try:
-                found[name] = eval(hint, inner.__globals__) if isinstance(hint, str) else hint
-            except (NameError, TypeError, SyntaxError):
-                continue
+            one = type("One", (), {"__annotations__": {name: hint}})
+            with suppress(NameError, TypeError, SyntaxError):
+                found |= typing.get_type_hints(one, globalns=inner.__globals__, include_extras=True)
         return found
 
 

@@ -104,7 +104,7 @@ def discover(
     steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
-    check_least(1, queries=queries, length=length, replicates=replicates, draws=draws, batch_size=batch_size)
+    check_least(1, queries=queries, length=length, draws=draws, batch_size=batch_size)
     check_least(0, skip=skip)
     check_least(1, sizes=min(sizes, default=1))
     if contrasts is not None and not isinstance(source, Task):

@@ -31,6 +31,7 @@ from qkscope.folders import (
     SCHEMA,
     as_json,
     check_folder,
+    clear_left_over,
     kept_if_stopped,
     only_writer,
     read_json,
@@ -139,8 +140,7 @@ def run_decompose(
     with only_writer(folder):
         check_place(folder, job)
         with writing(folder):
-            for left_over in folder.glob("*.part"):  # what a killed run was writing
-                left_over.unlink(missing_ok=True)
+            clear_left_over(folder)
         write_job(folder, job)
         copy_task(task, job, Path(), folder)
         same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "replicates", "seed")}

@@ -26,7 +26,7 @@ from qkscope.analyses.safety import patient_interrupt
 from qkscope.capture.scope import Scope
 from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
-from qkscope.folders import WORK, file_name, only_writer, write_text, writing
+from qkscope.folders import WORK, clear_left_over, file_name, only_writer, write_text, writing
 from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.result import provenance
 
@@ -62,8 +62,7 @@ class Steps:
         with writing(self.folder):
             others = [path.name for path in self.work.iterdir() if path != self.folder] if self.work.is_dir() else []
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left_over in self.folder.glob("*.part"):  # what a killed run was writing
-                left_over.unlink(missing_ok=True)
+            clear_left_over(self.folder)
             if not (self.folder / "job.json").exists():
                 write_text(self.folder / "job.json", text)
             elif any(self.folder.glob("*.safetensors")):

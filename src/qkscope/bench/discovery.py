@@ -11,7 +11,7 @@ from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.maths.discovery import SelfContrast
 
-_BATCHES, _REPLICATES = 2, 19
+_BATCHES, _REPLICATES = 2, 41
 
 
 @row

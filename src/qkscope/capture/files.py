@@ -21,6 +21,7 @@ _LARGEST = {".json": 256 << 20, ".txt": 64 << 20, ".jinja": 4 << 20, ".model": 2
 _LARGEST_CONFIG = 16 << 20
 _MOST = 10_000
 _COUNTED = re.compile(r"(layer|head|expert|block|stage|depth|codebook)s?$")  # numbers of modules, not their sizes
+_LAYERS = re.compile(r"(n|num|encoder|decoder)_(\w+_)?layers?")  # that have weights; max_window_layers is a bound
 _AGAIN = "download or save the model again."
 
 _NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
@@ -83,7 +84,7 @@ def check_config(config: Mapping[str, Any], name: str, tensors: int | None = Non
     for key, value in _numbers(config):
         if value > _MOST:
             raise BadInput(f"{name} asks for {value:,} as its {key}, more than any model has: {_AGAIN}")
-        if tensors is not None and "layer" in key and value > tensors:
+        if tensors is not None and _LAYERS.fullmatch(key) and value > tensors:
             raise BadInput(f"{name} asks for {value:,} as its {key}, but the weights are {tensors:,} tensors: {_AGAIN}")
 
 

@@ -95,7 +95,7 @@ def from_jsonl(
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
         if n > len(own):
-            _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest + contrast)
+            _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest)
         return own[:n]
 
     made = {
