@@ -40,6 +40,10 @@ def noise(kind: str, mean: float, rows: int) -> tuple[torch.Tensor, torch.Tensor
         q, delta = (x * normal(n, HEADS, 1, seed=5 + i).abs().clamp_min(0.2) ** -1.0 for i, x in enumerate((q, delta)))
     if kind == "shared vector":
         q, delta = (x + normal(PROMPTS, HEADS, DIM, seed=3 + i)[prompts] for i, x in enumerate((q, delta)))
+    if kind == "unequal rows":  # a third of the prompts have fewer; those of one share a vector
+        q, delta = (x + normal(PROMPTS, HEADS, DIM, seed=3 + i)[prompts] for i, x in enumerate((q, delta)))
+        keep = (prompts % 3 > 0) | (torch.arange(n) % rows < rows // 2)
+        q, delta, prompts = q[keep], delta[keep], prompts[keep]
     q, delta = q + mean, delta + mean
     if kind.startswith("scale"):
         scale = (float(kind.split()[1]) * normal(PROMPTS, HEADS, 1, seed=6)).exp()[prompts]
@@ -58,7 +62,15 @@ def judged(q: torch.Tensor, delta: torch.Tensor, prompts: torch.Tensor, replicat
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("iid", 1), ("heavy tails", 1), ("shared vector", 4), ("scale .35", 1), ("scale .7", 1), ("copies", 1)],
+    [
+        ("iid", 1),
+        ("heavy tails", 1),
+        ("shared vector", 4),
+        ("scale .35", 1),
+        ("scale .7", 1),
+        ("copies", 1),
+        ("unequal rows", 8),
+    ],
 )
 def test_noise_is_called_at_most_as_often_as_the_level_says(kind, rows, mean):
     tests = judged(*noise(kind, mean, rows))

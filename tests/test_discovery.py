@@ -98,6 +98,10 @@ def test_shuffling_moves_whole_prompts_row_by_row():
         assert order[start : start + 3].tolist() == list(range(int(order[start]), int(order[start]) + 3))
     ragged = shuffled_rows(torch.tensor([0, 0, 1, 2, 2, 2]), 4)
     assert sorted(ragged.tolist()) == list(range(6))
+    uneven = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4])
+    for draw in range(20):
+        rows = uneven[shuffled_rows(uneven, 4, draw)]
+        assert all(len(rows[uneven == prompt].unique()) == 1 for prompt in range(5)), "a prompt's rows stay together"
 
 
 def test_the_number_of_matched_signs_is_found_and_shuffled_queries_have_none():

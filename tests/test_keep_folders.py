@@ -76,6 +76,37 @@ def fitted(scope: Scope, out: Path, **more: object):
 # ---------------------------------------------------------------- a user's folder
 
 
+def test_a_lock_that_is_somebodys_file_or_leads_to_one_is_left_alone(tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    for name, make in (("link", lambda lock: lock.symlink_to(precious)), ("file", lambda lock: lock.write_text("me"))):
+        run = tmp_path / name
+        run.mkdir()
+        make(run / ".lock")
+        with pytest.raises(BadInput), only_writer(run):
+            pass
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "file" / ".lock").read_text() == "me"
+
+
+def test_what_only_looks_like_a_left_over_is_kept(scope, tmp_path):
+    out = tmp_path / "fit"
+    fitted(scope, out)
+    (out / ".tmpABC123").write_text("notes")
+    (out / ".tmpDEF456").write_bytes((40).to_bytes(8, "little") + b'{"cut')
+    fitted(scope, out)
+    assert (out / ".tmpABC123").read_text() == "notes"
+    assert not (out / ".tmpDEF456").exists()
+
+
+def test_a_name_too_long_for_a_disk_is_a_sentence(qkscope):
+    code, _, said = qkscope("made", "x" * 300)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "longer than a disk takes" in said
+    with pytest.raises(BadInput, match="longer than a disk takes"):
+        Scope.load("y" * 300)
+
+
 @pytest.mark.parametrize("name", ["../outside.txt", "figures/../../outside.txt", "/nowhere/outside.txt"])
 def test_a_file_of_a_run_stays_inside_its_folder(tmp_path, name):
     with pytest.raises(BadInput, match="named from inside its folder"):

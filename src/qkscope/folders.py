@@ -2,7 +2,8 @@
 
 ``manifest.json`` lists the files that a run wrote. A folder is written into if it is new or empty, or if it has such a
 list and holds nothing else; what was on the list and is made no more is removed, everything else is left alone. New
-files are laid down in ``.writing`` first and then renamed, ``results.json`` last: a folder without it is not whole.
+files are laid down in ``.qkscope-writing`` first and then renamed, ``results.json`` last: a folder without it is not
+whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SCHEMA = 1
 RESULTS, MANIFEST, PAGE = "results.json", "manifest.json", "report.html"
 LOCK, WORK = ".lock", ".work"
 """Our own besides what is listed: the lock, and the pieces of a run that is not finished."""
-_STAGED = ".writing"
+_STAGED = ".qkscope-writing"
 _EARLIER = r"results\.json|manifest\.json|report\.html|arrays\.safetensors|figures/[^/]+\.(png|pdf|svg)"
 """What runs wrote before they listed it."""
 _PART = re.compile(r"(.+?)(?:[0-9a-f]{8})?\.part")  # what a killed run was writing
@@ -181,8 +182,15 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
 def clear_left_over(folder: Path) -> None:
     """Remove what a killed run was writing in a folder of ours."""
     for path in folder.iterdir():
-        if path.suffix == ".part" or _LEFT.fullmatch(path.name):
+        if path.suffix == ".part" or (_LEFT.fullmatch(path.name) and _is_half_tensors(path)):
             path.unlink(missing_ok=True)
+
+
+def _is_half_tensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do, or not yet at all: somebody's own of the same name does not."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return not start.strip(b"\0") or (len(start) == 9 and start[4:8] == bytes(4) and start[8:] == b"{")
 
 
 @contextmanager
@@ -257,7 +265,11 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
         return
     with writing(folder):
-        handle = open(path, "w")  # noqa: SIM115 (closed below; what is done under the lock may raise)
+        # a link is not followed and nothing is cut short: a file of that name may be somebody's
+        handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+        if os.fstat(handle.fileno()).st_size:
+            handle.close()
+            raise BadInput(f"{path} is not a lock of ours, it holds something: name a new folder.")
     held = folder.resolve()
     with handle:
         try:

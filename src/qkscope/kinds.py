@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_name_length
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,6 +72,9 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
                     return function(*args, **kwargs)
                 except TypeError as error:
                     _check_names(function, args, kwargs, error)
+                    raise
+                except OSError as error:
+                    check_name_length(error)
                     raise
         own, more = _made(function, named, args, kwargs)
         return function(*own, **more)

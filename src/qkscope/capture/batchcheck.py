@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.inputs import short_ids
+from qkscope.capture.logits import logits_at
 from qkscope.capture.pick import Captured, Picker, Places
 from qkscope.capture.spaces import SPACES, Space
 from qkscope.capture.tap import Call, tap
@@ -122,7 +123,7 @@ def _views(scope: Scope, encoded: Encoded, spaces: tuple[Space, ...]) -> Views:
 def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor | None:
     """The model's output at the queries, None where it gives none for each token."""
     try:
-        return scope._logits(inputs, places)
+        return logits_at(scope, inputs, places)
     except BadInput:
         return None
 

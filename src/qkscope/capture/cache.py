@@ -159,3 +159,8 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
         rules = dict(sorted(tokenizer.get_vocab().items()))
     content = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def in_memory_hash(model: Any) -> str:
+    """Fingerprint of a model as it is in memory, config included."""
+    return model_hash(tensors_hash(model.state_dict().items()), model.config.to_diff_dict())

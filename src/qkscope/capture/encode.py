@@ -195,10 +195,14 @@ class Encoder:
 
         if self._unknown in ids:
             start, stop = offsets[ids.index(self._unknown)]
-            piece = "" if example.text is None else f" {example.text[start - shift : stop - shift]!r}"
+            if example.text is None:
+                raise BadInput(
+                    "this model has a token only for the words it was trained on, and this text has others: take words"
+                    " of the tasks, or another model."
+                )
             raise BadInput(
-                f"this model has a token only for the words it was trained on, and none for{piece}: take words of the"
-                f" tasks ({example.show(80)})."
+                "this model has a token only for the words it was trained on, and none for"
+                f" {example.text[start - shift : stop - shift]!r}: take words of the tasks ({example.show(80)})."
             )
 
         def find(span: Span) -> int:

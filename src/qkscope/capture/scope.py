@@ -22,6 +22,7 @@ from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoded, Encoder, Token, Tokens, choose_side, collate
 from qkscope.capture.first import first_token, vocabulary_size
 from qkscope.capture.inputs import PaddingSide, context_limit, forward_arguments, input_device, model_pad_id
+from qkscope.capture.logits import logits_at
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Captured, Picker, Places
 from qkscope.capture.probe import probe
@@ -146,14 +147,8 @@ class Scope(Shape):
         if self._weights_hash is None:
             self.self_check()
             return
-        setting = [
-            _CHECK_VERSION,
-            transformers.__version__,
-            torch.__version__,
-            self.device.type,
-            str(self.model.dtype),
-            self.model.config._attn_implementation,
-        ]
+        versions = [_CHECK_VERSION, transformers.__version__, torch.__version__]
+        setting = [*versions, self.device.type, self.model.dtype, self.model.config._attn_implementation]
         place = cache.cache_dir("checks", f"{self._weights_hash}.json")
         known = cache.read_json(place)
         passed = known if isinstance(known, dict) else {}
@@ -176,11 +171,8 @@ class Scope(Shape):
         trace = self._trace()
         if self._hashed is None or self._hashed[0] != trace:
             of_files = self._weights_hash if trace == self._as_loaded else None
-            self._hashed = trace, of_files or self._hash_in_memory()
+            self._hashed = trace, of_files or cache.in_memory_hash(self.model)
         return self._hashed[1]
-
-    def _hash_in_memory(self) -> str:
-        return cache.model_hash(cache.tensors_hash(self.model.state_dict().items()), self.model.config.to_diff_dict())
 
     @cached_property
     def tokenizer_hash(self) -> str | None:
@@ -340,7 +332,7 @@ class Scope(Shape):
         scores = None
         with self._tapped(patch, picker, rotary=space != "post_rope"):
             if logits:
-                scores = self._logits(given, places)
+                scores = logits_at(self, given, places)
             else:
                 self._body(given)
         same = encoded is not None and places is encoded.places
@@ -362,18 +354,6 @@ class Scope(Shape):
         body = self.model.base_model
         extra = {"use_cache": False} if "use_cache" in forward_arguments(body) else {}
         return body(**inputs, **extra)
-
-    def _logits(self, inputs: dict[str, Tensor], places: Places) -> Tensor:
-        taken = forward_arguments(self.model)
-        extra: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
-        columns, where = places.query.unique(return_inverse=True)
-        if "logits_to_keep" in taken:  # the LM head is the largest matrix: run it at the queries alone
-            output = self.model(**inputs, **extra, logits_to_keep=columns).logits
-            return output[places.row, where].float()
-        output = self.model(**inputs, **extra)
-        if getattr(output, "logits", None) is None or output.logits.ndim != 3:
-            raise BadInput(f"{self.name} gives no logits per token: capture it with logits=False.")
-        return output.logits[places.row, places.query].float()
 
     @contextmanager
     def patched(self, edits: Sequence[Edit]) -> Iterator[Any]:
@@ -398,6 +378,8 @@ class Scope(Shape):
         """
         check_least(1, max_new_tokens=max_new_tokens)
         given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
+        if "input_ids" not in given:
+            raise BadInput("generation needs input_ids: give a batch from encode.")
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise BadInput(

@@ -17,7 +17,7 @@ import typer
 from qkscope import __version__
 from qkscope.cli import contrasts, discovery, pages, papers, toys, weights  # noqa: F401  (their verbs register themselves)
 from qkscope.cli.shell import app
-from qkscope.errors import BadInput, Terminated
+from qkscope.errors import BadInput, Terminated, check_name_length
 from qkscope.folders import plain_text
 
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
@@ -31,7 +31,11 @@ def main() -> None:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         _check_arguments(sys.argv[1:])
-        app()
+        try:
+            app()
+        except OSError as error:
+            check_name_length(error)
+            raise
     except BadInput as error:
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
         sys.exit(2)

@@ -38,8 +38,10 @@ def centred_delta(
 
 def interaction_deltas(
     observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
-) -> Float[Tensor, "r d d"]:
+) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
     """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
+
+    First the part that is the same in all of them, then the replicates, that part included.
 
     The last column of the sums is ``Σ [q; 1] a±`` with ``a±`` a row's scale times its weight. A row's part
     ``(q − q̄) (s⁺ − a⁺ m⁺)ᵀ / Σw⁺``, less the same of −, with ``m± = Σ s± / Σ a±``, has mean 0 under H0, also where
@@ -60,7 +62,7 @@ def interaction_deltas(
     sure = bool(mean_difference(observed).norm() > chance)
     grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
     fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
-    return fixed + grown * _interaction_part(flipped, observed, center, sure)
+    return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
 
 
 def _interaction_part(

@@ -161,6 +161,7 @@ class _Tested:
     difference: RankTest
     interaction: RankTest
     size: float  # of the numbers that ΔC is a difference of
+    beyond_scale: tuple[Statistic, ...]  # of what the interaction is without what rows' own scale makes of a mean
 
 
 class _Whole:
@@ -193,12 +194,15 @@ class _Whole:
         """Both tests of one head."""
         row = self.moments.heads.index(head)
         size, limit = self.sizes[row], min(max_rank or self.moments.d_head, _most_tested(self.units))
-        under_null = self.moments.null_deltas("interaction", self.contrast, head, self.centred)
-        depends = rank_above(self.deltas[self.centred][row], under_null, alpha, limit, size)
+        fixed, under_null = self.moments.interaction_nulls(self.contrast, head, self.centred)
+        centred = self.deltas[self.centred][row]
+        depends = rank_above(centred, under_null, alpha, limit, size)
+        beyond = rank_above(centred - fixed, under_null - fixed, alpha, 1, size).statistics
         if self.difference == "interaction":
-            return _Tested(row, depends, depends, size)
+            return _Tested(row, depends, depends, size, beyond)
         under_null = self.moments.null_deltas(self.difference, self.contrast, head)
-        return _Tested(row, rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size), depends, size)
+        differs = rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size)
+        return _Tested(row, differs, depends, size, beyond)
 
 
 def run_controls(
@@ -228,6 +232,11 @@ def run_controls(
     floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
     tests = {name: [getattr(one, name) for one in found.values()] for name in ("difference", "interaction")}
     p_values = {name: head_p_values([t.statistics for t in own], floor) for name, own in tests.items()}
+    # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
+    beyond = head_p_values([one.beyond_scale for one in found.values()], floor)
+    p_values["interaction"] = list(map(max, p_values["interaction"], beyond))
+    if whole.difference == "interaction":
+        p_values["difference"] = p_values["interaction"]
     q_values = {name: false_discovery(own) for name, own in p_values.items()}
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
     folded = whole.centred if whole.difference == "interaction" else center

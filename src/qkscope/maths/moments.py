@@ -27,6 +27,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
 from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta, interaction_deltas
+from qkscope.maths.batches import check_batch
 from qkscope.maths.replicates import (
     BUCKETS,
     DEALS,
@@ -184,7 +185,7 @@ class Moments:
         layer : the layer these queries and keys come from, when a batch brings one layer at a time.
         """
         where, key_heads, kv_of_head, nulled = self._layout(layer)
-        self._check_batch(q, k, labels, weights, prompts, len(where), len(key_heads), layer)
+        check_batch(self, q, k, labels, weights, prompts, len(where), len(key_heads), layer)
 
         queries, keys = augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
@@ -260,38 +261,6 @@ class Moments:
                 )
         return key_sums(signed_weights(label, weights), keys), keys
 
-    def _check_batch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        labels: Mapping[str, Tensor],
-        weights: Tensor | None,
-        prompts: Tensor | None,
-        h: int,
-        g: int,
-        layer: int | None,
-    ) -> None:
-        if h == 0:
-            raise BadInput(f"no head of layer {layer} is accumulated here: the layers are "
-                           f"{sorted({head.layer for head in self.heads})}.")  # fmt: skip
-        b, slots = q.shape[0], k.shape[2] if k.ndim == 4 else -1
-        _check_shape("queries", q, (b, h, self.d_head), "rows, heads, d_head")
-        _check_shape("keys", k, (b, g, slots, self.d_head), "rows, key heads, keys, d_head")
-        for contrast, label in labels.items():
-            if contrast not in self.contrasts:
-                raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
-            _check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
-            if bool((label.abs() > 1).any()):
-                raise BadInput(f"labels of {contrast!r} are 1, -1 or 0: put what a pair weighs into weights.")
-        if weights is not None:
-            _check_shape("weights", weights, (b, slots), "rows, keys")
-            if bool((weights < 0).any()) or not bool(torch.isfinite(weights).all()):
-                raise BadInput("pair weights must be finite and not negative: put the sign into the labels.")
-        if prompts is not None:
-            _check_shape("prompts", prompts, (b,), "rows")
-        elif self.nulls:
-            raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
-
     # ------------------------------------------------------------------ results out
 
     def count(self, contrast: str) -> Float[Tensor, "h 2"]:
@@ -334,7 +303,13 @@ class Moments:
         if kind == "sign_flip":
             # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
             return centred_delta(drawn[..., :-1], center, reference=observed[None])
-        whole = torch.cat([observed, self.scales[contrast][row][..., None]], dim=-1)
+        return self.interaction_nulls(contrast, head, center)[1]
+
+    def interaction_nulls(self, contrast: str, head: Head | str, center: Center = "query") -> tuple[Tensor, Tensor]:
+        """What rows' own scale makes of a difference of means at one head, and the replicates that hold it too."""
+        row, null_row = self.heads.index(Head.parse(head)), self.null_heads.index(Head.parse(head))
+        whole = torch.cat([self._filled(contrast)[row], self.scales[contrast][row][..., None]], dim=-1)
+        drawn = self.null_sums[FLIPS, contrast][null_row].transpose(0, 1)
         units = max(self.unit_count(contrast)[1], 2.0)
         return interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
 
@@ -433,11 +408,6 @@ class Moments:
         for name, mine in moments.tensors().items():
             mine.copy_(tensors[name])
         return moments
-
-
-def _check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:
-    if tuple(tensor.shape) != want:
-        raise BadInput(f"{what} should have shape {want} ({axes}), but have {tuple(tensor.shape)}.")
 
 
 def _short(value: Any, limit: int = 80) -> str:
