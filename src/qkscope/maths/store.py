@@ -60,8 +60,8 @@ def write_tensors(
             os.fsync(written.fileno())  # else a power failure could leave the new name on an empty file
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # most likely the disk is full
-        raise BadInput(f"{path} could not be written ({error}): make room and say the same again; an earlier state is "
-                       "kept.") from None  # fmt: skip
+        kept = "; an earlier state is kept" if path.exists() else ""
+        raise BadInput(f"{path} could not be written ({error}): make room and say the same again{kept}.") from None
     finally:
         temporary.unlink(missing_ok=True)
 
