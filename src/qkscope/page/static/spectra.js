@@ -30,22 +30,22 @@
   };
 
   function spectrum(panel, rows, width) {
-    const [left, right, top, bottom, height] = [44, 8, 42, 26, 200];
+    const [left, right, top, bottom, height] = [44, 8, 58, 26, 216];
     const values = rows.flatMap((row) => [row.value, row.null_median, row.null_high]).filter((value) => value > 0);
     const high = Math.log10(Math.max(...values)),
       low = Math.max(Math.log10(Math.min(...values)), high - DECADES);
     const pad = Math.max(0.08 * (high - low), 0.05);
     const x = (i) => left + 8 + ((width - left - right - 16) * (i - 1)) / Math.max(rows.length - 1, 1);
     const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
+    // two short lines: a long one would run into the next panel
+    const predictive = panel.cv === undefined ? "" : ` · predictive ${panel.cv}`;
+    const centred = panel.center && panel.center !== "none" ? "centred · " : "";
     const svg = draw(
       "svg",
       { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} detected` },
       draw("text", { class: "title", x: 0, y: 13 }, panel.name),
-      draw(
-        "text",
-        { class: "soft", x: 0, y: 30 },
-        `${panel.center && panel.center !== "none" ? "centred · " : ""}kept ${panel.rank} · detected ${panel.above} ${panel.cv === undefined ? "" : `· predictive ${panel.cv} `}· mean ${fixed(panel.dominance)} · ${panel.verdict}`,
-      ),
+      draw("text", { class: "soft", x: 0, y: 30 }, `kept ${panel.rank} · detected ${panel.above}${predictive}`),
+      draw("text", { class: "soft", x: 0, y: 46 }, `${centred}mean ${fixed(panel.dominance)} · ${panel.verdict}`),
     );
     const lines = (steps) => {
       const found = [];
