@@ -9,7 +9,7 @@ import torch
 
 from qkscope import Scope
 from qkscope.capture.families import tiny_model
-from qkscope.capture.pick import Captured
+from qkscope.capture.pick import Capture
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
@@ -44,7 +44,7 @@ def attention_alone(model, prompt: Example) -> list[torch.Tensor]:
     return [layer[0, :, -1] for layer in attentions]
 
 
-def error(model, batch: Captured, prompts: list[Example]) -> float:
+def error(model, batch: Capture, prompts: list[Example]) -> float:
     alone = [attention_alone(model, prompt) for prompt in prompts]
     worst = 0.0
     for row, i in enumerate(batch.example.tolist()):

@@ -29,9 +29,9 @@ from qkscope.capture.scope import Scope
 from qkscope.examples import Draft, Example, Key
 from qkscope.maths.intervals import wilson
 from qkscope.maths.moments import Moments
-from qkscope.maths.store import read_tensors
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swapped_keys
+from qkscope.runs.store import read_tensors
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama

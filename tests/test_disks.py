@@ -20,7 +20,8 @@ from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.page.report import write_report
-from qkscope.result import Result, write_text
+from qkscope.runs.folder import write_text
+from qkscope.runs.result import Result
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from qkscope.rules import rule_holds
+from qkscope.runs.claims import rule_holds
 
 DOCS = Path(__file__).parent.parent / "docs"
 

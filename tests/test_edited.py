@@ -14,8 +14,8 @@ from qkscope.analyses.made import made
 from qkscope.analyses.shards import merge
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import read_manifest, read_tensors, write_tensors
-from qkscope.result import Result
+from qkscope.runs.result import Result
+from qkscope.runs.store import read_manifest, read_tensors, write_tensors
 from tiny_llama import write_tiny_llama
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -17,7 +17,7 @@ from qkscope.papers.franco2026.model_sparsity import templates_of
 from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
 from qkscope.papers.franco2026.relabelling import relabelled
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure_of
-from qkscope.tasks.indirect import TEMPLATES
+from qkscope.tasks.ioi import TEMPLATES
 
 SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
 

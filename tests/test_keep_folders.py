@@ -23,9 +23,10 @@ from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.shards import merge, together
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
-from qkscope.folders import check_folder, file_name, only_writer
-from qkscope.maths.store import read_tensors
-from qkscope.result import Result, provenance
+from qkscope.runs.folder import check_folder, file_name, only_writer
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.runs.store import read_tensors
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 
@@ -359,7 +360,7 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
 
 def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope, monkeypatch):
     """The disk fills up in the meantime: the numbers are on the screen when that is said."""
-    monkeypatch.setattr("qkscope.folders._write_bytes", disk_is_full_for("results.json"))
+    monkeypatch.setattr("qkscope.runs.folder._write_bytes", disk_is_full_for("results.json"))
     tiny = ["--model", model, "--device", "cpu", "--json"]
     for arguments, experiment in (
         (
@@ -375,7 +376,7 @@ def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope
 
 
 def disk_is_full_for(name: str):
-    from qkscope.folders import _write_bytes as real
+    from qkscope.runs.folder import _write_bytes as real
 
     def write(path: Path, content: bytes, new_folder: bool = True) -> None:
         if path.name == name:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from qkscope.errors import Terminated
-from qkscope.maths.store import read_tensors
 from qkscope.papers.lee2026.toy import trained
 from qkscope.papers.lee2026.toy.retrieval import Retrieval
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import train_heads
 from qkscope.papers.trainer import Recipe
+from qkscope.runs.store import read_tensors
 
 CELLS = [HeadCell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
 RECIPE = Recipe(steps=200, validate_every=5, patience=100)

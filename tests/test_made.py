@@ -16,8 +16,9 @@ from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, 
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.made import made
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import read_tensors
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.runs.store import read_tensors
 from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}

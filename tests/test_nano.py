@@ -21,12 +21,12 @@ from qkscope.capture.nano import nano_folder, nano_names, nano_steps
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.intervals import wilson
-from qkscope.maths.store import read_tensors
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import Rows, Texts
 from qkscope.nano.train import train_nano
 from qkscope.nano.trainer import STATE, NanoRecipe, NanoTrainer
 from qkscope.nano.words import PAD, nano_tokenizer, vocabulary, word_ids
+from qkscope.runs.store import read_tensors
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import ANSWER, pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS

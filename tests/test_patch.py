@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from qkscope.capture.encode import Encoded
+from qkscope.capture.encode import Encoding
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
@@ -17,7 +17,7 @@ from qkscope.examples import Example, Key
 HEAD = "L0H1"
 
 
-def encode(scope: Scope) -> Encoded:
+def encode(scope: Scope) -> Encoding:
     generator = torch.Generator().manual_seed(0)
     made = []
     for length in (10, 7):
@@ -67,7 +67,7 @@ def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
     torch.testing.assert_close(rest[:, 0], whole, atol=1e-5, rtol=1e-5)
 
 
-def ids_of(encoded: Encoded, row: int) -> list[int]:
+def ids_of(encoded: Encoding, row: int) -> list[int]:
     return encoded.inputs["input_ids"][row][encoded.inputs["attention_mask"][row].bool()].tolist()
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import qkscope
 from qkscope import BadInput, Head
 from qkscope.heads import parse_heads
-from qkscope.result import Claim, Result
-from qkscope.rules import rule_holds
+from qkscope.runs.claims import Claim, rule_holds
+from qkscope.runs.result import Result
 
 
 def command(*arguments, **kwargs):

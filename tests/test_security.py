@@ -16,8 +16,8 @@ from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_
 from qkscope.analyses.made import made
 from qkscope.analyses.shards import merge
 from qkscope.analyses.sums import Sums, sums_file
-from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import Result
+from qkscope.runs.result import Result
+from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 

@@ -26,7 +26,7 @@ from qkscope.analyses.safety import only_writer
 from qkscope.analyses.shards import merge, parse_shard, together, torchrun_shard
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.runs.store import read_tensors, write_tensors
 from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from qkscope.capture.families import tiny_model
-from qkscope.capture.pick import Captured
+from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
@@ -32,7 +32,7 @@ ROTATED = [
 ]
 
 
-def capture(scope: Scope, space: str, shift: int = 0) -> Captured:
+def capture(scope: Scope, space: str, shift: int = 0) -> Capture:
     generator = torch.Generator().manual_seed(0)
     made = []
     for length in (12, 8):

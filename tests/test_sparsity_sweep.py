@@ -20,8 +20,8 @@ from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.maths import sparsity as measure
 from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
-from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.tasks.indirect import TEMPLATES
+from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 
 SMALL = {"n": 6, "controls": 1, "draws": 4}

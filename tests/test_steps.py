@@ -15,7 +15,7 @@ from qkscope.analyses import steps as steps_module
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.steps import Steps, keeping
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import write_tensors
+from qkscope.runs.store import write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_sums_and_rows_are_kept_together_and_stopping_waits_for_the_batch(scope,
 
 def test_what_was_found_is_printed_before_it_is_written(tmp_path, capsys, monkeypatch):
     from qkscope.cli import main
-    from qkscope.result import Result
+    from qkscope.runs.result import Result
 
     def full(self, folder, files=None):
         raise qk.BadInput(f"{folder} cannot be written (No space left on device): make room.")

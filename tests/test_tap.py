@@ -10,11 +10,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.stream import stream
 from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.runs.stream import stream
 
 DECODERS = [
     "llama",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput, tasks
-from qkscope.tasks.lists import POOLED
+from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.store import read_tensors
 from qkscope.papers.fleet import train_all
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
 from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
 from qkscope.papers.lee2026.toy.trained import _groups, all_grids, train_heads
 from qkscope.papers.trainer import Recipe, Stack, Trainer, TrainingTask
+from qkscope.runs.store import read_tensors
 
 CELLS = [
     HeadCell(Retrieval((2, 3)), 8),

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qkscope.capture.families import tiny_model
-from qkscope.tasks.boxes import FILLER
+from qkscope.tasks.binding import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 

@@ -15,7 +15,7 @@ _HOME = {
     "Example": "qkscope.examples",
     "Head": "qkscope.heads",
     "Moments": "qkscope.maths.moments",
-    "Result": "qkscope.result",
+    "Result": "qkscope.runs.result",
     "Scope": "qkscope.capture.scope",
     "Subspace": "qkscope.maths.subspace",
     "alignment": "qkscope.maths.bridge",
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from qkscope.maths.weights import thin_svd
     from qkscope.page.report import write_report
     from qkscope.papers.registry import reproduce
-    from qkscope.result import Result
+    from qkscope.runs.result import Result
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,8 @@ from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.discovery import HeadTest, SelfContrast, head_tests, moving_basis
 from qkscope.maths.svd import checked_svd
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 _SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
 

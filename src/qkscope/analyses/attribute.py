@@ -24,7 +24,8 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.subspace import Subspace
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 
 @checked_class

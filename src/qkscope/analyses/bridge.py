@@ -24,7 +24,8 @@ from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.bridge import Alignment, alignment, carried, rotated_images
 from qkscope.maths.singular import SingularBasis, components, omega_svd
 from qkscope.maths.swap import swap_attention, swap_table
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
 
 SIZES = (1, 2, 4, 8, 12, 16)

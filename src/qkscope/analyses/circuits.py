@@ -17,10 +17,10 @@ from torch import Tensor
 from qkscope.analyses.units import batches_of
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 from qkscope.heads import Head, parse_heads
+from qkscope.runs.stream import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 QUERY = "query"

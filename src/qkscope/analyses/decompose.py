@@ -18,7 +18,9 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
-from qkscope.result import Result, check_writable, provenance
+from qkscope.runs.folder import check_writable
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
 
 Rank = int | Literal["energy", "null"]

@@ -36,7 +36,8 @@ from qkscope.maths.components import Components, paired_components
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import HeadTest, SelfContrast, above_rounding, head_tests, null_kinds
 from qkscope.maths.singular import SingularBasis
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, Task
 
 RESTS = "rests on the first token"

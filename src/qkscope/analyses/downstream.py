@@ -42,7 +42,7 @@ from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.swap import swapped_keys
-from qkscope.result import provenance
+from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
 

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from qkscope.analyses.units import batches_of
 from qkscope.capture.cache import weights_part
-from qkscope.capture.encode import Encoded
+from qkscope.capture.encode import Encoding
 from qkscope.capture.marks import check_visible, notes_of
-from qkscope.capture.pick import Captured, Places
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput, check_kind
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.intervals import clustered_bootstrap, wilson
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.runs.stream import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
@@ -110,7 +111,7 @@ def find_heads(
     )
 
 
-def _whole_rows(scope: Scope, encoded: Encoded) -> Captured:
+def _whole_rows(scope: Scope, encoded: Encoding) -> Capture:
     """Every head from each query to every token of its sequence."""
     places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
@@ -118,7 +119,7 @@ def _whole_rows(scope: Scope, encoded: Encoded) -> Captured:
     return scope.capture_inputs(encoded.inputs, places=everywhere)
 
 
-def _scores(encoded: Encoded, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
+def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
     """Per row and head: right among candidates, right of all tokens, ratio, mass; and per row the chance level."""
     labels, keys = encoded.labels[ANSWER], encoded.places.keys
     attention = rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]

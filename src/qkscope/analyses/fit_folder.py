@@ -24,7 +24,8 @@ from qkscope.analyses.units import batches_of, units_hash
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
-from qkscope.folders import (
+from qkscope.heads import Head
+from qkscope.runs.folder import (
     LOCK,
     PAGE,
     RESULTS,
@@ -39,8 +40,8 @@ from qkscope.folders import (
     write_text,
     writing,
 )
-from qkscope.heads import Head
-from qkscope.result import plain_value, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import plain_value
 from qkscope.tasks.task import Task
 
 SHARDS = "shards"

@@ -11,8 +11,9 @@ from typing import Any
 from qkscope.analyses.fit_folder import JOB
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.maths.store import read_manifest
-from qkscope.result import provenance, read_json
+from qkscope.runs.folder import read_json
+from qkscope.runs.provenance import provenance
+from qkscope.runs.store import read_manifest
 
 Row = dict[str, Any]
 _FIRST = ("model", "revision", "weights", "tokenizer", "dtype", "seed")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.singular import singular_basis
-from qkscope.capture.encode import Encoded
-from qkscope.capture.pick import Captured, Places
+from qkscope.capture.encode import Encoding
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example, Key
@@ -29,7 +29,8 @@ from qkscope.maths.relative import key_difference
 from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
 from qkscope.maths.singular import SingularBasis, singular_coordinates
 from qkscope.maths.sparsity import cancellation, null_count, reconstruction_count, sparsity
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 TOLERANCE = 0.99
 
@@ -60,7 +61,7 @@ class RelativeRows:
         return turned, shared_sparsity(self.q, self.difference, draws, prompts, seed + 1)
 
 
-def whole_rows(encoded: Encoded) -> Places:
+def whole_rows(encoded: Encoding) -> Places:
     """Every token of each row's own sequence as a key."""
     places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
@@ -69,7 +70,7 @@ def whole_rows(encoded: Encoded) -> Places:
 
 def relative_rows(
     scope: Scope,
-    inputs: Encoded | dict[str, Tensor],
+    inputs: Encoding | dict[str, Tensor],
     places: Places,
     attended: Int[Tensor, "b h"] | Int[Tensor, " b"],
     basis: SingularBasis,
@@ -84,13 +85,13 @@ def relative_rows(
     basis, heads : the singular basis, and which of its heads; all by default.
     """
     chosen = list(basis.heads) if heads is None else heads
-    given = inputs.inputs if isinstance(inputs, Encoded) else inputs
+    given = inputs.inputs if isinstance(inputs, Encoding) else inputs
     captured = scope.capture_inputs(given, places=places, heads=chosen, space="query_frame")
     return split_captured(captured, attended, basis)
 
 
 def split_captured(
-    captured: Captured,
+    captured: Capture,
     attended: Int[Tensor, "b h"] | Int[Tensor, " b"],
     basis: SingularBasis,
     rows: Sequence[int] | slice = slice(None),
@@ -233,7 +234,7 @@ def relative_attention(
 
 def _row(
     scope: Scope, example: Example, head: Head, query: str | int | None, key: str | int | None, chat: bool
-) -> tuple[Encoded, Int[Tensor, " b"]]:
+) -> tuple[Encoding, Int[Tensor, " b"]]:
     """The example with the one query and key asked about, encoded, and the key's column."""
     asked: dict[str, Any] = {"text": example.text, "ids": example.ids, "roles": example.roles}
     if isinstance(query, str):
@@ -253,7 +254,7 @@ def _row(
         if not 0 <= query < length:
             raise BadInput(f"there is no token {query}: the prompt has {length}, counted from 0.")
         places = encoded.places
-        encoded = Encoded(
+        encoded = Encoding(
             encoded.inputs, Places(places.row, torch.full_like(places.query, query), places.keys, places.key_mask),
             encoded.example, encoded.labels,
         )  # fmt: skip

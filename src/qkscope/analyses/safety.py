@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from qkscope.errors import Terminated
-from qkscope.folders import only_writer as only_writer
+from qkscope.runs.folder import only_writer as only_writer
 
 
 @contextmanager

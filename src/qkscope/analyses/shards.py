@@ -32,8 +32,8 @@ from qkscope.analyses.fit_folder import (
 )
 from qkscope.analyses.sums import Shard, sums_file
 from qkscope.errors import BadInput
-from qkscope.folders import only_writer
 from qkscope.kinds import checked_call
+from qkscope.runs.folder import only_writer
 
 log = logging.getLogger(__name__)
 

@@ -26,14 +26,15 @@ from qkscope.analyses.relative import TOLERANCE, RelativeRows, split_captured
 from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.units import batches_of
 from qkscope.capture.scope import Scope
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths import sparsity as measure
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.singular import SingularBasis
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.runs.stream import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",

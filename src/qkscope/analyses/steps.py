@@ -24,11 +24,11 @@ from torch import Tensor
 
 from qkscope.analyses.safety import patient_interrupt
 from qkscope.capture.scope import Scope
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
-from qkscope.folders import WORK, clear_left_over, file_name, only_writer, write_text, writing
-from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import provenance
+from qkscope.runs.folder import WORK, clear_left_over, file_name, only_writer, write_text, writing
+from qkscope.runs.provenance import provenance
+from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.stream import stream
 
 log = logging.getLogger(__name__)
 

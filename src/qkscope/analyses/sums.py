@@ -22,14 +22,14 @@ from qkscope.analyses.safety import patient_interrupt
 from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_rows, null_units, units_hash, whole_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.capture.stream import out_of_memory
 from qkscope.errors import BadInput
-from qkscope.folders import file_name
 from qkscope.heads import Head
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import NULL_KINDS, NullKind
-from qkscope.maths.store import check_shapes, read_tensors, write_tensors
+from qkscope.runs.folder import file_name
+from qkscope.runs.store import check_shapes, read_tensors, write_tensors
+from qkscope.runs.stream import out_of_memory
 from qkscope.tasks.task import Contrast, Task
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention, swap_table
-from qkscope.result import Result, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, ASKED, Unit
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,8 @@ from qkscope.capture.load import folder_hash
 from qkscope.capture.revisions import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.folders import (
+from qkscope.heads import Head
+from qkscope.runs.folder import (
     RESULTS,
     SCHEMA,
     as_json,
@@ -47,9 +48,9 @@ from qkscope.folders import (
     write_run,
     write_text,
 )
-from qkscope.heads import Head
-from qkscope.maths.store import read_tensors, write_tensors
-from qkscope.result import plain_value, provenance
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import plain_value
+from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)

@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkscope.capture.marks import check_visible
-from qkscope.capture.pick import Captured
+from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.capture.stream import stream
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.runs.stream import stream
 from qkscope.tasks.drawn import WINDOW
 from qkscope.tasks.task import Contrast, Unit
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Captured rows, and which unit and which of its prompts each row belongs to."""
+    """Capture rows, and which unit and which of its prompts each row belongs to."""
 
-    captured: Captured
+    captured: Capture
     unit: Int[Tensor, " b"]
     member: Int[Tensor, " b"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from qkscope.bench.harness import Row, faster, not_here, overhead, row
 from qkscope.capture.scope import Scope
-from qkscope.maths.store import read_tensors
+from qkscope.runs.store import read_tensors
 
 _PROMPTS = 1536
 _HEADS = "L18H6,L17H5"

@@ -19,7 +19,7 @@ from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.swap import Rows, capture_rows, conditions
 from qkscope.analyses.units import batches_of
 from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
-from qkscope.capture.encode import Encoded
+from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
@@ -42,7 +42,7 @@ def _scope() -> Scope:
     return Scope.load("smollm2-135m")
 
 
-def _bare_body(scope: Scope, count: int) -> tuple[list[Encoded], Callable[[], None]]:
+def _bare_body(scope: Scope, count: int) -> tuple[list[Encoding], Callable[[], None]]:
     """Batches of order prompts, and the plain way to run them: the model's body, nothing looked at."""
     units = tasks.binding(9).fit("order", count)
     batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]

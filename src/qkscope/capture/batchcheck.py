@@ -16,19 +16,19 @@ from torch import Tensor
 
 from qkscope.capture.inputs import short_ids
 from qkscope.capture.logits import logits_at
-from qkscope.capture.pick import Captured, Picker, Places
+from qkscope.capture.pick import Capture, Picker, Places
 from qkscope.capture.spaces import SPACES, Space
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
 if TYPE_CHECKING:
-    from qkscope.capture.encode import Encoded
+    from qkscope.capture.encode import Encoding
     from qkscope.capture.scope import Scope
 
 _SHIFT = 3
 
-Views = dict[tuple[int, Space], Captured]
+Views = dict[tuple[int, Space], Capture]
 """One pass, by the width of the heads and the space."""
 
 
@@ -104,7 +104,7 @@ def eager_attention(
     return tuple(layer.to(scope.device) for layer in attentions)
 
 
-def _alone(scope: Scope, encoded: Encoded) -> Alone:
+def _alone(scope: Scope, encoded: Encoding) -> Alone:
     """One prompt as bare ids: nobody but the model counts its positions."""
     bare = {"input_ids": encoded.inputs["input_ids"]}
     pickers = _pickers(scope, encoded.places, SPACES)
@@ -113,7 +113,7 @@ def _alone(scope: Scope, encoded: Encoded) -> Alone:
     return Alone(views, reported, _logits(scope, bare, encoded.places))
 
 
-def _views(scope: Scope, encoded: Encoded, spaces: tuple[Space, ...]) -> Views:
+def _views(scope: Scope, encoded: Encoding, spaces: tuple[Space, ...]) -> Views:
     pickers = _pickers(scope, encoded.places, spaces)
     with tap(scope.model, lambda call: _show(pickers, call), scope.facts.layer_of, rotary=True):
         scope._body(encoded.inputs)

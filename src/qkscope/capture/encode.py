@@ -41,10 +41,10 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoding:
     """A padded batch: the model's keyword arguments, where to look, and whose row is whose.
 
-    `example` and `labels` are as in `Captured`; `examples` is the list that `example` counts in.
+    `example` and `labels` are as in `Capture`; `examples` is the list that `example` counts in.
     """
 
     inputs: dict[str, Tensor]
@@ -282,7 +282,7 @@ def collate(
     device: torch.device,
     positions: bool,
     padding_side: PaddingSide,
-) -> Encoded:
+) -> Encoding:
     """Pad some of the tokenised examples to one batch.
 
     Parameters
@@ -322,7 +322,7 @@ def collate(
             labels[name][r, : len(own)] = torch.tensor([k.label(name) for k in examples[i].keys], dtype=torch.int8)
     inputs = batch | ({"position_ids": positions_of(mask)} if positions else {})
     row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
-    return Encoded(
+    return Encoding(
         inputs={name: value.to(device) for name, value in inputs.items()},
         places=Places(row_of.to(device), query_of.to(device), keys.to(device), key_mask.to(device)),
         example=example_of.to(device),

@@ -19,7 +19,7 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 
 if TYPE_CHECKING:
-    from qkscope.capture.encode import Encoded, Encoder
+    from qkscope.capture.encode import Encoder, Encoding
     from qkscope.capture.scope import Scope
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ def notes_of(scope: Scope, task: Any) -> list[str]:
     return [*task.notes, *([FIRST_TOKEN] if first else [])]
 
 
-def check_visible(encoded: Encoded, heads: Sequence[Head], bias: Float[Tensor, "b h k"], by_some: bool = False) -> None:
+def check_visible(
+    encoded: Encoding, heads: Sequence[Head], bias: Float[Tensor, "b h k"], by_some: bool = False
+) -> None:
     """Refuse a labelled key that a head cannot see from the query (with ``by_some``: that no head can).
 
     Parameters

@@ -24,7 +24,7 @@ from qkscope.heads import Head
 class Edit:
     """Replacement values for one head; build it with `keys`, `queries` or `logits`.
 
-    Positions are columns of the padded batch (`Captured.key_positions`), vectors are in `post_rope`; a position of -1
+    Positions are columns of the padded batch (`Capture.key_positions`), vectors are in `post_rope`; a position of -1
     leaves its slot alone.
     """
 

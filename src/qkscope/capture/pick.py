@@ -37,7 +37,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Captured:
+class Capture:
     """A batch of captured queries and keys; one row b per (example, query).
 
     Attributes
@@ -108,7 +108,7 @@ class Captured:
         logits = torch.cat([self.attention_logits(), self.rest[..., None]], dim=-1)
         return torch.softmax(logits, dim=-1)[..., :-1]
 
-    def to(self, device: torch.device | str) -> Captured:
+    def to(self, device: torch.device | str) -> Capture:
         """The same batch on another device."""
         moved: dict[str, Any] = {
             f.name: value.to(device)
@@ -340,7 +340,7 @@ class Picker:
         example: Int[Tensor, "b"],
         labels: Mapping[str, Int[Tensor, "b k"]],
         logits: Float[Tensor, "b v"] | None = None,
-    ) -> Captured:
+    ) -> Capture:
         """The batch, after the forward."""
         if not bool(self.q.isfinite().all()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
@@ -349,7 +349,7 @@ class Picker:
         self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
         device = self.q.device
         capped = bool(self.softcap.isfinite().any())
-        return Captured(
+        return Capture(
             heads=self.heads,
             q=self.q,
             k=self.k,

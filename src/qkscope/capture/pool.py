@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.capture.encode import Encoded
+from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places, Plan, plan_layers
 from qkscope.capture.pooled import Pooled
 from qkscope.capture.probe import Facts
@@ -335,7 +335,7 @@ def _lay_out(row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
 @torch.no_grad()
 def pool(
     scope: Scope,
-    inputs: Encoded,
+    inputs: Encoding,
     heads: str | Head | Sequence[str | Head] | None = None,
     *,
     space: Space = "post_rope",

@@ -35,7 +35,7 @@ class Pooled:
     drawn_columns, drawn_mask : Int, Bool [b, g, s]
         Where they stand; a query that sees fewer has masked slots.
     drawn_logits : Float32 [b, h, s]
-    kv_of_head, scale, softcap : as in `Captured`.
+    kv_of_head, scale, softcap : as in `Capture`.
     """
 
     heads: tuple[Head, ...]

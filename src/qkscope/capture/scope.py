@@ -19,22 +19,22 @@ from torch import Tensor
 
 from qkscope.capture import cache
 from qkscope.capture import load as loading
-from qkscope.capture.encode import Encoded, Encoder, Token, Tokens, choose_side, collate
+from qkscope.capture.encode import Encoder, Encoding, Token, Tokens, choose_side, collate
 from qkscope.capture.first import first_token, vocabulary_size
 from qkscope.capture.inputs import PaddingSide, context_limit, forward_arguments, input_device, model_pad_id
 from qkscope.capture.logits import logits_at
 from qkscope.capture.patch import Edit, Patch
-from qkscope.capture.pick import Captured, Picker, Places
+from qkscope.capture.pick import Capture, Picker, Places
 from qkscope.capture.probe import probe
 from qkscope.capture.selfcheck import Check, check_model
 from qkscope.capture.shape import Shape
 from qkscope.capture.spaces import Space, check_space
-from qkscope.capture.stream import stream
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput, check_kind, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
+from qkscope.runs.stream import stream
 
 _CHECK_VERSION = 2
 
@@ -186,7 +186,7 @@ class Scope(Shape):
         chat: bool = False,
         padding_side: PaddingSide | None = None,
         token: Token = "last",
-    ) -> Encoded:
+    ) -> Encoding:
         """Turn examples into one padded batch with token positions found on the ids the model sees.
 
         Parameters
@@ -218,7 +218,7 @@ class Scope(Shape):
 
     def _collate(
         self, examples: list[Example], tokens: list[Tokens], indices: Sequence[int], padding_side: PaddingSide | None
-    ) -> Encoded:
+    ) -> Encoding:
         padded = len({len(tokens[i].ids) for i in indices}) > 1
         side = choose_side(padding_side, self.facts.sides, padded, self.name)
         contrasts = sorted({name for example in examples for key in example.keys for name in key.labels})
@@ -247,13 +247,13 @@ class Scope(Shape):
         token: Token = "last",
         shard: tuple[int, int] = (0, 1),
         progress: bool | None = None,
-    ) -> Iterator[Captured]:
+    ) -> Iterator[Capture]:
         """Stream queries and keys of some heads, batch by batch.
 
         Parameters
         ----------
         examples : sequence of Example or str
-            What to run; `Captured.example` counts in this order, batches come sorted by length.
+            What to run; `Capture.example` counts in this order, batches come sorted by length.
         heads : optional
             ``"L18H6,L17H5"``, heads, or None for every head.
         space : str
@@ -273,7 +273,7 @@ class Scope(Shape):
 
         Yields
         ------
-        Captured
+        Capture
             One batch at a time; nothing is kept.
         """
         wanted = self.parse(heads)
@@ -287,7 +287,7 @@ class Scope(Shape):
             shard[0] :: shard[1]
         ]
 
-        def run(indices: list[int]) -> Captured:
+        def run(indices: list[int]) -> Capture:
             encoded = self._collate(listed, tokens, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
@@ -296,7 +296,7 @@ class Scope(Shape):
     @torch.no_grad()
     def capture_inputs(
         self,
-        inputs: Encoded | dict[str, Tensor],
+        inputs: Encoding | dict[str, Tensor],
         *,
         places: Places | None = None,
         heads: str | Head | Sequence[str | Head] | None = None,
@@ -304,15 +304,15 @@ class Scope(Shape):
         rest: bool = True,
         logits: bool = False,
         edits: Sequence[Edit] = (),
-    ) -> Captured:
+    ) -> Capture:
         """Run one batch and pick queries and keys; with edits, what comes after them.
 
         Parameters
         ----------
-        inputs : Encoded or dict
+        inputs : Encoding or dict
             From `encode`, or any keyword arguments of the model's forward (ids, pixels, ...).
         places : Places, optional
-            Where to look; those of an `Encoded` batch, if not given.
+            Where to look; those of an `Encoding` batch, if not given.
         heads, space, rest, logits
             As in `capture`.
         edits : sequence of Edit
@@ -320,7 +320,7 @@ class Scope(Shape):
         """
         wanted = self.parse(heads)
         check_space(space)
-        encoded = inputs if isinstance(inputs, Encoded) else None
+        encoded = inputs if isinstance(inputs, Encoding) else None
         given = encoded.inputs if encoded is not None else inputs
         assert isinstance(given, dict)
         if places is None:
@@ -363,13 +363,13 @@ class Scope(Shape):
 
     @torch.no_grad()
     def generate(
-        self, inputs: Encoded | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: int = 16
+        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: int = 16
     ) -> Int[Tensor, "b n"]:
         """Greedy continuation of each sequence, with edits in force at every step; new ids only.
 
         Parameters
         ----------
-        inputs : Encoded or dict
+        inputs : Encoding or dict
             A left-padded batch.
         edits : sequence of Edit
             Positions are those of the batch.
@@ -377,7 +377,7 @@ class Scope(Shape):
             How far to go.
         """
         check_least(1, max_new_tokens=max_new_tokens)
-        given = dict(inputs.inputs if isinstance(inputs, Encoded) else inputs)
+        given = dict(inputs.inputs if isinstance(inputs, Encoding) else inputs)
         if "input_ids" not in given:
             raise BadInput("generation needs input_ids: give a batch from encode.")
         mask = given.get("attention_mask")

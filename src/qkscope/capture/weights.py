@@ -43,7 +43,7 @@ class HeadWeights:
     W_K : Float[Tensor, "g d_head d_model+1"]
         One per key head that at least one of the heads reads.
     kv_of_head : Int[Tensor, "h"]
-        Which row of `W_K` each query head reads; rows stand in order of first use, as in `Captured`.
+        Which row of `W_K` each query head reads; rows stand in order of first use, as in `Capture`.
     scale : Float[Tensor, "h"]
         What the attention call multiplies ``q·k`` by (1 where a family scales its queries instead).
     c_Q, c_K : Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]

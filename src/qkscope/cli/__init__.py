@@ -18,7 +18,7 @@ from qkscope import __version__
 from qkscope.cli import contrasts, discovery, pages, papers, toys, weights  # noqa: F401  (their verbs register themselves)
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput, Terminated, check_name_length
-from qkscope.folders import plain_text
+from qkscope.runs.folder import plain_text
 
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 

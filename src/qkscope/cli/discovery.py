@@ -55,7 +55,7 @@ def discover(
     A run that died goes on where it stopped.
     """
     from qkscope.heads import parse_heads
-    from qkscope.result import check_folder
+    from qkscope.runs.folder import check_folder
 
     chosen = parse_heads(heads)
     check_folder(out, "discover")
@@ -109,7 +109,7 @@ def atlas(
 
     A run that died goes on where it stopped.
     """
-    from qkscope.result import check_folder
+    from qkscope.runs.folder import check_folder
 
     check_folder(out, "atlas")
     check_batch_size(batch_size)
@@ -143,7 +143,7 @@ def atlas(
 
 def _show(result: Any, as_json: bool, tables: dict[str, Any]) -> None:
     """Say what was found before it is written: a disk that refuses then takes nothing away."""
-    from qkscope.result import plain_value
+    from qkscope.runs.result import plain_value
 
     if as_json:
         print_json(result.to_json())

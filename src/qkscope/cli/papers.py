@@ -20,10 +20,10 @@ def demo(
 
     It takes half a minute, so that nothing is kept of one that is stopped.
     """
-    from qkscope.folders import check_folder
+    from qkscope.runs.folder import check_folder
 
     check_folder(out, "demo")
-    from qkscope.demo import demo as run_demo
+    from qkscope.cli.demo import demo as run_demo
 
     result, files = run_demo(n=n)
     print_result(result, as_json)

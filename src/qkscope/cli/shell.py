@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from qkscope.errors import BadInput
-from qkscope.folders import plain_text
+from qkscope.runs.folder import plain_text
 
 log = logging.getLogger(__name__)
 

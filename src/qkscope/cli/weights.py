@@ -45,8 +45,8 @@ def svd(
     if out is not None and (out.is_dir() or out.suffix != ".safetensors"):
         raise BadInput(f"{out} should be a file that ends in .safetensors.")
     if out is not None:
-        from qkscope.folders import check_writable
-        from qkscope.maths.store import check_replaceable
+        from qkscope.runs.folder import check_writable
+        from qkscope.runs.store import check_replaceable
 
         check_replaceable(out, "singular_basis")
         check_writable(out.absolute().parent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from qkscope.capture.cache import cache_dir
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 _NAMED = 6

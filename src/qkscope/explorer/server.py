@@ -19,7 +19,7 @@ from typing import Any
 from qkscope.errors import BadInput
 from qkscope.explorer.session import Session
 from qkscope.page.report import asset
-from qkscope.result import plain_value
+from qkscope.runs.result import plain_value
 
 log = logging.getLogger(__name__)
 

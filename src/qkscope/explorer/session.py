@@ -24,18 +24,18 @@ from qkscope.analyses.decompose import Fit
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.capture.cache import cache_dir
-from qkscope.capture.encode import Encoded
+from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Captured, Places
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.folders import file_name
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.attribution import attribute_logits
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swap_attention, swapped_keys
+from qkscope.runs.folder import file_name
 from qkscope.tasks.task import Task
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
@@ -54,8 +54,8 @@ _FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
 class _Seen:
     """One prompt, captured at every head."""
 
-    encoded: Encoded
-    captured: Captured
+    encoded: Encoding
+    captured: Capture
     texts: list[str]
 
     @property
@@ -64,7 +64,7 @@ class _Seen:
         return Places(torch.zeros(1, dtype=torch.long), c.query_positions, c.key_positions, c.key_mask)
 
 
-def _rows(captured: Captured, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[_Row]:
+def _rows(captured: Capture, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[_Row]:
     """One head's attention and logit of every token, and the logit's parts: the feature of the smaller rank first."""
     column = captured.heads.index(head)
     q, k, scale = captured.q[0, column], captured.k[0, captured.kv_of_head[column]], float(captured.scale[column])
@@ -228,7 +228,7 @@ class Session:
             chosen[name] = there[name]
         return chosen
 
-    def _patched(self, seen: _Seen, head: Head, column: int, a: int, b: int, projector: Projector) -> Captured:
+    def _patched(self, seen: _Seen, head: Head, column: int, a: int, b: int, projector: Projector) -> Capture:
         keys = seen.captured.k[0, seen.captured.kv_of_head[column]]
         pair = torch.stack(swapped_keys(keys[a], keys[b], projector))
         edit = Edit.keys(head, torch.tensor([[a, b]]), pair[None])
@@ -237,7 +237,7 @@ class Session:
             seen.encoded.inputs, places=moved, heads=[head], logits=True, edits=[edit]
         ).to("cpu")  # fmt: skip
 
-    def _random(self, captured: Captured, column: int, a: int, b: int, rank: int) -> dict[str, float]:
+    def _random(self, captured: Capture, column: int, a: int, b: int, rank: int) -> dict[str, float]:
         """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
         one = slice(column, column + 1)
         rows = AttentionRows(
@@ -249,7 +249,7 @@ class Session:
         effect = swap_attention(rows, torch.tensor([a]), torch.tensor([b]), projector)
         return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
 
-    def _next(self, before: Captured, after: Captured | None = None) -> list[dict[str, Any]]:
+    def _next(self, before: Capture, after: Capture | None = None) -> list[dict[str, Any]]:
         """The likeliest next tokens, before and after."""
         runs = [
             run.logits[0].float().softmax(-1) for run in (before, after) if run is not None and run.logits is not None

@@ -36,9 +36,9 @@ from qkscope.heads import Head, parse_heads
 from qkscope.maths.augmented import augmented
 from qkscope.maths.baselines import Covariance
 from qkscope.maths.ica import directions_of, shuffled_rows
-from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.svd import ROUNDING
 from qkscope.maths.tails import false_discovery
+from qkscope.runs.store import read_tensors, write_tensors
 
 _KINDS = 2  # of replicates, by turns: whole, and directions alone
 _AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU

@@ -44,7 +44,7 @@ from qkscope.maths.replicates import (
     row_scale,
     signed_weights,
 )
-from qkscope.maths.store import check_shapes, read_tensors, write_tensors
+from qkscope.runs.store import check_shapes, read_tensors, write_tensors
 
 SIGNS = ("positive", "negative")
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is

@@ -19,8 +19,8 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.maths.bases import joint_basis, principal_angles
 from qkscope.maths.controls import Controls
-from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.maths.svd import checked_svd, energy_rank
+from qkscope.runs.store import read_tensors, write_tensors
 
 Side = Literal["query", "key"]
 

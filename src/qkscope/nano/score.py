@@ -18,8 +18,8 @@ from qkscope import tasks
 from qkscope.capture.encode import Encoder
 from qkscope.errors import BadInput
 from qkscope.maths.intervals import wilson
-from qkscope.tasks.indirect import ioi
-from qkscope.tasks.repeats import induction
+from qkscope.tasks.induction import induction
+from qkscope.tasks.ioi import ioi
 from qkscope.tasks.task import ANSWER, Task
 
 CLAIMED = ("binding/list", "binding/sentence", "binding/question", "filter/list", "filter/bullets", "filter/question",

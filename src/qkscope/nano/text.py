@@ -20,8 +20,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkscope.nano.words import BOS, PAD, SPECIAL, vocabulary, word_ids
-from qkscope.tasks import boxes, lists
-from qkscope.tasks.indirect import TEMPLATES
+from qkscope.tasks.binding import LINES
+from qkscope.tasks.filter import FORMS
+from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
@@ -176,7 +177,7 @@ def _orders(n: int, size: int, device: torch.device, draw: torch.Generator) -> I
 
 def binding_text(form: str, entities: int, questions: int) -> tuple[str, list[str]]:
     """A context with questions and answers, and its slots: words, boxes, words asked for, answers."""
-    before, between, after, question = boxes.LINES[form]
+    before, between, after, question = LINES[form]
     context = "".join(f"{before}{{word{i}}}{between}{{box{i}}}{after}" for i in range(entities))
     turns = (question.format(f"{{asked{i}}}") + f" {{answer{i}}}" for i in range(questions))
     counts = {"word": entities, "box": entities, "asked": questions, "answer": questions}
@@ -188,7 +189,7 @@ _FILTER_SLOTS = [*(f"item{i}" for i in range(_ITEMS * len(FIVE))), "category", "
 
 def filter_text(form: str) -> str:
     """A list of things, the question and one answer."""
-    start, before, after, question = lists.FORMS[form]
+    start, before, after, question = FORMS[form]
     count = _ITEMS * len(FIVE)
     items = (f"{before}{{item{i}}}" + (after if i + 1 < count or form == "bullets" else ".") for i in range(count))
     return start + "".join(items) + question.format("{category}") + " {answer}"

@@ -10,11 +10,13 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.folders import check_folder, kept_if_stopped, only_writer
 from qkscope.kinds import checked_call
 from qkscope.nano.score import CLAIMED
 from qkscope.nano.trainer import PRESETS, STATE, NanoRecipe, NanoTrainer
-from qkscope.result import Claim, Result, provenance
+from qkscope.runs.claims import Claim
+from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 _KEPT = (
     r"state\.safetensors|(\d+|\.\d+\.[0-9a-f]{32})/"

@@ -29,10 +29,10 @@ from torch import Tensor
 from qkscope.capture.cache import tokenizer_hash
 from qkscope.errors import BadInput
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.nano.score import Exam, exams
 from qkscope.nano.text import Rows, Texts, stacked
 from qkscope.nano.words import BOS, CONTEXT, PAD, nano_tokenizer, vocabulary, word_ids
+from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 

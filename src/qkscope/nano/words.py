@@ -10,8 +10,9 @@ import re
 from functools import cache
 from typing import Any
 
-from qkscope.tasks import boxes, lists
-from qkscope.tasks.indirect import TEMPLATES
+from qkscope.tasks.binding import FILLER, LINES
+from qkscope.tasks.filter import FORMS
+from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
 
@@ -23,9 +24,9 @@ CONTEXT = 256
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Every token: the special ones, marks, then the words of the tasks' lists and texts."""
-    texts = [re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*boxes.LINES.values(), *lists.FORMS.values())]
+    texts = [re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *FORMS.values())]
     texts += [re.sub(r"\{\w*\}", " ", template) for template in TEMPLATES]
-    texts += ["Words:", *(word for filler in boxes.FILLER for word in (filler, filler.capitalize()))]
+    texts += ["Words:", *(word for filler in FILLER for word in (filler, filler.capitalize()))]
     texts += [*OBJECTS, *BOXES, *NAMES, *THINGS, *PLACES, *FIVE, *(w for own in CATEGORIES.values() for w in own)]
     found = sorted({token for text in texts for token in re.findall(_TOKEN, text)})
     marks = [token for token in found if not token[0].isalnum()]

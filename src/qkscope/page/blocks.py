@@ -14,7 +14,7 @@ from qkscope.analyses.clouds import Cloud, Colouring
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.swap import Swaps
 from qkscope.heads import Head
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 Row = Mapping[str, Any]
 

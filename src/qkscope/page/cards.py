@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from qkscope.analyses.discover import counted
 from qkscope.page.report import asset
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 Row = Mapping[str, Any]
 

@@ -25,7 +25,8 @@ from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.blocks import Block, blocks_of, drawn_tables
 from qkscope.page.known import remember
-from qkscope.result import Result, plain_value, writing
+from qkscope.runs.folder import writing
+from qkscope.runs.result import Result, plain_value
 
 _HERE = Path(__file__).parent
 _ROWS = 400  # of a table written out; the chart's and the folder's data are whole

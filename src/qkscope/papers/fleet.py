@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from qkscope.errors import BadInput
-from qkscope.folders import kept_if_stopped
 from qkscope.papers.trainer import Trained, Trainer
+from qkscope.runs.folder import kept_if_stopped
 
 log = logging.getLogger(__name__)
 

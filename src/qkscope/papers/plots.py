@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from qkscope.page.figures.style import with_page
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 Files = dict[str, str | bytes]  # by their names in the run's folder
 

@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.folders import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.kinds import checked_call
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result, provenance
+from qkscope.runs.claims import Claim
+from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from qkscope.tasks.boxes import binding
-from qkscope.tasks.indirect import ioi
+from qkscope.tasks.binding import binding
+from qkscope.tasks.filter import filter_task as filter
+from qkscope.tasks.greater_than import greater_than
+from qkscope.tasks.induction import induction
+from qkscope.tasks.ioi import ioi
 from qkscope.tasks.jsonl import from_jsonl
-from qkscope.tasks.lists import filter_task as filter
-from qkscope.tasks.pronouns import pronoun
-from qkscope.tasks.repeats import induction
+from qkscope.tasks.pronoun import pronoun
 from qkscope.tasks.task import Contrast, Task
-from qkscope.tasks.years import greater_than
 
 BUILT_IN = {
     task.__name__.removesuffix("_task"): task for task in (binding, filter, ioi, induction, greater_than, pronoun)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from qkscope.page.cards import add_section, atlas_table, feature_cards
 from qkscope.page.figures.style import new_figure, styled, with_page
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 _LOOK = {

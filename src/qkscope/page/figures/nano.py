@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.page.figures.style import INK, REST, new_figure, styled, with_page
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 _PANELS = {
     "indirect objects": ("ioi",),

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from qkscope.page.report import report_html
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph it packs into a PDF
 logging.getLogger("matplotlib").setLevel(logging.WARNING)

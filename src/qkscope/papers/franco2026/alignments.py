@@ -19,7 +19,8 @@ from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_a
 from qkscope.papers.plots import Files, figure_name, files_of, heat_map
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 

@@ -23,7 +23,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 
 @dataclass(frozen=True)

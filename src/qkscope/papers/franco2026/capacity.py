@@ -21,7 +21,8 @@ from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit,
 from qkscope.papers.plots import Files, files_of, heat_map
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:

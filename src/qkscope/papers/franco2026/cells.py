@@ -14,7 +14,7 @@ from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import Superposition, linear_pairs
 from qkscope.papers.franco2026.toy.trained import TrainedToy, train_toys
 from qkscope.papers.registry import Experiment, Figure, Settings, figure
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _SHOWN = 40  # contexts of a heat map
 

@@ -28,7 +28,8 @@ from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 STAYS = 0.95
 _SHOWN = 60  # checkpoints of figure 3

@@ -30,7 +30,8 @@ from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 TOLERANCE = 0.99
 _RESAMPLES = 400

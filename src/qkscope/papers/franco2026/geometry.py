@@ -23,7 +23,8 @@ from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ANTIPODAL = -0.9
 NO_HEAD, _SPARSE = "no head", "no head, p=0.27"

@@ -21,7 +21,8 @@ from qkscope.papers.franco2026.model_sweep import revisions_of
 from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dictionary at most
 _DECODERS = ("W_dec", "decoder.weight", "W_D", "dictionary")

@@ -16,7 +16,8 @@ from qkscope.papers.franco2026.model_sweep import Swept, swept
 from qkscope.papers.plots import Files, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 
 @figure("franco2026", "fig9", "How many singular vectors reconstruct it", model=NANO)

@@ -26,8 +26,9 @@ from qkscope.papers.franco2026.relabelling import relabelled
 from qkscope.papers.plots import Files, column, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
-from qkscope.tasks.indirect import TEMPLATES
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.tasks.ioi import TEMPLATES
 
 Values = dict[str, Tensor]
 _END = "at the end"

@@ -21,7 +21,8 @@ from qkscope.papers.franco2026.model_sweep import Swept, swept
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 FOUR = ("previous token", "induction", "S-inhibition", "name mover")
 

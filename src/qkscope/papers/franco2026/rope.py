@@ -21,7 +21,8 @@ from qkscope.papers.franco2026.toy.superposition import Positional, Superpositio
 from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 ROPE = Superposition(
     context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)

@@ -15,7 +15,8 @@ from qkscope.papers.franco2026.toy.superposition import Superposition
 from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row, least, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 ALIGNED = 0.99
 _WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4

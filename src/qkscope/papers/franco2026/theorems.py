@@ -25,7 +25,8 @@ from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_erro
 from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row, mean, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0

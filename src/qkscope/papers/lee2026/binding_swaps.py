@@ -18,7 +18,8 @@ from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.plots import Files
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 Conditions = dict[str, Row]  # rows of one head
 _SMALL = 4  # dimensions at which the curve is compared

@@ -25,7 +25,8 @@ from qkscope.papers.lee2026.points import Points, align, capture_points, nearest
 from qkscope.papers.plots import Files, figure_name, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 _WORDS = 9  # lexical labels drawn; more colours cannot be told apart

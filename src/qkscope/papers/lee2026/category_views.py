@@ -27,8 +27,9 @@ from qkscope.papers.lee2026.points import Points, align, capture_points, nearest
 from qkscope.papers.plots import Files, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
-from qkscope.tasks.lists import POOLED
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 
 _FINE = 13  # categories of panel b

@@ -10,7 +10,7 @@ from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
 from qkscope.papers.registry import Experiment, Figure, Settings, figure
 from qkscope.papers.trainer import Recipe
-from qkscope.result import Result
+from qkscope.runs.result import Result
 
 
 @dataclass(frozen=True)

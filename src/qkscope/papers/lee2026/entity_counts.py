@@ -12,7 +12,8 @@ from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.plots import Files, column, files_of, model_name
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row, pick
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _PAIRS = 3  # in a prompt, while the words are varied
 _HEADS = 3

@@ -15,8 +15,9 @@ from qkscope.papers.lee2026.swap_plots import draw_full
 from qkscope.papers.plots import Files
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
-from qkscope.tasks.lists import POOLED
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.tasks.filter import POOLED
 
 _SIZES = (1, 2, 4, 8, 12)
 JOINT = "all"

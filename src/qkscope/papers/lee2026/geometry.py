@@ -29,7 +29,8 @@ from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.plots import Files, figure_name
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192

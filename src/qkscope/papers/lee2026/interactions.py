@@ -27,7 +27,8 @@ from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ROTATIONS = 20
 

@@ -22,7 +22,7 @@ from qkscope.heads import Head
 from qkscope.maths.intervals import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
 from qkscope.papers.rows import Row
-from qkscope.tasks.lists import POOLED
+from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)

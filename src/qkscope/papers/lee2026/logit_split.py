@@ -22,7 +22,8 @@ from qkscope.papers.lee2026.points import Points
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
-from qkscope.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _DRAWS = 20
 

@@ -20,7 +20,9 @@ from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and
 from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
 from qkscope.papers.franco2026.toy.trained import train_toys
-from qkscope.result import Result, check_folder, provenance
+from qkscope.runs.folder import check_folder
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 _LARGEST_TARGET = 1 << 26  # bytes
 

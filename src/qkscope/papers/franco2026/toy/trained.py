@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.folders import only_writer
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.store import read_tensors, write_tensors
 from qkscope.papers.fleet import train_all
 from qkscope.papers.franco2026.toy.stack import StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.trainer import Trainer
+from qkscope.runs.folder import only_writer
+from qkscope.runs.store import read_tensors, write_tensors
 
 _WEIGHTS = ("W", "b", "W_Q", "W_K")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.store import read_tensors, write_tensors
+from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,9 @@ from qkscope.papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, all_grids, grid, train_heads
 from qkscope.papers.trainer import Recipe
-from qkscope.result import Result, check_folder, provenance
+from qkscope.runs.folder import check_folder
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 
 @checked_call

@@ -15,13 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from qkscope.folders import only_writer
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.store import read_tensors
 from qkscope.papers.fleet import train_all
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
 from qkscope.papers.trainer import Recipe, Trainer
+from qkscope.runs.folder import only_writer
+from qkscope.runs.store import read_tensors
 
 log = logging.getLogger(__name__)
 

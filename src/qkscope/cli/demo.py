@@ -20,7 +20,9 @@ from qkscope.analyses.swap import SIZES, swap
 from qkscope.capture.scope import Scope
 from qkscope.page.figures.verbs import draw_verbs
 from qkscope.page.report import report_html
-from qkscope.result import Claim, Result, provenance
+from qkscope.runs.claims import Claim
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 

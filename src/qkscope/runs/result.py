@@ -1,57 +1,24 @@
 """What every analysis and experiment returns: tables, arrays, claims, and where they come from.
 
 A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
-``report.html``. How it is written, and never over anybody's files, is in `qkscope.folders`.
+``report.html``. How it is written, and never over anybody's files, is in `qkscope.runs.folder`.
 """
 
 from __future__ import annotations
 
 import math
-import platform
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
-from qkscope.folders import RESULTS, as_json, write_run
-from qkscope.folders import SCHEMA as SCHEMA
-from qkscope.folders import check_folder as check_folder
-from qkscope.folders import check_writable as check_writable
-from qkscope.folders import read_json as read_json
-from qkscope.folders import write_text as write_text
-from qkscope.folders import writing as writing
+from qkscope.runs.folder import RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 from qkscope.kinds import checked_class
-from qkscope.rules import rule_holds
+from qkscope.runs.claims import Claim
 
 _OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement, what the paper says, what we measured, the same number for a control, and the rule that decides."""
-
-    claim: str
-    paper: str
-    ours: float | None
-    control: float | None
-    rule: str
-
-    @property
-    def holds(self) -> bool:
-        """Computed from the rule, never typed in."""
-        return rule_holds(self.rule, {"ours": self.ours, "control": self.control})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "claim": self.claim, "paper": self.paper, "ours": self.ours, "control": self.control,
-            "rule": self.rule, "holds": self.holds,
-        }  # fmt: skip
 
 
 @checked_class
@@ -132,26 +99,6 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         return dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(str(error)) from None
-
-
-def provenance(**asked: Any) -> dict[str, Any]:
-    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same."""
-    import torch
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("qkscope", "transformers", "numpy", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {"command": command_line(), "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
-
-
-def command_line() -> str | None:
-    """The command that runs, as a shell takes it; none where Python called us."""
-    program = Path(sys.argv[0]).parts[-2:]
-    ours = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
-    return shlex.join(["qkscope", *sys.argv[1:]]) if ours else None
 
 
 def plain_value(value: Any) -> Any:

@@ -1,13 +1,39 @@
-"""A claim's rule, as text: ``ours > 2 * control``. Parsed, not executed: arithmetic and comparisons only."""
+"""A claim and the rule that decides it, as text: ``ours > 2 * control``. Parsed, not executed: arithmetic and
+comparisons only.
+"""
 
 from __future__ import annotations
 
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from qkscope.errors import BadInput
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement, what the paper says, what we measured, the same number for a control, and the rule that decides."""
+
+    claim: str
+    paper: str
+    ours: float | None
+    control: float | None
+    rule: str
+
+    @property
+    def holds(self) -> bool:
+        """Computed from the rule, never typed in."""
+        return rule_holds(self.rule, {"ours": self.ours, "control": self.control})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "claim": self.claim, "paper": self.paper, "ours": self.ours, "control": self.control,
+            "rule": self.rule, "holds": self.holds,
+        }  # fmt: skip
+
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
