@@ -12,6 +12,7 @@ from typing import Any
 
 from qkscope.errors import BadInput
 
+
 @dataclass(frozen=True)
 class Claim:
     """A statement, what the paper says, what we measured, the same number for a control, and the rule that decides."""

@@ -1,4 +1,4 @@
-"""What made a result: the command, what was asked, the versions and threads. No time, no host: a rerun says the same."""
+"""What made a result: its command, what was asked, versions and threads. No time, no host: a rerun says the same."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 from qkscope.kinds import checked_class
 from qkscope.runs.claims import Claim
+from qkscope.runs.folder import RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 
 _OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 
