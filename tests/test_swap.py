@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.maths.attention import AttentionRows
-from qkscope.maths.baselines import Covariance, cov_qk, key_pca
+from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
 
 seeds = st.integers(0, 10**6)

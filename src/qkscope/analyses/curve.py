@@ -22,11 +22,12 @@ from qkscope.analyses.swap import Rows, capture_rows
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.baselines import Covariance, cov_qk, key_pca
+from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.ceiling import learned_basis
 from qkscope.maths.discovery import SelfContrast, moving_basis
 from qkscope.maths.singular import SingularBasis
+from qkscope.maths.sums import Covariance
 from qkscope.maths.svd import checked_svd
 from qkscope.tasks.task import ANSWER, Task
 

@@ -24,9 +24,9 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.baselines import Covariance
 from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import NULL_KINDS, NullKind
+from qkscope.maths.sums import Covariance
 from qkscope.runs.folder import file_name
 from qkscope.runs.store import check_shapes, read_tensors, write_tensors
 from qkscope.runs.stream import out_of_memory

@@ -82,31 +82,3 @@ def _interaction_part(
     expected = level + sure * (expected - level)
     left = (keys - queries[..., d + 1 :] * expected) / count
     return left[..., 0, :] - left[..., 1, :]
-
-
-def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
-    """``[v; 1]`` in float64."""
-    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
-    out[..., :-1] = vectors
-    return out
-
-
-def add_outer(
-    state: Float[Tensor, "n a *x"],
-    where: list[int],
-    queries: Float[Tensor, "b h a"],
-    keys: Float[Tensor, "b g x"],
-    kv_of_head: list[int],
-) -> None:
-    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
-    heads, groups = len(where), keys.shape[1]
-    flat, first = state.flatten(2), where[0]
-    neighbours = where == list(range(first, first + heads))
-    size = heads // groups
-    if neighbours and kv_of_head == [h // size for h in range(heads)]:
-        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
-        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
-        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
-        return
-    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
-    flat[where] += product

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.maths.augmented import augmented
-from qkscope.maths.baselines import Covariance
 from qkscope.maths.ica import directions_of, shuffled_rows
+from qkscope.maths.sums import Covariance, augmented
 from qkscope.maths.svd import ROUNDING
 from qkscope.maths.tails import false_discovery
 from qkscope.runs.store import read_tensors, write_tensors

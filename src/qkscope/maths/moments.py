@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +25,7 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
-from qkscope.maths.augmented import Center, add_outer, augmented, centred_delta, interaction_deltas
+from qkscope.maths.augmented import Center, centred_delta, interaction_deltas
 from qkscope.maths.batches import check_batch
 from qkscope.maths.replicates import (
     BUCKETS,
@@ -44,7 +43,7 @@ from qkscope.maths.replicates import (
     row_scale,
     signed_weights,
 )
-from qkscope.runs.store import check_shapes, read_tensors, write_tensors
+from qkscope.maths.sums import Accumulator, add_outer, augmented
 
 SIGNS = ("positive", "negative")
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
@@ -60,7 +59,7 @@ class _Layout(NamedTuple):
 
 
 @checked_class
-class Moments:
+class Moments(Accumulator):
     """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in float64.
 
     Parameters
@@ -84,6 +83,8 @@ class Moments:
     >>> moments.delta("order").shape
     torch.Size([2, 4, 4])
     """
+
+    kind = "moments"
 
     def __init__(
         self,
@@ -337,30 +338,7 @@ class Moments:
                            "it needs both + and − keys.")  # fmt: skip
         return sums
 
-    # ------------------------------------------------------------------ together and apart
-
-    def merge(self, *others: Moments) -> Moments:
-        """A new `Moments` with the data of all: addition, so neither order nor grouping matters (to rounding)."""
-        merged = self.copy()
-        for other in others:
-            merged._check_same_job(other)
-            for mine, theirs in zip(merged.tensors().values(), other.tensors().values(), strict=True):
-                mine += theirs.to(mine.device)
-        return merged
-
-    def _check_same_job(self, other: Moments) -> None:
-        mine, theirs = self.manifest(), other.manifest()
-        for field, value in mine.items():
-            if value != theirs[field]:
-                raise BadInput(f"these moments cannot be merged: {field} is {_short(value)} in one "
-                               f"and {_short(theirs[field])} in the other.")  # fmt: skip
-
-    def copy(self) -> Moments:
-        """An independent copy."""
-        twin = Moments.from_manifest(self.manifest(), device=next(iter(self.sums.values())).device)
-        for mine, theirs in zip(twin.tensors().values(), self.tensors().values(), strict=True):
-            mine.copy_(theirs)
-        return twin
+    # ------------------------------------------------------------------ what the sums are
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
@@ -386,7 +364,7 @@ class Moments:
         }
 
     @classmethod
-    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Moments:
+    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """An empty `Moments` for the same job."""
         given = dict(manifest)
         lacking = [name for name in ("heads", "contrasts", "d_head", "null_heads") if name not in given]
@@ -394,22 +372,3 @@ class Moments:
             raise BadInput(f"a manifest of moments names {', '.join(lacking)}, and this one does not: take manifest().")
         given["null_heads"] = given["null_heads"] or None
         return cls(**given, device=device)
-
-    def save(self, path: str | Path) -> None:
-        """Write sums and manifest to one safetensors file."""
-        write_tensors(path, "moments", self.tensors(), self.manifest())
-
-    @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Moments:
-        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
-        tensors, manifest = read_tensors(path, "moments", expect)
-        check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
-        moments = cls.from_manifest(manifest)
-        for name, mine in moments.tensors().items():
-            mine.copy_(tensors[name])
-        return moments
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = str(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -20,10 +20,11 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.maths.attention import AttentionRows
-from qkscope.maths.baselines import Covariance, cov_qk, key_pca
+from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, principal_cosines, random_bases
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
+from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
 from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.fleet import one_thread

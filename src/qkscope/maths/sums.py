@@ -1,0 +1,200 @@
+"""Sums that stream: batches, shards and machines add up to the same numbers, whatever their order (to rounding).
+
+An accumulator is tensors that grow by addition, and a manifest that says what they are sums of. All else follows:
+merging adds, a copy is filled, a file holds both, and what a file's manifest promises is compared with what it holds
+before any memory is taken.
+
+Vectors are summed with a constant 1 appended: ``M = Σ w [x; 1][y; 1]ᵀ`` holds ``Σ w x yᵀ``, ``Σ w x``, ``Σ w y`` and
+``Σ w``, so that averages are blocks of it, and centring is the shear ``[I, −x̄] M [I, −ȳ]ᵀ``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.kinds import checked_class
+from qkscope.runs.store import check_shapes, read_tensors, write_tensors
+
+
+@checked_class
+class Accumulator:
+    """What streaming sums have in common. A subclass says `tensors` and `manifest`, and is made with ``device=``."""
+
+    kind: ClassVar[str]  # of its files
+    comes_from = "sums of the same job"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        raise NotImplementedError
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
+        """Empty sums for the same job.
+
+        Parameters
+        ----------
+        manifest : what `manifest` gave.
+        device : where the sums are kept.
+        """
+        return cls(**manifest, device=device)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        manifest: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        path: str | Path,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """The sums that a file at ``path`` held; refused where they are not what their manifest promises.
+
+        Parameters
+        ----------
+        manifest, tensors : what the file says and holds.
+        path : the file, for the message.
+        device : where the sums are kept.
+        """
+        check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
+        made = cls.from_manifest(manifest, device)
+        for name, mine in made.tensors().items():
+            mine.copy_(tensors[name])
+        return made
+
+    def merge(self, *others: Accumulator) -> Self:
+        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding).
+
+        Parameters
+        ----------
+        others : sums of the same job over other data.
+        """
+        merged = self.copy()
+        for other in others:
+            merged._check_same_job(other)
+            for mine, theirs in zip(merged.tensors().values(), other.tensors().values(), strict=True):
+                mine += theirs.to(mine.device)
+        return merged
+
+    def _check_same_job(self, other: Accumulator) -> None:
+        mine, theirs = self.manifest(), other.manifest()
+        for name in {**mine, **theirs}:
+            if mine.get(name) != theirs.get(name):
+                raise BadInput(
+                    f"sums of different jobs cannot be merged: {name} is {_short(mine.get(name))} in one and "
+                    f"{_short(theirs.get(name))} in the other."
+                )
+
+    def copy(self) -> Self:
+        """An independent copy."""
+        twin = self.from_manifest(self.manifest(), next(iter(self.tensors().values())).device)
+        for mine, theirs in zip(twin.tensors().values(), self.tensors().values(), strict=True):
+            mine.copy_(theirs)
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write sums and manifest to one safetensors file.
+
+        Parameters
+        ----------
+        path : the file; one that is there is replaced, whole.
+        """
+        write_tensors(path, self.kind, self.tensors(), self.manifest())
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Self:
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : the file.
+        expect : the parts of its manifest's ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
+        """
+        tensors, manifest = read_tensors(path, cls.kind, expect)
+        return cls.from_tensors(manifest, tensors, path)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class Covariance(Accumulator):
+    """Covariance of vectors for many heads, from the sums ``Σ [x; 1][x; 1]ᵀ`` in float64.
+
+    Examples
+    --------
+    >>> covariance = Covariance(columns=2, d_head=4)
+    >>> covariance.update(torch.randn(100, 2, 4))
+    >>> covariance.matrix().shape
+    torch.Size([2, 4, 4])
+    """
+
+    kind = "covariance"
+
+    def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
+
+    def update(self, x: Float[Tensor, "n c d"], keep: Tensor | None = None) -> None:
+        """Add n vectors per column; ``keep`` (n, bool) leaves padding out."""
+        wanted = (len(x), self.sums.shape[0], self.sums.shape[1] - 1)
+        if tuple(x.shape) != wanted:
+            raise BadInput(f"vectors should have shape (n, {wanted[1]}, {wanted[2]}), but have {tuple(x.shape)}.")
+        self.add(augmented((x if keep is None else x[keep]).transpose(0, 1)))
+
+    def add(self, rows: Float[Tensor, "c n a"]) -> None:
+        """Add vectors that have their 1 already."""
+        self.sums.baddbmm_(rows.mT, rows)
+
+    def matrix(self) -> Float[Tensor, "c d d"]:
+        """Covariance of every column."""
+        count = self.sums[:, -1:, -1:]
+        if bool((count < 2).any()):
+            raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
+        mean = self.sums[:, :-1, -1:] / count
+        return self.sums[:, :-1, :-1] / count - mean @ mean.mT
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {"sums": self.sums}
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        return {"columns": self.sums.shape[0], "d_head": self.sums.shape[1] - 1}
+
+
+def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
+    """``[v; 1]`` in float64."""
+    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
+    out[..., :-1] = vectors
+    return out
+
+
+def add_outer(
+    state: Float[Tensor, "n a *x"],
+    where: list[int],
+    queries: Float[Tensor, "b h a"],
+    keys: Float[Tensor, "b g x"],
+    kv_of_head: list[int],
+) -> None:
+    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
+    heads, groups = len(where), keys.shape[1]
+    flat, first = state.flatten(2), where[0]
+    neighbours = where == list(range(first, first + heads))
+    size = heads // groups
+    if neighbours and kv_of_head == [h // size for h in range(heads)]:
+        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
+        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
+        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+        return
+    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
+    flat[where] += product
