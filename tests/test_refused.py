@@ -10,7 +10,7 @@ from transformers import AutoConfig, T5EncoderModel, WhisperForAudioClassificati
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from qkscope import Scope
-from qkscope.capture.families import FAMILIES, tiny_model
+from qkscope.capture.families import tiny_config, tiny_model
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
@@ -29,7 +29,7 @@ def test_families_are_refused_for_their_true_cause(family: str) -> None:
 
 
 def test_sound_is_refused_as_sound_and_two_stacks_as_two() -> None:
-    config = FAMILIES["whisper"](pad_token_id=1, decoder_start_token_id=1)
+    config = tiny_config("whisper", pad_token_id=1, decoder_start_token_id=1)
     with pytest.raises(BadInput, match="WhisperForAudioClassification reads input_features"):
         Scope.from_model(WhisperForAudioClassification(config))
     with pytest.raises(BadInput, match="encoder-decoder"):

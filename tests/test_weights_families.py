@@ -5,13 +5,14 @@ import gc
 import pytest
 import torch
 
-from qkscope.capture.families import FAMILIES, tiny_batch, tiny_model
+from qkscope.capture.families import FAMILIES, tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.capture.weights import head_weights, normalised_input, qk_norm_scale
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from tiny_llama import tiny_batch
 
 OWN_ATTENTION = ["falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba", "xglm"]
 NOT_EVERY_LAYER = ["qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", "t5"]  # the probe refuses them

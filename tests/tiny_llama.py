@@ -1,35 +1,44 @@
-"""A tiny grouped-query Llama on disk, with a tokenizer that knows the words of the binding task."""
+"""Tiny models: a batch for any of them, and a Llama on disk whose tokenizer knows the words of the binding task."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qkscope.capture.families import tiny_model
+from qkscope.capture.inputs import short_inputs
 from qkscope.tasks.binding import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
+
+
+def tiny_batch(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Two sequences, the second one padded on the side on which the family pads; or two images."""
+    return short_inputs(model, (11, 7), "right" if type(model).__name__.endswith("MaskedLM") else "left")
 
 
 def write_tiny_llama(path: Path, seed: int = 0) -> Path:
     named = [word for words in CATEGORIES.values() for word in words]
     said = [
-        "The",
-        "is",
-        "in",
-        "Box",
-        "Which",
-        "box",
-        "the",
-        "Answer",
-        "hatA",
-        "Items",
-        "list",
-        "are",
-        "red",
-        "green",
-        "blue",
+        *[
+            "The",
+            "is",
+            "in",
+            "Box",
+            "Which",
+            "box",
+            "the",
+            "Answer",
+            "hatA",
+            "Items",
+            "list",
+            "are",
+            "red",
+            "green",
+            "blue",
+        ],
         *FILLER,
     ]
     words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?-", *said, *map(str.capitalize, FILLER), *CATEGORIES]

@@ -24,7 +24,7 @@ _HOME = {
     "decompose": "qkscope.analyses.decompose",
     "discover": "qkscope.analyses.discover",
     "find_heads": "qkscope.analyses.find",
-    "list_families": "qkscope.capture.live_check",
+    "list_families": "qkscope.capture.families",
     "relative_attention": "qkscope.analyses.relative",
     "reproduce": "qkscope.papers.registry",
     "singular_basis": "qkscope.analyses.singular",
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.singular import singular_basis
     from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
-    from qkscope.capture.live_check import list_families
+    from qkscope.capture.families import list_families
     from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput
     from qkscope.examples import Example

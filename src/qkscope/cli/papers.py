@@ -37,7 +37,7 @@ def demo(
 @app.command()
 def models(as_json: Json = False) -> None:
     """Check, live, which model families can be looked into."""
-    from qkscope.capture.live_check import list_families
+    from qkscope.capture.families import list_families
 
     print_rows("families", list_families(), as_json)
 
