@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from qkscope.papers.franco2026.relabelling import relabelled
 from safetensors.torch import save_file
 
 from qkscope import BadInput, reproduce, tasks
@@ -15,7 +16,6 @@ from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
 from qkscope.papers.franco2026.model_sparsity import templates_of
 from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
-from qkscope.papers.franco2026.relabelling import relabelled
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure_of
 from qkscope.tasks.ioi import TEMPLATES
 

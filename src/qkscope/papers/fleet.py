@@ -8,23 +8,27 @@ them. Recording needs warm memory, so the first two steps after a change are tak
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from qkscope.errors import BadInput
-from qkscope.papers.trainer import Trained, Trainer
-from qkscope.runs.folder import kept_if_stopped
+from qkscope.papers.trainer import Outcome, Trainer
+from qkscope.runs.folder import kept_if_stopped, only_writer
 
 log = logging.getLogger(__name__)
+C = TypeVar("C")
 
 _WARM_UP = 2
 TRAINED = r"[^/]+\.safetensors"
@@ -83,7 +87,7 @@ class Progress:
             sys.stderr.write(f"\r\033[K{self.line()}\n")
 
 
-def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Trained]:
+def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Outcome]:
     """Train everything to its end; `workers` CPU threads (as many as cores by default)."""
     progress = Progress(trainers)
     saved = [trainer.checkpoint for trainer in trainers if trainer.checkpoint is not None]
@@ -95,6 +99,36 @@ def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[T
             _run_threads(trainers, progress, workers or _cores())
     progress.close()
     return [trainer.result() for trainer in trainers]
+
+
+def train_missing(
+    paths: Mapping[C, Path],
+    folder: Path,
+    trainers: Callable[[list[C]], list[Trainer]],
+    keep: Callable[[Trainer, Outcome], None],
+    workers: int | None,
+) -> None:
+    """Train the cells whose files are not there; interrupted training goes on where its last checkpoint stands.
+
+    Parameters
+    ----------
+    paths : the file of every cell.
+    trainers : makes the trainers of the cells that are missing.
+    keep : writes the files of a trainer's cells when it is done.
+    """
+    if all(path.exists() for path in paths.values()):
+        return
+    with only_writer(folder):
+        every = trainers([cell for cell, path in paths.items() if not path.exists()])
+        for trainer, outcome in zip(every, train_all(every, workers), strict=True):
+            keep(trainer, outcome)
+            if trainer.checkpoint is not None:
+                trainer.checkpoint.unlink(missing_ok=True)
+
+
+def short_hash(value: Any) -> str:
+    """What tells one cell's file from another's: a hash of everything that made it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def check_workers(workers: int | None) -> None:

@@ -141,7 +141,7 @@ class Recipe:
 
 
 @dataclass
-class Trained:
+class Outcome:
     """Where every model ended: parameters, why and when it stopped, its validation losses along the way."""
 
     names: list[str]
@@ -170,7 +170,7 @@ class Trainer:
     seed : of the stream of batches.
     checkpoint : file to write to, and to resume from where it exists.
     compact_below : drop finished models from the stack when at most this share of it still runs (1: at once).
-    keep_history : keep the parameters of every check, as `Trained.history`.
+    keep_history : keep the parameters of every check, as `Outcome.history`.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Trainer:
         if self.keep_history:
             self.history.append(self._everything())
 
-    def run(self) -> Trained:
+    def run(self) -> Outcome:
         """Train to the end, one step after the other."""
         self.begin()
         while not self.done:
@@ -329,12 +329,12 @@ class Trainer:
             self.check(steps)
         return self.result()
 
-    def result(self) -> Trained:
+    def result(self) -> Outcome:
         """Where every model stands."""
         final = self._everything()
         history = self.final.like(torch.stack(self.history).flatten(0, 1)).named() if self.history else None
         checks = len(self.history)
-        return Trained(
+        return Outcome(
             self.names,
             {name: value.clone() for name, value in self.final.like(final).named().items()},
             self.stopped_at.tolist(),

@@ -7,8 +7,6 @@ difference to the first, with an interval that resamples contexts.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from qkscope.maths.draws import derived_seed
@@ -145,12 +143,12 @@ def draw(result: Result) -> Files:
         own = [r for r in rows if r["present"] == present]
         steps = sorted({r["step"] for r in own})
         at = [[r for r in own if r["step"] == step] for step in steps]
-        left.plot(steps, [_mean(x, "sparsity") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        left.plot(steps, [mean(column(x, "sparsity")) for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
         low, high = [min(column(x, "low")) for x in at], [max(column(x, "high")) for x in at]
         left.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
-        left.plot(steps, [_mean(x, "rotated") for x in at], "--", color=colour, lw=1)
-        right.plot(steps, [_mean(x, "count_tol") for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
-        right.plot(steps, [_mean(x, "null_count") for x in at], "--", color=colour, lw=1)
+        left.plot(steps, [mean(column(x, "rotated")) for x in at], "--", color=colour, lw=1)
+        right.plot(steps, [mean(column(x, "count_tol")) for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        right.plot(steps, [mean(column(x, "null_count")) for x in at], "--", color=colour, lw=1)
     left.axhline(0.1, color="#666b75", lw=0.8, ls=":")
     left.set(xlabel="step", ylabel="sparsity (mean |c|)² / mean c²", ylim=(0, None))
     left.set_title("dashed: U and V rotated; dotted: one term")
@@ -158,8 +156,3 @@ def draw(result: Result) -> Files:
     right.set_title("dashed: random terms of the same sum and norm")
     left.legend(frameon=False, fontsize=8)
     return files_of(result, figure)
-
-
-def _mean(rows: list[Any], name: str) -> float:
-    values = [row[name] for row in rows if row[name] == row[name]]
-    return sum(values) / len(values) if values else float("nan")

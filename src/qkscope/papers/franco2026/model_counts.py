@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
-from qkscope.papers.franco2026.model_sweep import Swept, swept
+from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.plots import Files, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
@@ -47,7 +47,7 @@ def run(settings: Settings) -> Result:
     )
 
 
-def _distribution(found: Swept, i: int) -> list[Row]:
+def _distribution(found: Sweep, i: int) -> list[Row]:
     """Quartiles and ends of one head's counts, of the data and of the null."""
     edge = found.edges[i]
     out = []
@@ -70,7 +70,7 @@ def _mean(rows: list[Row], name: str) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _claims(found: Swept, inside: list[Row]) -> list[Claim]:
+def _claims(found: Sweep, inside: list[Row]) -> list[Claim]:
     claims = [
         Claim(
             "Mean number of singular vectors that reach the relative logit, at the end (control: random terms of the "

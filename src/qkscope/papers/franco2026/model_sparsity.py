@@ -8,8 +8,10 @@ from others is asked with heads as units, by dealing out "in the circuit" among 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,8 +23,7 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.analyses.sparsity import group_difference, head_changes
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.franco2026.model_sweep import WORK, Swept, swept
-from qkscope.papers.franco2026.relabelling import relabelled
+from qkscope.papers.franco2026.model_sweep import WORK, Sweep, swept
 from qkscope.papers.plots import Files, column, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
@@ -32,6 +33,7 @@ from qkscope.tasks.ioi import TEMPLATES
 
 Values = dict[str, Tensor]
 _END = "at the end"
+MOST = 20_000  # ways to deal labels out that are all tried; of more, so many random ones and the labels as they are
 
 
 @figure("franco2026", "fig7b", "Sparsity over the training of a language model", model=NANO)
@@ -53,7 +55,7 @@ def run(settings: Settings) -> Result:
     )
 
 
-def _periods(found: Swept) -> dict[str, tuple[Values | None, Values]]:
+def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
     """What is compared with what: the steps in which the task is learned, all of training, and the end by itself."""
     periods: dict[str, tuple[Values | None, Values]] = {}
     learned = found.learned()
@@ -73,7 +75,7 @@ def templates_of(settings: Settings) -> Tensor:
 
 
 def _claims(
-    found: Swept, periods: dict[str, tuple[Values | None, Values]], units: list[Row], templates: Tensor
+    found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row], templates: Tensor
 ) -> list[Claim]:
     inside, outside = ([i for i, edge in enumerate(found.edges) if edge.circuit is wanted] for wanted in (True, False))
     claims: list[Claim] = []
@@ -110,6 +112,33 @@ def _by_heads(when: str, units: list[Row]) -> Claim:
         f"{len(other)} outside) with as low a mean inside (one-sided p; control: the level)", "not in the paper",
         relabelled(own, other), 0.05, "ours < control",
     )  # fmt: skip
+
+
+def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0) -> float:
+    """Share of relabellings whose first group has a mean as low, against the second's, as ``inside`` has; one-sided.
+
+    Values that are not finite are left out; NaN where a group is then empty.
+
+    Examples
+    --------
+    >>> relabelled([-3.0, -2.0], [0.0, 1.0])  # 1 of the 6 ways to pick two of four
+    0.16666666666666666
+    """
+    first, second = ([value for value in group if math.isfinite(value)] for group in (inside, outside))
+    if not first or not second:
+        return math.nan
+    values = torch.tensor([*first, *second], dtype=torch.float64)
+    n, k = len(values), len(first)
+    if math.comb(n, k) <= MOST:
+        picks = torch.tensor(list(combinations(range(n), k)))
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        dealt = torch.rand(MOST - 1, n, generator=generator).argsort(1)[:, :k]
+        picks = torch.cat([torch.arange(k)[None], dealt])
+    # with the sum of all fixed, a lower mean of the first group is a lower difference of both
+    means = values[picks].mean(1)
+    own = values[:k].mean()
+    return float((means <= own + 1e-12 * values.abs().max()).double().mean())
 
 
 def _falls(

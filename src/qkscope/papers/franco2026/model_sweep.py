@@ -46,7 +46,7 @@ WORK = {"smoke": SweepWork(24, 2, 5, 5), "default": SweepWork(128, 8, 20, 1), "p
 
 
 @dataclass(frozen=True)
-class Swept:
+class Sweep:
     """A finished sweep: its tables, and every prompt's values at each checkpoint."""
 
     result: Sparsity
@@ -107,19 +107,19 @@ def revisions_of(model: str, preset: str) -> str | None:
     return "all" if folder.is_dir() and not (folder / "config.json").is_file() else None
 
 
-def swept(settings: Settings) -> Swept:
+def swept(settings: Settings) -> Sweep:
     """The sweep of this model, preset and seed: made once."""
     return _swept(settings.model, settings.preset, settings.seed, settings.device, settings.shared)
 
 
 @lru_cache(maxsize=2)
-def _swept(model: str, preset: str, seed: int, device: str, shared: Path) -> Swept:
+def _swept(model: str, preset: str, seed: int, device: str, shared: Path) -> Sweep:
     work, revisions = WORK[preset], revisions_of(model, preset)
     name = hashlib.sha256(f"{model} {preset} {seed}".encode()).hexdigest()[:12]
     folder = shared / "franco2026" / "sweeps" / name
     asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
     result = sweep(model, tasks.ioi(seed=seed), revisions, **asked, out=folder, seed=seed, device=device)
     found = checkpoints(model, revisions)
-    return Swept(
+    return Sweep(
         result, found, {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from qkscope.analyses.sparsity import group_difference
 from qkscope.maths.sparsity import sparsity
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.franco2026.model_sweep import Swept, swept
+from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.rows import Row
@@ -60,7 +60,7 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
     )
 
 
-def _row(found: Swept, i: int) -> Row:
+def _row(found: Sweep, i: int) -> Row:
     edge = found.edges[i]
     start, end = ({name: values[name][i] for name in values if name != "right"} for values in (found.first, found.last))
     terms = end["terms_first"]
@@ -81,7 +81,7 @@ def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def _claims(found: Swept, chosen: list[int], rows: list[Row]) -> list[Claim]:
+def _claims(found: Sweep, chosen: list[int], rows: list[Row]) -> list[Claim]:
     correlation = sum(row["sigma_correlation"] for row in rows) / len(rows)
     # among m vectors whose terms know nothing of σ, Spearman's correlation has standard deviation 1/√(m − 1)
     chance = 2 / math.sqrt(rows[0]["vectors"] - 1)

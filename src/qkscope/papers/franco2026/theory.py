@@ -150,7 +150,7 @@ def _bernoulli_loss(target: Tensor, gap: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Orthogonalised:
+class Overlap:
     """The minimum of J at one μ: what is left of the overlap, the losses, and Theorem 3's bound."""
 
     mu: float
@@ -163,7 +163,7 @@ class Orthogonalised:
 
 def orthogonalise(
     mu: float, *, tilt: float, sigma: tuple[float, float] = (4.0, 2.0), d: int = 4, starts: int = 16, seed: int = 0
-) -> Orthogonalised:
+) -> Overlap:
     """Theorem 3: Ω = σ_1 q_1 k_1ᵀ + σ_2 u_2 v_2ᵀ is fixed, q_2 and k_2 are unit vectors that may move.
 
     Two contexts, with queries q_1 and q_2, hold the keys k_1 and k_2. The teacher's pair leans over to the first by
@@ -175,7 +175,7 @@ def orthogonalise(
     _, other = _best_pair(mu, tilt, sigma, d, starts, seed, orthogonal=True)
     q, k = found
     overlaps = float(q[0] ** 2), float(k[0] ** 2)
-    return Orthogonalised(mu, *overlaps, inside, other, (other - inside) / mu if mu > 0 else math.inf)
+    return Overlap(mu, *overlaps, inside, other, (other - inside) / mu if mu > 0 else math.inf)
 
 
 def _best_pair(

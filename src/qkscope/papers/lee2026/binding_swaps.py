@@ -13,7 +13,7 @@ from typing import Any
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.heads import Head
-from qkscope.papers.lee2026.language import THRESHOLD, Found, Session, session_of
+from qkscope.papers.lee2026.language import THRESHOLD, ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.plots import Files
 from qkscope.papers.registry import Settings, figure
@@ -61,7 +61,7 @@ def run_others(settings: Settings) -> Result:
     )
 
 
-def _about(session: Session, found: Found, second: bool) -> dict[str, Any]:
+def _about(session: Session, found: ChosenHeads, second: bool) -> dict[str, Any]:
     return session.about(form=session.form("binding", second), control=str(found.control), reached=found.reached)
 
 
@@ -102,7 +102,7 @@ def _pair(row: Row) -> str:
     return f"{row['orig_after']:.2f}/{row['target_after']:.2f}"
 
 
-def _answer(tables: dict[str, list[Row]], found: Found, form: str) -> str:
+def _answer(tables: dict[str, list[Row]], found: ChosenHeads, form: str) -> str:
     rows = tables["swap"]
     at = _of(rows, rows[0]["head"])
     both = at["both"]
@@ -123,7 +123,7 @@ def _answer(tables: dict[str, list[Row]], found: Found, form: str) -> str:
     return text
 
 
-def _claims(session: Session, found: Found, tables: dict[str, list[Row]], second: bool) -> list[Claim]:
+def _claims(session: Session, found: ChosenHeads, tables: dict[str, list[Row]], second: bool) -> list[Claim]:
     head = str(found.heads[0])
     at, score = _of(tables["swap"], head), found.row(found.heads[0])
     both, random = at["both"], at["random_both"]

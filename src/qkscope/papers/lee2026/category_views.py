@@ -22,7 +22,7 @@ from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis
 from qkscope.maths.subspace import Side
 from qkscope.page.figures.style import new_figure
-from qkscope.papers.lee2026.language import Found, Session, session_of
+from qkscope.papers.lee2026.language import ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
 from qkscope.papers.plots import Files, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
@@ -168,7 +168,7 @@ def _fine(session: Session, head: Head) -> tuple[list[Row], dict[str, Tensor]]:
     return [{**row, "head": str(head), "chance": 1 / len(names), "words": len(vocabulary)} for row in rows], drawn
 
 
-def _answer(found: Found, ranks: list[Row], views: list[Row]) -> str:
+def _answer(found: ChosenHeads, ranks: list[Row], views: list[Row]) -> str:
     best = views[0]
     own = [row for row in ranks if row["head"] == best["head"] and row["contrast"] != POOLED]
     pooled = next(row for row in ranks if row["head"] == best["head"] and row["contrast"] == POOLED)
@@ -187,7 +187,9 @@ def _listed(values: Any) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def _claims(session: Session, found: Found, ranks: list[Row], views: list[Row], clusters: list[Row]) -> list[Claim]:
+def _claims(
+    session: Session, found: ChosenHeads, ranks: list[Row], views: list[Row], clusters: list[Row]
+) -> list[Claim]:
     best, other = views[0], views[-1]
     own, control = (
         [row for row in ranks if row["head"] == view["head"] and row["contrast"] != POOLED] for view in (best, other)

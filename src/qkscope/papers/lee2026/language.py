@@ -62,7 +62,7 @@ WORK = {
 
 
 @dataclass(frozen=True)
-class Found:
+class ChosenHeads:
     """Heads chosen on a task, first the one to show, and a head at chance: the control."""
 
     ranking: Ranking
@@ -88,7 +88,7 @@ class Found:
         return float(row["ratio"] - NormalDist().inv_cdf(1 - 0.025 / count) * error)
 
 
-def choose_heads(ranking: Ranking, kind: Kind, most: int) -> Found:
+def choose_heads(ranking: Ranking, kind: Kind, most: int) -> ChosenHeads:
     """Filter heads: the three of largest ratio. Binding heads: those that attend to the right box most of all tokens.
 
     The paper's rule for binding is 30% of prompts; ``most`` bounds how many of these are looked into. The control is
@@ -101,7 +101,7 @@ def choose_heads(ranking: Ranking, kind: Kind, most: int) -> Found:
     # A swap can only move attention that is there: heads come in the order of what the right keys get.
     chosen = sorted(passed[:most] or best[:3], key=lambda row: -row["ratio"] * row["mass"])
     heads = [Head.parse(row["head"]) for row in chosen]
-    return Found(ranking, heads, _control(best, heads), len(passed))
+    return ChosenHeads(ranking, heads, _control(best, heads), len(passed))
 
 
 def _control(rows: list[Row], heads: list[Head]) -> Head:
@@ -164,11 +164,11 @@ class Session:
         """The task of the causal tests."""
         return self.filter_task(second=second) if kind == "filter" else self.binding_task(second=second)
 
-    def found(self, kind: Kind, second: bool = False) -> Found:
+    def found(self, kind: Kind, second: bool = False) -> ChosenHeads:
         """The heads that do this kind of task, and the control beside them."""
         return self.once(("found", kind, second), lambda: self._find(kind, second))
 
-    def _find(self, kind: Kind, second: bool) -> Found:
+    def _find(self, kind: Kind, second: bool) -> ChosenHeads:
         log.info("finding %s heads on %d prompts ...", kind, self.work.choose)
         ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
         return choose_heads(ranking, kind, self.work.heads)

@@ -6,9 +6,7 @@ untrained controls come from the same file. Its name holds a hash of everything 
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.draws import derived_seed
-from qkscope.papers.fleet import train_all
+from qkscope.papers.fleet import short_hash, train_missing
 from qkscope.papers.franco2026.toy.stack import StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Toy
-from qkscope.papers.trainer import Trainer
-from qkscope.runs.folder import only_writer
+from qkscope.papers.trainer import Outcome, Trainer
 from qkscope.runs.store import read_tensors, write_tensors
 
 _WEIGHTS = ("W", "b", "W_Q", "W_K")
@@ -56,29 +53,23 @@ def train_toys(
     """Toys for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
     folder = Path(folder)
     paths = {cell: folder / f"{_slug(cell)}.safetensors" for cell in cells}
-    if any(not path.exists() for path in paths.values()):
-        with only_writer(folder):
-            _train_missing(paths, folder, device, workers)
-    return [_read(cell, paths[cell]) for cell in cells]
 
+    def trainers(missing: list[ToyCell]) -> list[Trainer]:
+        return [_trainer(StackedSuperposition(group, device=device), folder) for group in stacks(missing)]
 
-def _train_missing(paths: Mapping[ToyCell, Path], folder: Path, device: str, workers: int | None) -> None:
-    missing = [cell for cell in paths if not paths[cell].exists()]
-    tasks = [StackedSuperposition(group, device=device) for group in stacks(missing)]
-    trainers = [_trainer(task, folder) for task in tasks]
-    for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
-        assert trained.history is not None
-        along = [
-            task.toys({name: value[check] for name, value in trained.history.items()})
-            for check in range(len(trained.curve_steps))
-        ]
+    def keep(trainer: Trainer, outcome: Outcome) -> None:
+        task, history = trainer.task, outcome.history
+        assert isinstance(task, StackedSuperposition)
+        assert history is not None
+        checks = range(len(outcome.curve_steps))
+        along = [task.toys({name: value[check] for name, value in history.items()}) for check in checks]
         for i, cell in enumerate(task.cells):
             weights = {name: torch.stack([getattr(toys[i], name).float() for toys in along]) for name in _WEIGHTS}
-            about = {"cell": cell_to_json(cell), "steps": trained.curve_steps, "reason": trained.reasons[i],
-                     "loss": trained.final_loss[i]}  # fmt: skip
-            write_tensors(paths[cell], "superposition toy", weights, {"about": about})
-        assert trainer.checkpoint is not None
-        trainer.checkpoint.unlink(missing_ok=True)
+            ended = {"steps": outcome.curve_steps, "reason": outcome.reasons[i], "loss": outcome.final_loss[i]}
+            write_tensors(paths[cell], "superposition toy", weights, {"about": {"cell": cell_to_json(cell), **ended}})
+
+    train_missing(paths, folder, trainers, keep, workers)
+    return [_read(cell, paths[cell]) for cell in cells]
 
 
 def stacks(cells: Sequence[ToyCell]) -> list[list[ToyCell]]:
@@ -94,7 +85,7 @@ def cell_to_json(cell: ToyCell) -> dict[str, Any]:
 
 def _trainer(task: StackedSuperposition, folder: Path) -> Trainer:
     first = task.cells[0]
-    name = _hash([task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type])
+    name = short_hash([task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type])
     rates, seed = [cell.lr for cell in task.cells], derived_seed(first.seed, 24)
     checkpoint = folder / f"training-{name}.safetensors"
     return Trainer(task, rates, first.recipe(), seed=seed, checkpoint=checkpoint, keep_history=True)
@@ -108,8 +99,4 @@ def _read(cell: ToyCell, path: Path) -> TrainedToy:
 
 def _slug(cell: ToyCell) -> str:
     t = cell.task
-    return f"n{t.n}-d{t.d}-h{t.d_head}-c{t.context}-s{cell.seed}-{_hash(cell_to_json(cell))}"
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
+    return f"n{t.n}-d{t.d}-h{t.d_head}-c{t.context}-s{cell.seed}-{short_hash(cell_to_json(cell))}"

@@ -6,24 +6,18 @@ serve many figures and never hands out a head trained in another way.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from qkscope.maths.draws import derived_seed
-from qkscope.papers.fleet import train_all
+from qkscope.papers.fleet import short_hash, train_missing
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval
-from qkscope.papers.trainer import Recipe, Trainer
-from qkscope.runs.folder import only_writer
+from qkscope.papers.trainer import Outcome, Recipe, Trainer
 from qkscope.runs.store import read_tensors
-
-log = logging.getLogger(__name__)
 
 GRIDS: dict[int, tuple[int, ...]] = {8: (2, 3, 4, 5, 6), 16: (4, 6, 8, 10, 12)}  # d_head: ranks of either variable
 
@@ -65,33 +59,29 @@ def train_heads(
 ) -> list[TrainedHead]:
     """Heads for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
     folder, recipe = Path(folder), recipe or Recipe()
-    paths = {cell: folder / f"{cell.slug}-{_recipe_hash(cell, lr, recipe)}.safetensors" for cell in cells}
-    if any(not path.exists() for path in paths.values()):
-        with only_writer(folder):
-            _train_missing(paths, folder, lr, recipe, device, workers)
+    hashes = {cell: short_hash([asdict(cell), lr, recipe.about()]) for cell in cells}
+    paths = {cell: folder / f"{cell.slug}-{own}.safetensors" for cell, own in hashes.items()}
+
+    def trainers(missing: list[HeadCell]) -> list[Trainer]:
+        for cell in missing:
+            cell.task.warn_if_crowded(cell.d_head)
+        groups = _groups(missing, merge_widths=device != "cpu")
+        return [_trainer(StackedRetrieval(group, device=device), lr, recipe, folder) for group in groups]
+
+    def keep(trainer: Trainer, outcome: Outcome) -> None:
+        task = trainer.task
+        assert isinstance(task, StackedRetrieval)
+        for i, (cell, head) in enumerate(zip(task.cells, task.heads(outcome.params), strict=True)):
+            ended = {"steps": outcome.stopped_at[i], "reason": outcome.reasons[i], "loss": outcome.final_loss[i]}
+            head.save(paths[cell], **ended, lr=lr)
+
+    train_missing(paths, folder, trainers, keep, workers)
     return [_read(cell, paths[cell]) for cell in cells]
-
-
-def _train_missing(
-    paths: Mapping[Cell, Path], folder: Path, lr: float, recipe: Recipe, device: str, workers: int | None
-) -> None:
-    missing = [cell for cell in paths if not paths[cell].exists()]
-    for cell in missing:
-        cell.task.warn_if_crowded(cell.d_head)
-    tasks = [StackedRetrieval(group, device=device) for group in _groups(missing, merge_widths=device != "cpu")]
-    trainers = [_trainer(task, lr, recipe, folder) for task in tasks]
-    for task, trainer, trained in zip(tasks, trainers, train_all(trainers, workers), strict=True):
-        heads = task.heads(trained.params)
-        for i, cell in enumerate(task.cells):
-            ended = {"steps": trained.stopped_at[i], "reason": trained.reasons[i], "loss": trained.final_loss[i]}
-            heads[i].save(paths[cell], **ended, lr=lr)
-        if trainer.checkpoint is not None:
-            trainer.checkpoint.unlink(missing_ok=True)
 
 
 def _trainer(task: StackedRetrieval, lr: float, recipe: Recipe, folder: Path) -> Trainer:
     seed = derived_seed(task.cells[0].seed, 7, VARIANTS.index(task.variant))
-    name = _hash([task.about(), lr, recipe.about(), task.device.type])
+    name = short_hash([task.about(), lr, recipe.about(), task.device.type])
     on_cpu = task.device.type == "cpu"
     return Trainer(
         task,
@@ -118,11 +108,3 @@ def _read(cell: HeadCell, path: Path) -> TrainedHead:
     head = RetrievalHead.load(path, encoders=cell.task.encoders(cell.seed))
     about = read_tensors(path, "retrieval head")[1]["about"]
     return TrainedHead(cell, head, about["steps"], about["reason"], about["loss"])
-
-
-def _recipe_hash(cell: HeadCell, lr: float, recipe: Recipe) -> str:
-    return _hash([asdict(cell), lr, recipe.about()])
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
