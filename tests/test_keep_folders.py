@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from qkscope.runs.provenance import provenance
 from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
@@ -25,6 +24,7 @@ from qkscope.analyses.shards import merge, together
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import check_folder, file_name, only_writer
+from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.words import OBJECTS

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from qkscope.runs.provenance import provenance
 
 from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.made import made
 from qkscope.capture.scope import Scope
+from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors
 from tiny_llama import write_tiny_llama

@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.papers.registry import Experiment, Figure, Settings, figure
 from qkscope.papers.trainer import Outcome, Trainer
 from qkscope.runs.folder import kept_if_stopped, only_writer
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -47,6 +49,18 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def toy_figures(
+    paper: str, prepare: Callable[[Sequence[Figure], Settings], None]
+) -> Callable[..., Callable[[Callable[..., Result] | Experiment], Experiment]]:
+    """Decorator of a paper's figures of toys: those asked for together have theirs trained together (``prepare``)."""
+
+    def toy_figure(name: str, title: str, cells: Any, **asked: Any) -> Callable[..., Experiment]:
+        register = figure(paper, name, title, prepare=prepare, cells=cells, **asked)
+        return lambda run: register(run if isinstance(run, Experiment) else one_thread()(run))
+
+    return toy_figure
 
 
 class Progress:
@@ -147,13 +161,7 @@ def _run_threads(trainers: Sequence[Trainer], progress: Progress, workers: int) 
 
     def train(trainer: Trainer) -> None:
         torch.set_num_threads(1)
-        trainer.begin()
-        while not trainer.done and not stop.is_set():
-            steps = trainer.until_check()
-            for _ in range(steps):
-                trainer.train_step()
-            trainer.check(steps)
-            progress()
+        trainer.run(progress, stop.is_set)
         if stop.is_set() and not trainer.done and trainer.checkpoint is not None:
             trainer.save()  # at a check, so that it goes on as if it had not stopped
 

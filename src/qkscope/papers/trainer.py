@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -319,14 +319,15 @@ class Trainer:
         if self.keep_history:
             self.history.append(self._everything())
 
-    def run(self) -> Outcome:
-        """Train to the end, one step after the other."""
+    def run(self, told: Callable[[], None] = lambda: None, stopped: Callable[[], bool] = lambda: False) -> Outcome:
+        """Train to the end, one step after the other; ``told`` at every check, and asked there whether to stop."""
         self.begin()
-        while not self.done:
+        while not self.done and not stopped():
             steps = self.until_check()
             for _ in range(steps):
                 self.train_step()
             self.check(steps)
+            told()
         return self.result()
 
     def result(self) -> Outcome:

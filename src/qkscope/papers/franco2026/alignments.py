@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 
 from qkscope.maths.draws import derived_seed
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
@@ -27,7 +26,6 @@ _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
 @toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS)
 @toy_figure("fig11", "All features and all singular vectors", _TOYS)
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Alignment of both configurations, and all cosines of the first seed as arrays."""
     work, toys = WORK[settings.preset], train(cells, settings)

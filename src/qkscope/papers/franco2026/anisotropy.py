@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.theory import sharp_bound, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
@@ -53,7 +52,6 @@ def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
 
 
 @toy_figure("fig4", "Alignment under controlled anisotropy", _distorted)
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Scores of every ε and direction, after training and before."""
     work, toys = WORK[settings.preset], train(cells, settings)

@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after
@@ -36,7 +35,6 @@ def _by_pairs(preset: str) -> dict[str, Superposition]:
 
 
 @toy_figure("fig23", "More pairs than the head has dimensions", toys_of(_by_pairs, crowded=True))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Alignment of every number of pairs, with the surplus apart."""
     toys = train(cells, settings)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from qkscope.papers.fleet import toy_figures
 from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import Superposition, linear_pairs
 from qkscope.papers.franco2026.toy.trained import TrainedToy, train_toys
-from qkscope.papers.registry import Experiment, Figure, Settings, figure
-from qkscope.runs.result import Result
+from qkscope.papers.registry import Figure, Settings
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,6 @@ DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()}, dense=True)
 """The run that figures 3, 5, 6, 7a and 24 share."""
 
 
-def toy_figure(
-    name: str, title: str, cells: Cells, **asked: Any
-) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
-    """Decorator: the figure of this name, on these toys; figures asked for together have theirs trained together."""
-    return figure("franco2026", name, title, prepare=_train_together, cells=cells, **asked)
-
-
 def train(cells: Cells, settings: Settings) -> dict[str, list[TrainedToy]]:
     """The trained toys of a figure, by configuration."""
     named = cells(settings)
@@ -111,3 +103,6 @@ def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
 
 def _train(cells: Sequence[ToyCell], settings: Settings) -> list[TrainedToy]:
     return train_toys(cells, settings.shared / "superposition", device=settings.device)
+
+
+toy_figure = toy_figures("franco2026", _train_together)

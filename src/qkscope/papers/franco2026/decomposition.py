@@ -16,7 +16,6 @@ from torch import Tensor
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.sparsity import rotated_terms, sparsity
 from qkscope.page.figures.style import INK, ORIGINAL, REST, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import by_logit
@@ -32,7 +31,6 @@ _SHOWN = 40  # contexts of a heat map
 
 @toy_figure("fig5", "Relative attention split, one pair present", DEFAULT_RUN, none=False)
 @toy_figure("fig24", "Relative attention split, no pair present", DEFAULT_RUN, none=True)
-@one_thread()
 def run(settings: Settings, cells: Cells, none: bool) -> Result:
     """Terms of many token pairs before and after training."""
     (toys,) = train(cells, settings).values()
@@ -103,7 +101,6 @@ def _none_claims(late: list[Row], early: list[Row]) -> list[Claim]:
 
 
 @toy_figure("fig6", "A term against its pair's strength", DEFAULT_RUN)
-@one_thread()
 def run_strengths(settings: Settings, cells: Cells) -> Result:
     """Every term against the strength of its own pair and of others, before training and after."""
     (toys,) = train(cells, settings).values()

@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.page.figures.style import INK, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, OVER_P, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import alignment_rows
@@ -36,7 +35,6 @@ _SHOWN = 60  # checkpoints of figure 3
 
 
 @toy_figure("fig3", "Alignment across training, pair by pair", DEFAULT_RUN)
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """The four pairs of one configuration, and its first seed's vectors across training."""
     toys = train(cells, settings)
@@ -49,7 +47,6 @@ def run(settings: Settings, cells: Cells) -> Result:
 
 
 @toy_figure("fig13", "Alignment over training, by p", OVER_P)
-@one_thread()
 def run_by_p(settings: Settings, cells: Cells) -> Result:
     """Alignment along training for each p and seed."""
     rows, onsets = _along(train(cells, settings), WORK[settings.preset].points)

@@ -20,7 +20,6 @@ from qkscope.maths.sparsity import (
     sparsity,
 )
 from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, toy_figure, train
 from qkscope.papers.franco2026.dynamics import checkpoints
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
@@ -36,7 +35,6 @@ _RESAMPLES = 400
 
 
 @toy_figure("fig7a", "Sparsity over training, beside its nulls", DEFAULT_RUN)
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Sparsity and counts of every seed and checkpoint."""
     work = WORK[settings.preset]

@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from qkscope.page.figures.style import new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
@@ -40,7 +39,6 @@ def _all(preset: str) -> dict[str, Superposition]:
 
 @toy_figure("fig1", "Angles among features: no head, one pair, twenty", toys_of(_all), isotropic=False)
 @toy_figure("fig19", "Isotropy of features", toys_of(_small), isotropic=True)
-@one_thread()
 def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     """Angles among the features of every configuration, after training and before."""
     toys = train(cells, settings)

@@ -13,7 +13,6 @@ import torch
 
 from qkscope.maths.draws import derived_seed
 from qkscope.page.figures.style import new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
@@ -31,7 +30,6 @@ ROPE = Superposition(
 
 @toy_figure("fig21", "Alignment under RoPE", toys_of(lambda preset: {"RoPE": ROPE}))
 @toy_figure("fig22", "Features in RoPE's bands", toys_of(lambda preset: {"RoPE": ROPE}))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Alignment and bands of every seed."""
     work, toys = WORK[settings.preset], train(cells, settings)

@@ -8,7 +8,6 @@ from typing import Any
 import matplotlib
 
 from qkscope.page.figures.style import INK, REST, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition
@@ -31,7 +30,6 @@ _READINGS = {"default": Superposition(), "reading B": Superposition(reading="B")
 @toy_figure("fig16", "Alignment against the width of the head", toys_over("d_head", (10, 8, 6, 4)), over="d_head")
 @toy_figure("fig17", "Alignment against the length of the context", toys_over("context", _CONTEXTS, 2), over="context")
 @toy_figure("fig18", "Alignment over seeds, both readings of the loss", toys_of(lambda _: _READINGS), over="seeds")
-@one_thread()
 def run(settings: Settings, cells: Cells, over: str) -> Result:
     """Matched cosines of every configuration and seed, before and after training."""
     toys = train(cells, settings)

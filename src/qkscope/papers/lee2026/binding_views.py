@@ -16,12 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import principal
 from qkscope.analyses.decompose import Fit
 from qkscope.heads import Head
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import Session, session_of
-from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
+from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
 from qkscope.papers.plots import Files, figure_name, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
@@ -105,11 +104,7 @@ def _view(
     flat, of_key = k.flatten(0, 1), labels.flatten()
     if space != "whole head":
         q, flat = fit[feature, head].project(q, "query"), fit[feature, head].project(flat, "key")
-    # as many queries as keys, so that the components are not the keys' alone
-    repeated = q.repeat_interleave(k.shape[1], dim=0)
-    coordinates = principal(torch.cat([repeated, flat]))
-    q_at, k_at = coordinates[: len(repeated) : k.shape[1]], coordinates[len(repeated) :]
-    everywhere, plane = align(q, asked, flat, of_key, seed), align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
+    q_at, k_at, apart, everywhere, plane = view(q, asked, flat, of_key, seed)
     early = torch.arange(len(labels)).repeat_interleave(k.shape[1]) % 2 == 0  # centroids from every other prompt
 
     def clusters(x: Tensor) -> float:
@@ -117,7 +112,7 @@ def _view(
 
     row = {
         "feature": feature, "space": space, "dimensions": fit[feature, head].rank if space == feature else q.shape[1],
-        "apart_on_pc1": separation(q_at[:, 0], k_at[:, 0]),
+        "apart_on_pc1": apart,
         "cosine": everywhere.cosine, "cosine_shuffled_high": everywhere.shuffled_high,
         "cosine_pc23": plane.cosine, "cosine_pc23_shuffled_high": plane.shuffled_high,
         "query_finds_keys": everywhere.hits, "clusters": clusters(flat), "clusters_3_pcs": clusters(k_at),

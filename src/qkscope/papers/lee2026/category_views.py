@@ -23,7 +23,7 @@ from qkscope.maths.bases import joint_basis
 from qkscope.maths.subspace import Side
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import ChosenHeads, Session, session_of
-from qkscope.papers.lee2026.points import Points, align, capture_points, nearest_centroid, separation
+from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
 from qkscope.papers.plots import Files, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
@@ -103,15 +103,10 @@ def _view(points: Points, task: Task, fit: Fit, head: Head, seed: int) -> tuple[
             q_in, k_in = q @ u @ u.mT, flat @ v @ v.mT
         else:
             q_in, k_in = q, flat
-        # as many queries as keys, so that the components are not the keys' alone
-        repeated = q_in.repeat_interleave(k.shape[1], dim=0)
-        coordinates = principal(torch.cat([repeated, k_in]))
-        q_at, k_at = coordinates[: len(repeated) : k.shape[1]], coordinates[len(repeated) :]
-        plane = align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
-        everywhere = align(q_in, asked, k_in, of_key, seed)
+        q_at, k_at, apart, everywhere, plane = view(q_in, asked, k_in, of_key, seed)
         prefix = "" if space == "projected" else "whole_"
         row |= {
-            f"{prefix}apart_on_pc1": separation(q_at[:, 0], k_at[:, 0]),
+            f"{prefix}apart_on_pc1": apart,
             f"{prefix}cosine_pc23": plane.cosine, f"{prefix}cosine_pc23_shuffled_high": plane.shuffled_high,
             f"{prefix}cosine": everywhere.cosine, f"{prefix}cosine_shuffled_high": everywhere.shuffled_high,
             f"{prefix}query_finds_keys": everywhere.hits, "chance": everywhere.chance,

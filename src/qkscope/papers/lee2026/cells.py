@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from qkscope.papers.fleet import toy_figures
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
-from qkscope.papers.registry import Experiment, Figure, Settings, figure
+from qkscope.papers.registry import Figure, Settings
 from qkscope.papers.trainer import Recipe
-from qkscope.runs.result import Result
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,6 @@ def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tu
     ]
 
 
-def toy_figure(name: str, title: str, cells: Cells) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
-    """Decorator: the figure of this name, on these heads; figures asked for together have theirs trained together."""
-    return figure("lee2026", name, title, prepare=_train_together, cells=cells)
-
-
 def train(cells: Cells, settings: Settings) -> list[TrainedHead]:
     """The heads of a figure, from the shared folder where they are there already."""
     return _train(cells(settings), settings)
@@ -77,3 +72,6 @@ def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
 def _train(cells: Sequence[HeadCell], settings: Settings) -> list[TrainedHead]:
     work = WORK[settings.preset]
     return train_heads(cells, settings.shared / "heads", lr=work.lr, recipe=work.recipe, device=settings.device)
+
+
+toy_figure = toy_figures("lee2026", _train_together)

@@ -23,7 +23,6 @@ from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.page.figures.style import figure_files, new_figure
 from qkscope.page.report import report_html
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.plots import Files, figure_name
@@ -38,7 +37,6 @@ _MEASURED = 8192
 
 @toy_figure("fig3", "The cube in query and key space", example_head("discrete"))
 @toy_figure("fig12", "The sphere in query and key space", example_head("continuous"))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """The first latent's geometry in a trained head, beside the same head before training."""
     work = WORK[settings.preset]

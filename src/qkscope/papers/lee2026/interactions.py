@@ -20,7 +20,6 @@ from torch import Tensor
 from qkscope.maths.bases import random_bases
 from qkscope.maths.draws import derived_seed
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope.papers.lee2026.toy.trained import TrainedHead
@@ -35,7 +34,6 @@ _ROTATIONS = 20
 
 @toy_figure("fig5", "Interactions G, continuous task", whole_grids(("continuous", 8), ("continuous", 16)))
 @toy_figure("fig13", "Interactions G, discrete task", whole_grids(("discrete", 8), ("discrete", 16)))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """G of every cell of both grids, and what can be said of it in numbers."""
     work, heads = WORK[settings.preset], train(cells, settings)

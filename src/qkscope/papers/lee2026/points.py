@@ -13,11 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.clouds import principal
 from qkscope.analyses.units import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
@@ -130,6 +132,28 @@ def align(
         float((nearest == q_labels).double().mean()),
         1 / count,
     )
+
+
+class View(NamedTuple):
+    """Queries and keys on their first three principal components together, and what the picture shows in numbers."""
+
+    q: Float[Tensor, "n 3"]
+    k: Float[Tensor, "m 3"]
+    apart: float  # on the first component
+    everywhere: Alignment
+    plane: Alignment  # on the second and third component
+
+
+def view(
+    q: Float[Tensor, "n d"], asked: Int[Tensor, " n"], k: Float[Tensor, "m d"], of_key: Int[Tensor, " m"], seed: int
+) -> View:
+    """As many queries as keys go into the components, so that these are not the keys' alone."""
+    per = len(k) // len(q)
+    repeated = q.repeat_interleave(per, dim=0)
+    coordinates = principal(torch.cat([repeated, k]))
+    q_at, k_at = coordinates[: len(repeated) : per], coordinates[len(repeated) :]
+    everywhere, plane = align(q, asked, k, of_key, seed), align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
+    return View(q_at, k_at, separation(q_at[:, 0], k_at[:, 0]), everywhere, plane)
 
 
 def nearest_centroid(

@@ -20,7 +20,6 @@ from qkscope.maths.controls import rank_above
 from qkscope.maths.draws import derived_seed, draw_signs
 from qkscope.maths.svd import energy_rank
 from qkscope.page.figures.style import INK, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
@@ -38,7 +37,6 @@ _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous",
 
 @toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)))
 @toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]

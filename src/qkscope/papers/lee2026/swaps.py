@@ -27,7 +27,6 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
 from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
-from qkscope.papers.fleet import one_thread
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
@@ -47,7 +46,6 @@ _ROWS_AT_ONCE = 6400
 @toy_figure("fig4", "Swapping latents, discrete (3,5)", example_head("discrete"))
 @toy_figure("fig14", "Swapping latents, d_head 16", some_cells(16, _WIDE, smoke=((4, 4), (4, 10))))
 @toy_figure("fig15", "Swapping latents, d_head 8", some_cells(8, _NARROW, smoke=((2, 2), (2, 5))))
-@one_thread()
 def run(settings: Settings, cells: Cells) -> Result:
     """Swaps at every head of the figure."""
     work = WORK[settings.preset]
