@@ -7,14 +7,13 @@ import re
 
 import pytest
 import torch
-from qkscope.papers.franco2026.relabelling import relabelled
 from safetensors.torch import save_file
 
 from qkscope import BadInput, reproduce, tasks
 from qkscope.capture.families import tiny_model
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
-from qkscope.papers.franco2026.model_sparsity import templates_of
+from qkscope.papers.franco2026.model_sparsity import relabelled, templates_of
 from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure_of
 from qkscope.tasks.ioi import TEMPLATES

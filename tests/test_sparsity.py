@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from qkscope.papers.franco2026.relabelling import relabelled
 
 from qkscope import BadInput
 from qkscope.maths.relative import key_coordinates, key_difference, relative_logit, relative_terms
@@ -18,6 +17,7 @@ from qkscope.maths.sparsity import (
     sparsity,
 )
 from qkscope.maths.weights import thin_svd
+from qkscope.papers.franco2026.model_sparsity import relabelled
 
 
 def drawn(*shape, seed=0):
