@@ -17,6 +17,7 @@ from qkscope.maths.sparsity import (
     sparsity,
 )
 from qkscope.maths.weights import thin_svd
+from qkscope.papers.franco2026 import model_sparsity
 from qkscope.papers.franco2026.model_sparsity import relabelled
 
 
