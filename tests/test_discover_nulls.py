@@ -13,9 +13,9 @@ import torch
 
 import qkscope as qk
 from planted import PlantedHead
-from qkscope.analyses.discover import UNTESTED, _directions, untested_words
-from qkscope.analyses.gather import gather, unit_numbers
-from qkscope.analyses.texts import different
+from qkscope.analyses.discover.discover import UNTESTED, _directions, untested_words
+from qkscope.analyses.discover.rows import gather, unit_numbers
+from qkscope.analyses.discover.texts import different
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.gather import gather
-from qkscope.analyses.relations import RELATIONS, main_relation, relation_rows
-from qkscope.analyses.texts import corpus, passages, text_examples
+from qkscope.analyses.discover.relations import RELATIONS, main_relation, relation_rows
+from qkscope.analyses.discover.rows import gather
+from qkscope.analyses.discover.texts import corpus, passages, text_examples
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
@@ -172,7 +172,7 @@ def test_the_corpus_is_large_varied_and_written_by_its_script():
     ],
 )
 def test_too_little_text_is_refused_with_how_much_is_needed(texts, message):
-    from qkscope.analyses.texts import checked_texts
+    from qkscope.analyses.discover.texts import checked_texts
 
     with pytest.raises(qk.BadInput, match=message):
         checked_texts(texts)

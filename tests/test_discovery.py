@@ -12,7 +12,7 @@ from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.ceiling import learned_basis
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast, head_tests, moving_basis
-from qkscope.maths.ica import shuffled_rows
+from qkscope.maths.draws import shuffled_rows
 from qkscope.maths.swap import swap_attention
 
 

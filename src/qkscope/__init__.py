@@ -22,7 +22,7 @@ _HOME = {
     "atlas": "qkscope.analyses.atlas",
     "attribute": "qkscope.analyses.attribute",
     "decompose": "qkscope.analyses.decompose",
-    "discover": "qkscope.analyses.discover",
+    "discover": "qkscope.analyses.discover.discover",
     "find_heads": "qkscope.analyses.find",
     "list_families": "qkscope.capture.families",
     "relative_attention": "qkscope.analyses.relative",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.atlas import atlas
     from qkscope.analyses.attribute import attribute
     from qkscope.analyses.decompose import decompose
-    from qkscope.analyses.discover import discover
+    from qkscope.analyses.discover.discover import discover
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
     from qkscope.analyses.relative import relative_attention

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.discover import (
+from qkscope.analyses.discover.discover import (
     ABOVE,
     NOT_ABOVE,
     RESTING,
@@ -28,11 +28,11 @@ from qkscope.analyses.discover import (
     key_heads,
     untested_words,
 )
-from qkscope.analyses.evidence import example_rows, swap_of
-from qkscope.analyses.gather import Looked, gather
-from qkscope.analyses.relations import main_relation, relation_rows
+from qkscope.analyses.discover.evidence import example_rows, swap_of
+from qkscope.analyses.discover.relations import main_relation, relation_rows
+from qkscope.analyses.discover.rows import QueryRows, gather
+from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.analyses.steps import Steps
-from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_least
@@ -141,7 +141,13 @@ def atlas(
 
 
 def _tables(
-    scope: Scope, tested: Looked, contrast: SelfContrast, tests: Sequence[HeadTest], draws: int, seed: int, steps: Steps
+    scope: Scope,
+    tested: QueryRows,
+    contrast: SelfContrast,
+    tests: Sequence[HeadTest],
+    draws: int,
+    seed: int,
+    steps: Steps,
 ) -> dict[str, list[dict[str, Any]]]:
     deltas = contrast.delta().cpu()
     u = checked_svd(deltas)[0]
@@ -184,7 +190,7 @@ def _tables(
     return {"atlas": rows, "relations": relations, "examples": examples}
 
 
-def _carried(looked: Looked, h: int, basis: Float[Tensor, "d r"]) -> tuple[Float[Tensor, " n"], float]:
+def _carried(looked: QueryRows, h: int, basis: Float[Tensor, "d r"]) -> tuple[Float[Tensor, " n"], float]:
     """Logit of the most attended key over a drawn one that some directions of the query carry, and its share."""
     rows, keep = looked.own_swaps(h)
     q, k = rows.q[:, 0].double(), rows.k[:, 0].double()

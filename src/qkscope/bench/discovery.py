@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from qkscope.analyses.discover import key_heads
-from qkscope.analyses.texts import corpus, text_examples
+from qkscope.analyses.discover.discover import key_heads
+from qkscope.analyses.discover.texts import corpus, text_examples
 from qkscope.bench.harness import Row, compare, hardware, overhead, row, wait
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope

@@ -75,7 +75,7 @@ def discover(
         from qkscope.analyses.decompose import checked_contrasts
 
         checked_contrasts(source, named)
-    from qkscope.analyses.discover import discover as run
+    from qkscope.analyses.discover.discover import discover as run
     from qkscope.analyses.steps import keeping
 
     scope = load_scope(model, device, dtype)
@@ -159,7 +159,7 @@ def _is_task(source: str) -> bool:
 
 def _texts(sources: list[str]) -> Any:
     """Passages of text files, or of our corpus; a word that is neither file nor task is refused."""
-    from qkscope.analyses.texts import corpus, read_texts
+    from qkscope.analyses.discover.texts import corpus, read_texts
 
     if sources == ["corpus"]:
         return corpus()
@@ -174,7 +174,7 @@ def _texts(sources: list[str]) -> Any:
 
 
 def _check_options(n: int, directions: int, space: str, skip: int, replicates: int) -> None:
-    from qkscope.analyses.discover import LEAST_REPLICATES
+    from qkscope.analyses.discover.discover import LEAST_REPLICATES
 
     if space not in ("query_frame", "post_rope"):
         raise BadInput(f"--space is query_frame or post_rope, where attention can be had, but got {space!r}.")
@@ -186,8 +186,8 @@ def _check_options(n: int, directions: int, space: str, skip: int, replicates: i
 
 def _check_queries(source: Any, n: int, directions: int) -> None:
     """Refuse too few queries before a model is loaded: a prompt asks one, and a passage a few at most."""
-    from qkscope.analyses.discover import _PER_DIRECTION
-    from qkscope.analyses.texts import QUERIES
+    from qkscope.analyses.discover.discover import _PER_DIRECTION
+    from qkscope.analyses.discover.texts import QUERIES
     from qkscope.tasks.task import ANSWER
 
     if isinstance(source, tuple):

@@ -21,19 +21,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.maths.bases import Projector, principal_cosines
-from qkscope.maths.ica import (
-    connected,
-    contrast,
-    dependent_pairs,
-    directions_of,
-    fast_ica,
-    gaussian_contrast,
-    shuffled_rows,
-    whiten,
-)
+from qkscope.maths.draws import shuffled_rows
+from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
 from qkscope.maths.svd import checked_svd
 
 _STABLE = 0.9  # |cos| between the two halves of the data under which a direction is not a finding
@@ -263,7 +256,7 @@ def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -
     largest = []
     for draw in range(draws):
         moved = t[shuffled_rows(prompts, seed, 1, draw)]
-        turned = directions_of(moved) * t.norm(dim=1, keepdim=True)
+        turned = normalize(moved, dim=-1) * t.norm(dim=1, keepdim=True)
         largest.append(torch.stack([_correlations(s, x).abs().max() for x in (moved, turned)]))
     ordered = torch.stack(largest).sort(dim=0, descending=True).values
     return max(float(ordered[max((draws + 1) // 20, 1) - 1].max()), _MATCH)  # exceeded by chance in 1 of 20

@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.maths.ica import directions_of, shuffled_rows
+from qkscope.maths.draws import shuffled_rows
 from qkscope.maths.sums import Covariance, augmented
 from qkscope.maths.svd import ROUNDING
 from qkscope.maths.tails import false_discovery
@@ -125,7 +126,7 @@ class SelfContrast:
         partner = shuffled_rows(prompts, self.seed, draw).mT
         weight, length = delta[..., -1], delta[..., :-1].norm(dim=-1, keepdim=True)
         for kind, (given, taking) in enumerate(
-            ((delta[..., :-1], queries), (directions_of(delta[..., :-1]), queries * length))
+            ((delta[..., :-1], queries), (normalize(delta[..., :-1], dim=-1), queries * length))
         ):
             self._exchange(kind, partner[:, kind::_KINDS].flatten(), given, taking, queries, weight)
 

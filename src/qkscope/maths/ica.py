@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.maths.draws import draw_bits
+from qkscope.maths.draws import shuffled_rows
 
 _GAUSS_LOG_COSH = 0.37456720749  # E log cosh of a standard normal
 _FREQUENCIES = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -128,30 +128,6 @@ def dependent_pairs(
         b = waves(moved)
         largest.append(torch.maximum(dependence(b, b), in_threes(moved))[off].max())
     return observed, max(float(torch.stack(largest).quantile(0.95)), least)
-
-
-def shuffled_rows(prompts: Int[Tensor, " n"], *address: int | Tensor) -> Int[Tensor, "*r n"]:
-    """Whole prompts in another order, the n-th row of one in place of the n-th row of another.
-
-    Only prompts of as many rows change places: else the rows of one would come from several, which are less alike than
-    a prompt's rows are, and noise would look like a finding. The address names the draw; with a part of shape (r, 1)
-    there are r of them.
-    """
-    _, prompt = prompts.unique(return_inverse=True)
-    counts = torch.bincount(prompt)
-    order = prompt.argsort(stable=True)
-    nth = torch.empty_like(order)
-    nth[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[prompt[order]]
-    group = counts[prompt] * (int(counts.max()) + 1) + nth  # rows that may change places: as many in all, and the n-th
-    by_lot = draw_bits(*address, prompt).argsort(dim=-1, stable=True)
-    by_lot = by_lot.gather(-1, group[by_lot].argsort(dim=-1, stable=True))
-    places = order[group[order].argsort(stable=True)]  # each group together, in the order of prompts
-    return torch.empty_like(by_lot).index_copy(-1, places, by_lot)
-
-
-def directions_of(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-    """Vectors of length 1; of length 0 where there is none."""
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def connected(edges: Tensor) -> list[list[int]]:

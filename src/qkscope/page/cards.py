@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from qkscope.analyses.discover import counted
+from qkscope.analyses.discover.discover import counted
 from qkscope.page.report import asset
 from qkscope.runs.result import Result
 

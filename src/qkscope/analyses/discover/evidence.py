@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.gather import Looked
+from qkscope.analyses.discover.rows import QueryRows
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
@@ -27,7 +27,7 @@ from qkscope.maths.swap import SwapEffect, swap_attention, swap_table
 _AROUND = 14  # tokens shown on either side of a marked one
 
 
-def contributions(looked: Looked, h: int, found: Components) -> tuple[Float[Tensor, "n r"], Float[Tensor, " n"]]:
+def contributions(looked: QueryRows, h: int, found: Components) -> tuple[Float[Tensor, "n r"], Float[Tensor, " n"]]:
     """What each component adds to the logit of the most attended key over one drawn by lot, and the logit itself."""
     rows, keep = looked.own_swaps(h)
     q, k = rows.q[:, 0].double(), rows.k[:, 0].double()
@@ -47,7 +47,7 @@ def logit_shares(parts: Float[Tensor, "n r"], whole: Float[Tensor, " n"]) -> Flo
 
 
 def swap_of(
-    looked: Looked, h: int, bases: Mapping[str, Projector], seed: int = 0
+    looked: QueryRows, h: int, bases: Mapping[str, Projector], seed: int = 0
 ) -> tuple[dict[str, SwapEffect], Int[Tensor, " n"]]:
     """The head's own swap under several projectors, and the example of each row."""
     rows, keep = looked.own_swaps(h)
@@ -57,7 +57,7 @@ def swap_of(
 
 
 def feature_row(
-    looked: Looked,
+    looked: QueryRows,
     h: int,
     found: Components,
     feature: Feature,
@@ -127,7 +127,7 @@ def _nearest(basis: Tensor, labelled: Mapping[str, Tensor]) -> tuple[str | None,
 
 def example_rows(
     scope: Scope,
-    looked: Looked,
+    looked: QueryRows,
     h: int,
     number: int,
     strength: Float[Tensor, " n"],

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.curve import SIZES, labelled_curve, text_curve
 from qkscope.analyses.decompose import Fit, decompose
-from qkscope.analyses.evidence import contributions, example_rows, feature_row, logit_shares
-from qkscope.analyses.gather import Looked, gather
-from qkscope.analyses.relations import main_relation, relation_rows
+from qkscope.analyses.discover.curve import SIZES, labelled_curve, text_curve
+from qkscope.analyses.discover.evidence import contributions, example_rows, feature_row, logit_shares
+from qkscope.analyses.discover.relations import main_relation, relation_rows
+from qkscope.analyses.discover.rows import QueryRows, gather
+from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different, text_examples
 from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.steps import Steps
-from qkscope.analyses.texts import LENGTH, QUERIES, checked_texts, different, text_examples
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_least
@@ -228,7 +228,7 @@ def check_replicates(replicates: int) -> None:
         raise BadInput(f"replicates are at least {LEAST_REPLICATES}, to tell 5% of chance, but got {replicates!r}.")
 
 
-def _directions(contrast: SelfContrast, fitted: Looked, h: int, most: int) -> tuple[int, list[float]]:
+def _directions(contrast: SelfContrast, fitted: QueryRows, h: int, most: int) -> tuple[int, list[float]]:
     """Directions above both kinds of replicates, those found projected out, and the 95% quantile beside each tested."""
     examples = len(fitted.example.unique())
     # few passages span few directions: with those projected out, replicates have no room left, and anything passes
@@ -240,7 +240,7 @@ def _directions(contrast: SelfContrast, fitted: Looked, h: int, most: int) -> tu
 
 
 def _one_head(
-    scope: Scope, fitted: Looked, tested: Looked, h: int, test: HeadTest, directions: int, contrast: SelfContrast,
+    scope: Scope, fitted: QueryRows, tested: QueryRows, h: int, test: HeadTest, directions: int, contrast: SelfContrast,
     fit: Fit | None, singular: SingularBasis | None, relations: Sequence[Mapping[str, Any]], draws: int, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One head's rows of every table, and its components."""

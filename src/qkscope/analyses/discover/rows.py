@@ -27,7 +27,7 @@ from qkscope.maths.discovery import SelfContrast
 
 
 @dataclass(frozen=True)
-class Looked:
+class QueryRows:
     """What some heads looked at, one row per query; vectors as in `Pooled`, places as token numbers of the example."""
 
     heads: tuple[Head, ...]
@@ -87,7 +87,7 @@ def gather(
     progress: bool | None = None,
     steps: Steps | None = None,
     name: str = "rows",
-) -> Looked | None:
+) -> QueryRows | None:
     """Pool the examples batch by batch into ``contrast``; with ``keep``, also return the rows (on the CPU).
 
     Batches are sorted by length and fixed, so that a rerun gives the same numbers; with ``steps``, what is done is kept
@@ -122,7 +122,7 @@ def gather(
         ids |= {unit: text.tolist() for unit, text in zip(part.pop("units").tolist(), texts, strict=True)}
     scale, softcap = parts[0].pop("scale"), parts[0].pop("softcap")
     whole = {column: torch.cat([part[column] for part in parts]) for column in parts[0]}
-    return Looked(heads=tuple(heads), ids=ids, scale=scale, softcap=softcap, **whole)
+    return QueryRows(heads=tuple(heads), ids=ids, scale=scale, softcap=softcap, **whole)
 
 
 def unit_numbers(examples: Sequence[Example]) -> list[int]:

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.evidence import curve_rows, singular_projector
-from qkscope.analyses.gather import Looked
+from qkscope.analyses.discover.evidence import curve_rows, singular_projector
+from qkscope.analyses.discover.rows import QueryRows
 from qkscope.analyses.steps import Steps
 from qkscope.analyses.swap import SIZES as SIZES
 from qkscope.analyses.swap import Rows, capture_rows
@@ -131,8 +131,8 @@ def _named_covariances(fit: Fit, index: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def text_curve(
-    fitted: Looked,
-    tested: Looked,
+    fitted: QueryRows,
+    tested: QueryRows,
     contrast: SelfContrast,
     singular: SingularBasis | None,
     sizes: Sequence[int],

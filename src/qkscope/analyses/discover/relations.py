@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.analyses.gather import Looked
+from qkscope.analyses.discover.rows import QueryRows
 from qkscope.capture.scope import Scope
 from qkscope.maths.intervals import clustered_bootstrap
 
@@ -44,7 +44,7 @@ RELATIONS: dict[str, Callable[[_Pair], Tensor]] = {
 }
 
 
-def relation_rows(scope: Scope, looked: Looked) -> list[dict[str, Any]]:
+def relation_rows(scope: Scope, looked: QueryRows) -> list[dict[str, Any]]:
     """How often each relation holds for the key a head picks and for one drawn by lot, with the interval of the lead.
 
     A head with ``rate`` .7 and ``chance`` .03 at "the same token" looks for earlier copies.

@@ -71,7 +71,7 @@ def passages(text: str) -> tuple[str, ...]:
 def checked_texts(texts: Sequence[str], least: int = LEAST) -> tuple[str, ...]:
     """The different texts, if there are enough of them to tell a feature from chance."""
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise BadInput("texts are a list of strings: cut one long text with qkscope.analyses.texts.passages.")
+        raise BadInput("texts are a list of strings: cut one long text with qkscope.analyses.discover.texts.passages.")
     unique = tuple(dict.fromkeys(text for text in texts if text.strip()))
     lines = {line.strip() for text in unique for line in text.splitlines() if line.strip()}
     if unique and len(lines) < least and sum(map(len, texts)) > 20 * max(map(len, lines)):
