@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.maths.attribution import attribute_logits
+from qkscope.heads import Head
+from qkscope.maths.attribution import attribute_logits, split_rows
 
 seeds = st.integers(0, 10**6)
 
@@ -84,24 +85,35 @@ def test_the_oblique_residual_is_what_no_feature_reaches():
     torch.testing.assert_close(found.parts["residual"], k @ (q - joint @ (joint.mT @ q)))
 
 
-def test_the_table_has_a_row_per_token():
-    found = attribute_logits(randn(0, 16), randn(1, 2, 16), 1.0, features(0, ranks=(1,)))
-    table = found.table(["hat", "jam"])
-    assert [row["token"] for row in table] == ["hat", "jam"]
-    assert table[0]["logit"] == pytest.approx(table[0]["f0"] + table[0]["residual"])
+def test_the_rows_of_a_split_sum_to_the_logit_of_each_key():
+    found = attribute_logits(randn(0, 16), randn(1, 2, 16), 1.0, features(0, ranks=(1, 2)))
+    rows = split_rows(Head(3, 1), 9, [4, 6], found.logits, found.parts, "query")
+    assert list(rows[0]) == ["head", "query", "key", "part", "side", "value", "share"]
+    for logit, key in zip(found.logits.tolist(), (4, 6), strict=True):
+        own = [row for row in rows if row["key"] == key]
+        assert [row["part"] for row in own] == ["f0", "f1", "residual"]
+        assert sum(row["value"] for row in own) == pytest.approx(logit)
+        assert sum(row["share"] for row in own) == pytest.approx(1)
+    (nothing,) = split_rows(Head(0, 0), 1, [0], torch.zeros(1), {"a": torch.zeros(1)}, "query")
+    assert nothing["share"] != nothing["share"]
+
+
+@pytest.mark.parametrize("split", ["sequential", "average", "oblique"])
+def test_without_a_feature_all_is_residual(split):
+    found = attribute_logits(randn(0, 16), randn(1, 3, 16), 1.0, {}, split)
+    assert list(found.parts) == ["residual"]
+    torch.testing.assert_close(found.parts["residual"], found.logits)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda q, k: attribute_logits(q, k, 1.0, {}), "at least one"),
         (lambda q, k: attribute_logits(q, k, 1.0, {"residual": torch.eye(16)}), "residual"),
         (lambda q, k: attribute_logits(q, k, 1.0, {"a": torch.eye(8)}), "(16, rank)"),
         (lambda q, k: attribute_logits(q, k, 1.0, features(0), "best"), "'best'"),
         (lambda q, k: attribute_logits(q, k, 1.0, {str(i): torch.eye(16)[:, i : i + 1] for i in range(7)}, "average"),
          "too many orders"),
         (lambda q, k: attribute_logits(q, k, 1.0, {"a": torch.eye(16), "b": torch.eye(16)}, "oblique"), "independent"),
-        (lambda q, k: attribute_logits(q, k, 1.0, features(0)).table(["x"]), "1 tokens"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_a_sentence(call, says):

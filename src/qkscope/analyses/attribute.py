@@ -7,22 +7,23 @@ first, and order-free beside it; what no feature explains is the residual.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.find import check_same_model
 from qkscope.analyses.swap import default_features
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_kind, check_least
-from qkscope.examples import Example, Key
+from qkscope.errors import BadInput, check_least
+from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
+from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -64,54 +65,54 @@ def attribute(
 
     Parameters
     ----------
+    scope : the model.
+    prompt : a text, or an example with at most one marked query.
+    head : the head that looks.
     features : a `Fit`, or subspaces of this head by name.
     split : ``sequential`` (the paper's), ``average`` over all orders, or ``oblique``.
     chat : whether the prompt goes into the chat template; as the features were fitted, if not given.
+
+    Returns
+    -------
+    Explanation
+        ``tables["tokens"]``: attention, logit and its parts, token by token; ``tables["split"]``: the same parts, one a
+        row; ``tables["summary"]``: the share of each feature, also in the reverse order; ``tables["overlap"]``.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> scope = qk.Scope.load("nano:mixed")
+    >>> feature = qk.Subspace.from_delta(torch.eye(scope.d_head), rank=2)
+    >>> found = qk.attribute(scope, "hat: O jam:", "L1H3", {"first two": feature})
+    >>> [row["part"] for row in found.tables["split"][:2]]
+    ['first two', 'residual']
     """
     start = time.perf_counter()
     head = scope.check(head)
-    if isinstance(features, Fit):
-        chosen = {name: features[name, head] for name in default_features(features)}
-        space = features.space
-    else:
-        check_kind(
-            features, Mapping, "features are a fit, or subspaces by name, as {'lexical': fit['lexical', 'L18H6']}"
-        )
-        chosen = dict(features)
-        spaces = {str(subspace.about.get("space", "post_rope")) for subspace in chosen.values()}
-        if len(spaces) > 1:
-            raise BadInput(f"the features were fitted in different spaces ({', '.join(sorted(spaces))}): take one.")
-        space = cast(Space, spaces.pop() if spaces else "post_rope")
+    chosen, space = _chosen(features, head)
+    for name, subspace in chosen.items():
+        check_same_model(subspace.about, scope, f"feature {name!r}")
     if isinstance(prompt, Example) and len(prompt.queries) > 1:
         raise BadInput(f"a prompt is explained from one query, but {len(prompt.queries)} are marked: mark one.")
-    for name, subspace in chosen.items():
-        if subspace.head is not None and subspace.head != head:
-            raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
-        check_same_model(subspace.about, scope, f"feature {name!r}")
-    chosen = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
     if chat is None:
         chat = isinstance(features, Fit) and features.chat
     encoded = scope.encode([prompt], chat=chat)
-    ids = encoded.inputs["input_ids"][0]
     query = int(encoded.places.query[0])
-    every = tuple(Key((i, i + 1)) for i in range(query + 1))
-    whole = Example(ids=tuple(ids.tolist()), queries=((query, query + 1),), keys=every)
-    captured = next(iter(scope.capture([whole], [head], space=space, progress=False)))
-    q, k = captured.q[0, 0], captured.k[0, 0]
-    bases = {name: subspace.basis("query") for name, subspace in chosen.items()}
-    found = attribute_logits(q, k, float(captured.scale[0]), bases, split)
-    reverse = attribute_logits(q, k, float(captured.scale[0]), dict(reversed(bases.items())), "sequential")
-    attention = captured.attention()[0, 0]
-    tokens = scope.tokenizer.convert_ids_to_tokens(ids[: query + 1].tolist()) if scope.tokenizer else None
-    texts = [scope.tokenizer.decode([i]) for i in ids[: query + 1].tolist()] if scope.tokenizer else None
-    rows = [
-        {"position": i, "token": texts[i] if texts else str(int(ids[i])), "attention": float(attention[i]),
-         "logit": float(found.logits[i])} | {name: float(part[i]) for name, part in found.parts.items()}
-        for i in range(query + 1)
-    ]  # fmt: skip
+    places = Places.everywhere(
+        encoded.places.row, encoded.places.query, encoded.inputs["attention_mask"][:, : query + 1]
+    )
+    captured = scope.capture_inputs(encoded.inputs, places=places, heads=[head], space=space)
+    ids = encoded.inputs["input_ids"][0, : query + 1].tolist()
+    texts = [scope.tokenizer.decode([i]) for i in ids] if scope.tokenizer else [str(i) for i in ids]
+    found, reverse = split_logits(captured, head, chosen, split), split_logits(captured, head, chosen, reverse=True)
+    rows = token_rows(captured, head, found, texts)
     best = max(range(len(rows)), key=lambda i: rows[i]["attention"])
-    explained = _explained(found.logits, found.parts[RESIDUAL])
     shown = ", ".join(f"{name} {rows[best][name]:.2f}" for name in found.parts)
+    summary = [
+        {"feature": name, "rank": chosen[name].rank if name in chosen else None,
+         "variance_share": _share(part, found.logits), "reverse_order": _share(reverse.parts[name], found.logits)}
+        for name, part in found.parts.items()
+    ]  # fmt: skip
     return Explanation(
         experiment="explain",
         answer=(
@@ -120,23 +121,65 @@ def attribute(
         ),
         tables={
             "tokens": rows,
-            "summary": [
-                {
-                    "feature": name, "rank": chosen[name].rank if name in chosen else None,
-                    "variance_share": _share(part, found.logits),
-                    "reverse_order": _share(reverse.parts[name], found.logits),
-                }
-                for name, part in found.parts.items()
-            ],
+            "summary": summary,
             "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in found.overlap.items()],
+            "split": split_rows(head, query, range(query + 1), found.logits, found.parts, "query"),
         },
         model=scope.name,
         seconds=time.perf_counter() - start,
         provenance=provenance(
-            model=scope.name, weights=scope.weights_hash, head=str(head), prompt=str(whole.show(2000)), split=split,
-            tokens=tokens, explained=explained, space=space,
+            model=scope.name,
+            weights=scope.weights_hash,
+            head=str(head),
+            prompt=Example(ids=tuple(ids)).show(2000),
+            split=split,
+            tokens=scope.tokenizer.convert_ids_to_tokens(ids) if scope.tokenizer else None,
+            explained=1 - _share(found.parts[RESIDUAL], found.logits),
+            space=space,
         ),
-    )  # fmt: skip
+    )
+
+
+def _chosen(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
+    """The features of this head by name, and the space they were all fitted in."""
+    if isinstance(features, Fit):
+        return {name: features[name, head] for name in default_features(features)}, features.space
+    if not features:
+        raise BadInput("no feature was given: name at least one to split the logits among.")
+    for name, subspace in features.items():
+        if subspace.head not in (None, head):
+            raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
+    spaces = {str(subspace.about.get("space", "post_rope")) for subspace in features.values()}
+    if len(spaces) > 1:
+        raise BadInput(f"the features were fitted in different spaces ({', '.join(sorted(spaces))}): take one.")
+    return dict(features), cast(Space, spaces.pop())
+
+
+def split_logits(
+    captured: Capture,
+    head: Head,
+    features: Mapping[str, Subspace],
+    split: Split = "sequential",
+    *,
+    reverse: bool = False,
+) -> Attribution:
+    """One head's logits on the keys of the first captured row, split among features, the smaller rank first."""
+    column = captured.heads.index(head)
+    q, k = captured.q[0, column], captured.k[0, captured.kv_of_head[column]]
+    ordered = sorted(features.items(), key=lambda item: item[1].rank)
+    bases = {name: subspace.basis("query") for name, subspace in (reversed(ordered) if reverse else ordered)}
+    return attribute_logits(q, k, float(captured.scale[column]), bases, split)
+
+
+def token_rows(captured: Capture, head: Head, found: Attribution, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per token: the head's attention to it, its logit, and the logit's parts (of no feature, none)."""
+    attention = captured.attention()[0, captured.heads.index(head)].tolist()
+    logits, parts = found.logits.tolist(), {name: part.tolist() for name, part in found.parts.items()}
+    return [
+        {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
+        | ({name: part[i] for name, part in parts.items()} if len(parts) > 1 else {})
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
 
 
 def _share(part: torch.Tensor, logits: torch.Tensor) -> float:
@@ -147,7 +190,3 @@ def _share(part: torch.Tensor, logits: torch.Tensor) -> float:
     centred, of = part - part.mean(), logits - logits.mean()
     total = float((of * of).sum())
     return float((centred * of).sum()) / total if total > 0 else 0.0
-
-
-def _explained(logits: torch.Tensor, residual: torch.Tensor) -> float:
-    return 1 - _share(residual, logits)

@@ -179,10 +179,9 @@ def locate(
 
 def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
     """One row per example and query column, example by example, with every token of the example as a key."""
-    mask = inputs["attention_mask"].bool()
+    mask = inputs["attention_mask"]
     row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
-    every = torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1)
-    return Places(row, columns.flatten().to(mask.device), every, mask[row])
+    return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 
 
 def find_circuit(

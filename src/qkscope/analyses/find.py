@@ -21,7 +21,7 @@ from qkscope.analyses.units import batches_of
 from qkscope.capture.cache import weights_part
 from qkscope.capture.encode import Encoding
 from qkscope.capture.marks import check_visible, notes_of
-from qkscope.capture.pick import Capture, Places
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_kind
@@ -67,7 +67,8 @@ def find_heads(
     def run(indices: list[int]) -> tuple[Tensor, ...]:
         members = [(i, example) for i in indices for example in units[i]]
         encoded = scope.encode([example for _, example in members], chat=task.chat)
-        whole = _whole_rows(scope, encoded)
+        everywhere = Places.everywhere(encoded.places.row, encoded.places.query, encoded.inputs["attention_mask"])
+        whole = scope.capture_inputs(encoded.inputs, places=everywhere)
         keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
         check_visible(encoded, heads, whole.bias.gather(-1, keys), by_some=True)
         scores = _scores(encoded, whole.attention())
@@ -109,14 +110,6 @@ def find_heads(
         seconds=time.perf_counter() - start,
         provenance=provenance(**about, n=n),
     )
-
-
-def _whole_rows(scope: Scope, encoded: Encoding) -> Capture:
-    """Every head from each query to every token of its sequence."""
-    places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
-    columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
-    everywhere = Places(places.row, places.query, columns, mask[places.row])
-    return scope.capture_inputs(encoded.inputs, places=everywhere)
 
 
 def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:

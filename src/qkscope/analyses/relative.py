@@ -63,9 +63,7 @@ class RelativeRows:
 
 def whole_rows(encoded: Encoding) -> Places:
     """Every token of each row's own sequence as a key."""
-    places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
-    columns = torch.arange(mask.shape[1], device=mask.device).expand(len(places.row), -1)
-    return Places(places.row, places.query, columns, mask[places.row])
+    return Places.everywhere(encoded.places.row, encoded.places.query, encoded.inputs["attention_mask"])
 
 
 def relative_rows(

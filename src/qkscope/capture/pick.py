@@ -35,6 +35,12 @@ class Places:
     keys: Int[Tensor, "b k"]
     key_mask: Bool[Tensor, "b k"]
 
+    @classmethod
+    def everywhere(cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]) -> Places:
+        """These queries, each with every token of its own sequence as a key: slot j is column j of the batch."""
+        columns = torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1)
+        return cls(row, query, columns, mask.bool()[row])
+
 
 @dataclass(frozen=True)
 class Capture:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from qkscope import tasks
+from qkscope.analyses.attribute import split_logits, token_rows
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.swap import check_swappable, default_features
@@ -31,7 +32,6 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
-from qkscope.maths.attribution import attribute_logits
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swap_attention, swapped_keys
@@ -65,18 +65,7 @@ class _Seen:
 
 
 def _rows(captured: Capture, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[_Row]:
-    """One head's attention and logit of every token, and the logit's parts: the feature of the smaller rank first."""
-    column = captured.heads.index(head)
-    q, k, scale = captured.q[0, column], captured.k[0, captured.kv_of_head[column]], float(captured.scale[column])
-    bases = {name: s.basis("query") for name, s in sorted(features.items(), key=lambda item: item[1].rank)}
-    found = attribute_logits(q, k, scale, bases, "sequential").parts if bases else {}
-    parts = {name: part.tolist() for name, part in found.items()}
-    logits, attention = (scale * (k @ q)).tolist(), captured.attention()[0, column].tolist()
-    return [
-        {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
-        | {name: part[i] for name, part in parts.items()}
-        for i, text in enumerate(texts)
-    ]
+    return token_rows(captured, head, split_logits(captured, head, features), texts)
 
 
 class Session:

@@ -8,7 +8,7 @@ oblique one, which reads each feature only along directions that no other featur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any, Literal
@@ -18,10 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.heads import Head
 from qkscope.maths.bases import oblique_projectors, principal_cosines
 
 RESIDUAL = "residual"
 Split = Literal["sequential", "average", "oblique"]
+SplitSide = Literal["query", "key", "both"]
 _MOST_FOR_ALL_ORDERS = 6  # 720 orders; beyond that the oblique split is the order-free one
 
 
@@ -34,21 +36,6 @@ class Attribution:
     split: Split
     overlap: dict[tuple[str, str], float]  # largest cosine between two features' query subspaces
 
-    def table(self, tokens: list[str] | None = None) -> list[dict[str, Any]]:
-        """One row per key of a single example: the logit and its parts."""
-        if self.logits.ndim != 1:
-            raise BadInput(
-                f"a table is of one example, but the logits have shape {tuple(self.logits.shape)}: index one."
-            )
-        names = tokens if tokens is not None else [str(i) for i in range(len(self.logits))]
-        if len(names) != len(self.logits):
-            raise BadInput(f"{len(names)} tokens were named for {len(self.logits)} logits.")
-        return [
-            {"token": token, "logit": float(self.logits[i])}
-            | {name: float(part[i]) for name, part in self.parts.items()}
-            for i, token in enumerate(names)
-        ]
-
 
 def split_query(
     q: Float[Tensor, "*n d"], bases: Mapping[str, Float[Tensor, "d r"]], split: Split = "sequential"
@@ -59,12 +46,14 @@ def split_query(
         parts = _split_in_order(q, bases, list(bases))
     elif split == "average":
         if len(bases) > _MOST_FOR_ALL_ORDERS:
-            raise BadInput(f"{len(bases)} features have too many orders to average over (at most "
-                           f"{_MOST_FOR_ALL_ORDERS}): take the oblique split.")  # fmt: skip
+            raise BadInput(
+                f"{len(bases)} features have too many orders to average over (at most {_MOST_FOR_ALL_ORDERS}): "
+                "take the oblique split."
+            )
         orders = [_split_in_order(q, bases, list(order)) for order in permutations(bases)]
         parts = {name: torch.stack([one[name] for one in orders]).mean(dim=0) for name in bases}
     elif split == "oblique":
-        projectors, _ = oblique_projectors(list(bases.values()))
+        projectors = oblique_projectors(list(bases.values()))[0] if bases else []
         parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
     else:
         raise BadInput(f"split is sequential, average or oblique, but got {split!r}.")
@@ -104,8 +93,6 @@ def attribute_logits(
 
 
 def _check_features(q: Tensor, bases: Mapping[str, Tensor]) -> None:
-    if not bases:
-        raise BadInput("no feature was given: name at least one to split the logits among.")
     if RESIDUAL in bases:
         raise BadInput(f"a feature cannot be called {RESIDUAL!r}: that is the name of what is left over.")
     for name, basis in bases.items():
@@ -113,3 +100,38 @@ def _check_features(q: Tensor, bases: Mapping[str, Tensor]) -> None:
             raise BadInput(
                 f"feature {name!r} should have a basis of shape ({q.shape[-1]}, rank), but has {tuple(basis.shape)}."
             )
+
+
+def split_rows(
+    head: Head,
+    query: int,
+    keys: Sequence[int],
+    total: Float[Tensor, " k"],
+    parts: Mapping[str, Float[Tensor, " k"]],
+    side: SplitSide,
+) -> list[dict[str, Any]]:
+    """The one table of every split of a logit: a row for each key and part.
+
+    Parameters
+    ----------
+    head : whose logits they are.
+    query, keys : positions of the tokens.
+    total : what was split, for each key: its logit, or its relative logit.
+    parts : by name; they sum to ``total``.
+    side : which vector was split.
+
+    Examples
+    --------
+    >>> parts = {"order": torch.tensor([1.5]), "residual": torch.tensor([0.5])}
+    >>> for row in split_rows(Head(0, 1), 7, [3], torch.tensor([2.0]), parts, "query"):
+    ...     print(*row.values())
+    L0H1 7 3 order query 1.5 0.75
+    L0H1 7 3 residual query 0.5 0.25
+    """
+    whole, columns = total.tolist(), {name: part.tolist() for name, part in parts.items()}
+    return [
+        {"head": str(head), "query": query, "key": key, "part": name, "side": side, "value": values[i],
+         "share": values[i] / whole[i] if whole[i] else float("nan")}
+        for i, key in enumerate(keys)
+        for name, values in columns.items()
+    ]  # fmt: skip
