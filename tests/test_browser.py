@@ -237,9 +237,10 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
 
 def test_round_off_does_not_crowd_the_axis_of_a_spectrum(report):
     """A contrast of rank one has one value, and fifteen of 1e-15."""
-    rows = [{"panel": "one", "component": i + 1, "value": 10.0 if i == 0 else 1e-15, "null_median": None,
-             "null_high": None, "kept": i == 0} for i in range(16)]  # fmt: skip
-    panel = {"name": "one", "rank": 1, "above": 0, "verdict": "not above null", "dominance": 1.0}
+    rows = [{"head": "L0H0", "contrast": "one", "component": i + 1, "value": 10.0 if i == 0 else 1e-15,
+             "null_median": None, "null_high": None, "kept": i == 0} for i in range(16)]  # fmt: skip
+    panel = {"head": "L0H0", "contrast": "one", "name": "one", "rank": 1, "detected": 0, "verdict": "not above null",
+             "mean_dominance": 1.0}  # fmt: skip
     heights, labels = report.page.evaluate(
         """([rows, panel]) => {
           const place = document.createElement("div");

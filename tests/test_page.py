@@ -16,7 +16,7 @@ import torch
 
 import qkscope as qk
 from qkscope import BadInput
-from qkscope.analyses.swap import Swaps
+from qkscope.analyses.clouds import clouds_of
 from qkscope.explorer.opening import page_of
 from qkscope.page.blocks import blocks_of
 from qkscope.page.cards import add_section
@@ -111,7 +111,7 @@ def test_charts_hold_the_numbers_of_the_tables(verbs):
     assert data["tokens"]["options"]["parts"][-1] == "residual"
     for row in data["tokens"]["rows"]:
         assert row["logit"] == pytest.approx(sum(row[name] for name in data["tokens"]["options"]["parts"]), abs=1e-4)
-    lexical = [row for row in data["spectra"]["rows"] if row["panel"] == "lexical at L1H3"]
+    lexical = [row for row in data["spectra"]["rows"] if (row["contrast"], row["head"]) == ("lexical", "L1H3")]
     controls = fit["lexical", "L1H3"].controls
     assert [row["value"] for row in lexical] == list(controls.spectrum[: len(lexical)])
     assert [row["null_high"] for row in lexical if row["null_high"] is not None] == list(
@@ -121,11 +121,11 @@ def test_charts_hold_the_numbers_of_the_tables(verbs):
 
 
 def test_points_lie_in_the_features_subspace_and_know_their_labels(verbs):
-    swaps: Swaps = verbs[1][2]
-    assert [cloud.title for cloud in swaps.clouds] == [
+    clouds = clouds_of(verbs[1][2])
+    assert [cloud.title for cloud in clouds] == [
         "order at L1H3", "lexical at L1H3", "order at L0H1", "lexical at L0H1",
     ]  # fmt: skip
-    for cloud in swaps.clouds:
+    for cloud in clouds:
         assert cloud.keys.shape == (12 * 4, 3)
         assert cloud.queries.shape == (12, 3)
         for colouring in cloud.colourings.values():
@@ -133,9 +133,9 @@ def test_points_lie_in_the_features_subspace_and_know_their_labels(verbs):
             assert len(colouring.queries) == 12
         # queries count as often as keys, so that both together are centred
         torch.testing.assert_close(cloud.keys.sum(0) + 4 * cloud.queries.sum(0), torch.zeros(3), atol=1e-4, rtol=0)
-    place = swaps.clouds[0].colourings["place in the prompt"]
+    place = clouds[0].colourings["place in the prompt"]
     assert place.keys[:4] == (0, 1, 2, 3)
-    asked = swaps.clouds[0].colourings["right or not"]
+    asked = clouds[0].colourings["right or not"]
     assert [asked.keys[4 * row + place.queries[row]] for row in range(12)] == [0] * 12
     assert sum(label == 0 for label in asked.keys) == 12
 
@@ -153,6 +153,12 @@ def test_a_run_that_is_read_back_gives_the_same_page(tmp_path):
     torch.testing.assert_close(dict(read.arrays), arrays)
     assert [block.kind for block in blocks_of(read)] == ["map", "cloud"]
     assert report_html([read]) == report_html([made])
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_the_page_of_a_verb_read_back_is_the_page_it_made(verbs, tmp_path, which):
+    result = verbs[1][which]
+    assert report_html([Result.read(result.write(tmp_path / "run"))]) == report_html([result])
 
 
 def test_a_few_heads_of_many_are_no_map(verbs):

@@ -238,11 +238,11 @@ def test_the_page_and_the_summary_show_the_matrix_that_was_kept(planted):
     spectra = next(block for block in blocks_of(fit) if block.kind == "spectra")
     for head in ("L0H7", "L0H8"):
         subspace = fit["match", head]
-        own = [row["value"] for row in spectra.rows if row["panel"] == f"match at {head}"]
+        own = [row["value"] for row in spectra.rows if (row["contrast"], row["head"]) == ("match", head)]
         assert own == pytest.approx(subspace.S[: len(own)].tolist())
         assert subspace.controls.spectrum == pytest.approx(subspace.S.tolist())
         panel = next(p for p in spectra.options["panels"] if p["name"] == f"match at {head}")
-        assert (panel["above"], panel["cv"]) == (subspace.controls.detected, subspace.controls.cv_rank)
+        assert (panel["detected"], panel["rank_cv"]) == (subspace.controls.detected, subspace.controls.cv_rank)
         assert f"{subspace.controls.null_high[0]:9.5g}" in subspace.summary()
 
 

@@ -2,6 +2,10 @@
 
 Prompts are those of the causal test, which nothing was fitted on. Queries are projected on the feature's query basis,
 keys on its key basis; as many queries as keys go into the components, so that these are not the keys' alone.
+
+A result holds them as arrays ``cloud/NAME/keys``, ``queries`` (n, 3) and ``key_labels``, ``query_labels`` (n, number of
+colourings; -1 is none of the labels), and as rows ``cloud, colouring, ordered, index, label`` of the table ``clouds``.
+Figures of points store the same under names of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -19,10 +25,14 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.attention import AttentionRows
 from qkscope.maths.subspace import Subspace
+from qkscope.runs.result import Result
 
 _PROMPTS = 96
 _WORDS = 8  # more colours cannot be told apart
 _COMPONENTS = 3
+_CLOUDS = 8  # more are not looked at
+_POINTS = 1500  # of a side: so many can be turned
+_PARTS = ("keys", "queries", "key_labels", "query_labels")
 
 
 @dataclass(frozen=True)
@@ -56,15 +66,20 @@ class Seen:
 
 def make_clouds(
     seen: Seen, heads: Sequence[Head], subspaces: Mapping[tuple[str, Head], Subspace], words: Sequence[str] = ()
-) -> list[Cloud]:
-    """One cloud for each head and feature; ``words`` is the vocabulary that keys are told apart by, if there is one."""
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Arrays and table of the first heads' features; ``words`` is the vocabulary that keys are told apart by."""
     n, rows = min(len(seen.right), _PROMPTS), seen.attention
     mask = torch.ones(rows.k.shape[::2], dtype=torch.bool) if rows.key_mask is None else rows.key_mask
     mask = mask[:n]
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
     colourings = _colourings(seen.examples[:n], seen.right[:n].tolist(), mask, words)
-    clouds = []
-    for (name, head), subspace in subspaces.items():
+    labels = {
+        f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
+        for side, part in (("key", "keys"), ("query", "queries"))
+    }
+    arrays: dict[str, Tensor] = {}
+    table: list[dict[str, Any]] = []
+    for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
         column = heads.index(head)
         q = subspace.project(rows.q[:n, column].double(), "query")
         k = subspace.project(rows.k[:n, kv[column]].double(), "key")
@@ -73,8 +88,46 @@ def make_clouds(
         joined = torch.cat([repeated, k[mask]])
         at = principal(joined)
         first = per.cumsum(0) - per
-        clouds.append(Cloud(f"{name} at {head}", at[len(repeated) :].float(), at[first].float(), colourings))
-    return clouds
+        title = f"{name} at {head}"
+        points = {"keys": at[len(repeated) :].float(), "queries": at[first].float(), **labels}
+        arrays |= {f"cloud/{title}/{part}": tensor.clone() for part, tensor in points.items()}
+        table += [
+            {"cloud": title, "colouring": by, "ordered": colouring.ordered, "index": i, "label": label}
+            for by, colouring in colourings.items()
+            for i, label in enumerate(colouring.names)
+        ]
+    return arrays, table
+
+
+def clouds_of(result: Result) -> list[Cloud]:
+    """The clouds that a result holds, in the order of its table; figures call theirs by a feature or a panel."""
+    named = [
+        {"cloud": row.get("feature", row.get("panel")), "colouring": "label", **row}
+        for row in result.tables.get("clouds", result.tables.get("labels", ()))
+    ]
+    order = list(dict.fromkeys(row["cloud"] for row in named))
+    stems = sorted({name.rpartition("/")[0] for name in result.arrays if name.endswith("/keys")})
+    found = []
+    for stem in stems:
+        title = stem.removeprefix("cloud/")
+        stored = [result.arrays.get(f"{stem}/{part}") for part in _PARTS]
+        if any(part is None for part in stored) or stored[0].shape[-1] != _COMPONENTS:  # type: ignore[union-attr]
+            continue
+        keys, queries, *labels = (part[:_POINTS] for part in stored)  # type: ignore[index]
+        of_key, of_query = (part.reshape(len(part), -1).mT.tolist() for part in labels)
+        group = title if title in order else next(iter(order), None)  # its own labels, or the first there are
+        own = [list(rows) for _, rows in groupby([r for r in named if r["cloud"] == group], lambda r: r["colouring"])]
+        if not own:
+            largest = max([*of_key[0], *of_query[0]], default=-1)
+            own = [[{"colouring": "label", "label": i} for i in range(largest + 1)]]
+        colourings = {
+            rows[0]["colouring"]: Colouring(
+                tuple(str(row["label"]) for row in rows), tuple(k), tuple(q), rows[0].get("ordered", title == "order")
+            )
+            for rows, k, q in zip(own, of_key, of_query, strict=False)
+        }
+        found.append(Cloud(title, keys, queries, colourings))
+    return sorted(found, key=lambda cloud: order.index(cloud.title) if cloud.title in order else len(order))
 
 
 def principal(x: Float[Tensor, "n d"], count: int = _COMPONENTS) -> Float[Tensor, "n c"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.controls import FEW_UNITS, VERDICTS, run_controls
+from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, run_controls
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import energy_rank
 from qkscope.runs.folder import check_writable
@@ -26,6 +27,7 @@ from qkscope.tasks.task import Task
 Rank = int | Literal["energy", "null"]
 Center = Literal["none", "query", "both"]
 MOST_REPLICATES = 100_000
+_SHOWN_SPECTRUM = 16  # singular values, at the least
 
 
 @checked_class
@@ -148,6 +150,7 @@ def fit_of(
     """Subspaces and their controls from finished sums: no model is needed any more."""
     subspaces: dict[tuple[str, Head], Subspace] = {}
     rows: list[dict[str, Any]] = []
+    spectrum: list[dict[str, Any]] = []
     for name, one in sums.items():
         contrast, moments = task.contrasts[name], one.moments
         centring = (center or {}).get(name, contrast.center)
@@ -166,17 +169,18 @@ def fit_of(
             c = controls[head]
             rows.append({
                 "head": str(head), "contrast": name, "center": centring, "rank": subspace.rank,
-                "rank_99": c.energy_rank, "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
-                "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
-                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
-                "verdict": c.verdict,
+                "detected": c.detected, "rank_99": c.energy_rank, "rank_null": c.null_rank,
+                "rank_99_centred": c.centred_energy_rank, "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank,
+                "mean_dominance": c.mean_dominance, "p_difference": c.p_difference, "p_interaction": c.p_interaction,
+                "units": c.units, "verdict": c.verdict,
             })  # fmt: skip
+            spectrum += _spectrum(subspace, c)
     some = next(iter(sums.values())).moments
     parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
         answer=with_notes(_answer(rows, [s.controls.reason for s in subspaces.values() if s.controls]), about),
-        tables={"ranks": rows},
+        tables={"ranks": rows, "spectrum": spectrum},
         model=about["model"],
         seed=some.seed,
         provenance=provenance(
@@ -192,6 +196,20 @@ def fit_of(
         space=about["space"],
         chat=task.chat,
     )
+
+
+def _spectrum(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
+    """Singular values beside their null, a few further than were kept or detected."""
+    shown = max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM)
+    return [
+        {
+            "head": str(subspace.head), "contrast": subspace.contrast, "component": i + 1, "value": value,
+            "null_median": median, "null_high": high, "kept": i < subspace.rank,
+        }
+        for i, (value, median, high) in enumerate(
+            zip_longest(controls.spectrum[:shown], controls.null_median[:shown], controls.null_high[:shown])
+        )
+    ]  # fmt: skip
 
 
 def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import Cloud, Seen, make_clouds
+from qkscope.analyses.clouds import Seen, make_clouds
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.find import check_same_model, clusters_of, with_notes
 from qkscope.analyses.steps import Steps
@@ -55,8 +55,6 @@ class Rows:
 @dataclass(frozen=True)
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
-
-    clouds: Sequence[Cloud] = ()
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head and condition."""
@@ -114,19 +112,22 @@ def swap(
     tables: dict[str, list[dict[str, Any]]] = {"swap": table}
     if sizes:
         tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
+    arrays, tables["clouds"] = _clouds(rows, units, fit, chosen, names)
     return Swaps(
         experiment="swap",
         answer=with_notes(_answer(table, joint) + one_cluster(rows.cluster), fit.provenance.get("asked", {})),
         tables=tables,
+        arrays=arrays,
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": draws}),
-        clouds=_clouds(rows, units, fit, chosen, names),
     )
 
 
-def _clouds(rows: Rows, units: Sequence[Unit], fit: Fit, heads: list[Head], names: Sequence[str]) -> list[Cloud]:
+def _clouds(
+    rows: Rows, units: Sequence[Unit], fit: Fit, heads: list[Head], names: Sequence[str]
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     examples = [units[i][m] for i, m in zip(rows.unit.tolist(), rows.member.tolist(), strict=True)]
     subspaces = {(name, head): fit[name, head] for head in heads for name in names}
     words = fit.provenance.get("asked", {}).get("asked", {}).get("words", ())

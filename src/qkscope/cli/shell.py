@@ -110,13 +110,14 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def print_result(result: Any, as_json: bool) -> None:
-    """The answer, then every table; or all of it as JSON."""
+    """The answer, then every table but those that are looked at, not read; or all of it as JSON."""
     if as_json:
         print_json(result.to_json())
         return
     say(result.answer)
     for name, rows in result.tables.items():
-        print_table(name, rows)
+        if name not in ("spectrum", "clouds"):
+            print_table(name, rows)
 
 
 def print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.analyses.clouds import Cloud, Colouring
-from qkscope.analyses.decompose import Fit
-from qkscope.analyses.swap import Swaps
+from qkscope.analyses.clouds import Cloud, clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result
 
@@ -23,10 +21,9 @@ _SWAP = {"head", "condition", "orig_before", "target_before", "orig_after", "tar
          "shift_high"}  # fmt: skip
 _CURVE = {"head", "method", "k", "shift", "low", "high"}
 _TOKENS = {"position", "token", "attention", "logit"}
-_SHOWN_SPECTRUM = 16
+_SPECTRUM = {"head", "contrast", "component", "value", "null_median", "null_high", "kept"}
 _PANELS = 24
 _CLOUDS = 8
-_POINTS = 1500
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,9 @@ class Block:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def blocks_of(result: Result, clouds: Sequence[Cloud] = ()) -> list[Block]:
-    """Everything of a result that can be drawn, in the order in which one would tell it; then further clouds."""
-    found = list(_tables(result))
-    if isinstance(result, Fit):
-        found += _spectra(result)
-    own = list(result.clouds) if isinstance(result, Swaps) else clouds_of(result)
-    return [*found, *_cloud_block([*own, *clouds])]
+def blocks_of(result: Result) -> list[Block]:
+    """Everything of a result that can be drawn, in the order in which one would tell it."""
+    return [*_tables(result), *_cloud_block(clouds_of(result))]
 
 
 def drawn_tables(result: Result) -> set[str]:
@@ -65,6 +58,8 @@ def _kind(rows: Sequence[Row]) -> str:
         return "swaps"
     if columns >= _CURVE:
         return "curve"
+    if columns >= _SPECTRUM:
+        return "spectra"
     return "tokens" if columns >= _TOKENS else ""
 
 
@@ -84,6 +79,8 @@ def _tables(result: Result) -> Iterator[Block]:
             yield Block("curve", _titled("How many dimensions it takes", name, "curve"),
                         "Attention shifted when only the first k directions are swapped, with 95% intervals.",
                         rows)  # fmt: skip
+        elif kind == "spectra":
+            yield from _spectra(rows, result.tables.get("ranks", ()))
         elif kind == "tokens":
             parts = [c for c in rows[0] if c not in _TOKENS and isinstance(rows[0][c], float)]
             yield Block("tokens", _titled("One prompt, split", name, "tokens"),
@@ -96,54 +93,19 @@ def _titled(title: str, name: str, usual: str) -> str:
     return title if name == usual else f"{title} ({name.replace('_', ' ')})"
 
 
-def _spectra(fit: Fit) -> Iterator[Block]:
-    rows, panels = [], []
-    for (contrast, head), subspace in list(fit.subspaces.items())[:_PANELS]:
-        controls = subspace.controls
-        if controls is None:
-            continue
-        shown = min(max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM), len(controls.spectrum))
-        name = f"{contrast} at {head}"
-        for i in range(shown):
-            tested = i < len(controls.null_high)
-            rows.append({
-                "panel": name, "component": i + 1, "value": controls.spectrum[i],
-                "null_median": controls.null_median[i] if tested else None,
-                "null_high": controls.null_high[i] if tested else None, "kept": i < subspace.rank,
-            })  # fmt: skip
-        panels.append({
-            "name": name, "rank": subspace.rank, "above": controls.detected, "cv": controls.cv_rank,
-            "verdict": controls.verdict, "dominance": controls.mean_dominance, "center": controls.center,
-        })  # fmt: skip
+def _spectra(rows: Sequence[Row], ranks: Sequence[Row]) -> Iterator[Block]:
+    facts = {(row["contrast"], row["head"]): row for row in ranks}
+    names = list(dict.fromkeys((row["contrast"], row["head"]) for row in rows))
+    panels = [{**facts[name], "name": f"{name[0]} at {name[1]}"} for name in names[:_PANELS] if name in facts]
     if panels:
-        more = len(fit.subspaces) - len(panels)
+        more = len(names) - len(panels)
+        shown = [row for row in rows if (row["contrast"], row["head"]) in names[:_PANELS]]
         yield Block("spectra", "How many directions", "Singular values of the contrast at each head, centred where "
                     "it says so. The band is the same under its null, from the median to the 95% quantile, as far as "
                     "components were tested; filled dots are the directions that were kept. Detected are those above "
                     "the band, the more the more data there is; predictive those that rebuild the contrast of words "
                     "or prompts that were left out."
-                    + (f" {more} more are in the table." if more else ""), rows, {"panels": panels})  # fmt: skip
-
-
-def clouds_of(result: Result) -> list[Cloud]:
-    """Arrays ``NAME/keys``, ``NAME/queries`` with ``key_labels``, ``query_labels``: what figures of points store."""
-    found = []
-    for name in dict.fromkeys(key.rpartition("/")[0] for key in result.arrays if key.endswith("/keys")):
-        stored = {part: result.arrays[f"{name}/{part}"] for part in
-                  ("keys", "queries", "key_labels", "query_labels") if f"{name}/{part}" in result.arrays}  # fmt: skip
-        if len(stored) < 4 or stored["keys"].shape[-1] != 3:
-            continue
-        named = result.tables.get("labels", ())
-        groups = [row.get("feature", row.get("panel")) for row in named]
-        group = name if name in groups else next(iter(groups), None)  # of its own, or the first there are
-        labels = tuple(str(row["label"]) for row, of in zip(named, groups, strict=True) if of == group)
-        keys, queries = stored["keys"][:_POINTS], stored["queries"][:_POINTS]
-        of_key, of_query = (stored[part][:_POINTS].tolist() for part in ("key_labels", "query_labels"))
-        if not labels:
-            labels = tuple(str(i) for i in range(max([*of_key, *of_query], default=-1) + 1))
-        colouring = Colouring(labels, tuple(of_key), tuple(of_query), ordered=name == "order")
-        found.append(Cloud(name, keys, queries, {"label": colouring}))
-    return found
+                    + (f" {more} more are in the table." if more else ""), shown, {"panels": panels})  # fmt: skip
 
 
 def _cloud_block(clouds: Sequence[Cloud]) -> Iterator[Block]:

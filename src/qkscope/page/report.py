@@ -20,7 +20,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from qkscope.analyses.clouds import Cloud
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.blocks import Block, blocks_of, drawn_tables
@@ -75,7 +74,6 @@ def report_html(
     results: Sequence[Result],
     pictures: Mapping[str, bytes] | None = None,
     *,
-    clouds: Sequence[Cloud] = (),
     title: str = "",
 ) -> str:
     """The page as text. Everything from a result is escaped.
@@ -83,16 +81,15 @@ def report_html(
     Parameters
     ----------
     pictures : PNG files by caption, inlined.
-    clouds : points to turn besides those that the first result has itself.
     """
-    page = _render(results, pictures or {}, clouds, title)
+    page = _render(results, pictures or {}, title)
     remember(page.encode("utf-8", "backslashreplace"))
     return page
 
 
 def widget_html(result: Result) -> str:
     """A result for a notebook: the page without its frame, in a frame of its own, so that neither touches the other."""
-    inside = _render([result], {}, (), "", bare=True)
+    inside = _render([result], {}, "", bare=True)
     return str(
         Markup(
             '<iframe sandbox="allow-scripts" title="{}" srcdoc="{}" '
@@ -101,10 +98,8 @@ def widget_html(result: Result) -> str:
     )
 
 
-def _render(
-    results: Sequence[Result], pictures: Mapping[str, bytes], clouds: Sequence[Cloud], title: str, bare: bool = False
-) -> str:
-    sections = [_section(result, clouds if i == 0 else ()) for i, result in enumerate(results)]
+def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str, bare: bool = False) -> str:
+    sections = [_section(result) for result in results]
     blocks = [block for section in sections for block in section["blocks"]]
     scripts = [asset(name) for name in _SCRIPTS]
     if any(block["kind"] == "cloud" for block in blocks):
@@ -127,14 +122,14 @@ def _render(
     )
 
 
-def _section(result: Result, clouds: Sequence[Cloud]) -> dict[str, Any]:
+def _section(result: Result) -> dict[str, Any]:
     drawn = drawn_tables(result)
     tables = {
         name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn, "columns": _columns(rows)}
         for name, rows in plain_value(result.tables).items()
         if rows
     }
-    return {"result": result, "blocks": [_block(block) for block in blocks_of(result, clouds)], "tables": tables}
+    return {"result": result, "blocks": [_block(block) for block in blocks_of(result)], "tables": tables}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:

@@ -22,7 +22,7 @@
       grid,
     );
     for (const panel of panels) {
-      const own = rows.filter((row) => row.panel === panel.name),
+      const own = rows.filter((row) => row.head === panel.head && row.contrast === panel.contrast),
         box = make("div", {});
       grid.append(box);
       redraw(box, (width) => box.replaceChildren(spectrum(panel, own, width)));
@@ -38,14 +38,14 @@
     const x = (i) => left + 8 + ((width - left - right - 16) * (i - 1)) / Math.max(rows.length - 1, 1);
     const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
     // two short lines: a long one would run into the next panel
-    const predictive = panel.cv === undefined ? "" : ` · predictive ${panel.cv}`;
+    const predictive = panel.rank_cv === undefined ? "" : ` · predictive ${panel.rank_cv}`;
     const centred = panel.center && panel.center !== "none" ? "centred · " : "";
     const svg = draw(
       "svg",
-      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.above} detected` },
+      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.detected} detected` },
       draw("text", { class: "title", x: 0, y: 13 }, panel.name),
-      draw("text", { class: "soft", x: 0, y: 30 }, `kept ${panel.rank} · detected ${panel.above}${predictive}`),
-      draw("text", { class: "soft", x: 0, y: 46 }, `${centred}mean ${fixed(panel.dominance)} · ${panel.verdict}`),
+      draw("text", { class: "soft", x: 0, y: 30 }, `kept ${panel.rank} · detected ${panel.detected}${predictive}`),
+      draw("text", { class: "soft", x: 0, y: 46 }, `${centred}mean ${fixed(panel.mean_dominance)} · ${panel.verdict}`),
     );
     const lines = (steps) => {
       const found = [];

@@ -15,17 +15,15 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import Cloud, Colouring
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
-from qkscope.page.figures.style import figure_files, new_figure
-from qkscope.page.report import report_html
+from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
-from qkscope.papers.plots import Files, figure_name
+from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row
 from qkscope.runs.claims import Claim
@@ -33,6 +31,8 @@ from qkscope.runs.result import Result
 
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192
+_HEADS = ("trained", "untrained")
+_BINS = 7  # of a continuous latent, for colours
 
 
 @toy_figure("fig3", "The cube in query and key space", example_head("discrete"))
@@ -49,6 +49,14 @@ def run(settings: Settings, cells: Cells) -> Result:
         arrays |= {f"{name}/{key}": value for key, value in points.items()}
     after, before = rows
     task = trained.cell.task
+    clouds: list[Row] = []
+    for name in _HEADS:  # coloured by the latent: its code, or where its first coordinate lies
+        by, names, labels = _labels(arrays[f"{name}/latent"], task.variant == "discrete")
+        arrays |= {f"{name}/{side}_labels": labels.clone() for side in ("key", "query")}
+        clouds += [
+            {"cloud": name, "colouring": by, "ordered": task.variant != "discrete", "index": i, "label": label}
+            for i, label in enumerate(names)
+        ]
     shape = (
         f"{after['vertices']} of {2 ** task.ranks[0]} vertices recovered"
         if task.variant == "discrete"
@@ -61,7 +69,7 @@ def run(settings: Settings, cells: Cells) -> Result:
             f"the head's space ({before['cosine']:.2f} untrained); in the coordinates of U and V they agree in any "
             f"head ({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained)."
         ),
-        tables={"geometry": rows},
+        tables={"geometry": rows, "clouds": clouds},
         claims=_claims(after, before, task.variant, 2 ** task.ranks[0]),
         arrays=arrays,
         about={"lr": work.lr, "points": _MEASURED},
@@ -93,6 +101,17 @@ def geometry(head: RetrievalHead, pairs: int, seed: int) -> tuple[Row, dict[str,
     points = {"queries": shown[:_SHOWN].float(), "keys": shown[_SHOWN:].float(), "code": code,
               "latent": latent[:_SHOWN].float()}  # fmt: skip
     return row, points
+
+
+def _labels(latent: Float[Tensor, "n r"], discrete: bool) -> tuple[str, list[str], Int[Tensor, " n"]]:
+    """What points are coloured by, the names of the labels, and each point's."""
+    if discrete:
+        codes = ["".join("+" if value > 0 else "−" for value in z) for z in latent.tolist()]
+        names = sorted(set(codes))
+        return "z1", names, torch.tensor([names.index(code) for code in codes])
+    edges = np.quantile(latent[:, 0].numpy(), np.linspace(0, 1, _BINS + 1)[1:-1])
+    labels = torch.from_numpy(np.digitize(latent[:, 0].numpy(), edges))
+    return "first coordinate of z1", [f"part {i + 1} of {_BINS}" for i in range(_BINS)], labels
 
 
 def _unit_spread(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -152,14 +171,10 @@ def _claims(after: Row, before: Row, variant: str, total: int) -> list[Claim]:
 
 # ---------------------------------------------------------------------- the drawing
 
-_HEADS = ("trained", "untrained")
-_BINS = 7  # of a continuous latent, for colours
-
 
 @run.drawing
 def draw(result: Result) -> Files:
     """The picture, and the page in which its points can be turned."""
-    name = figure_name(result)
     discrete = result.tables["geometry"][0]["variant"] == "discrete"
     figure = new_figure(10.5, 5.6)
     for place, head in enumerate(_HEADS):
@@ -179,9 +194,7 @@ def draw(result: Result) -> Files:
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
-    files = figure_files({name: figure})
-    pictures = {name: files[f"figures/{name}.png"]}
-    return {**files, "report.html": report_html([result], pictures, clouds=_clouds(result, discrete))}
+    return files_of(result, figure)
 
 
 def _colours(result: Result, head: str, discrete: bool) -> np.ndarray:
@@ -190,25 +203,3 @@ def _colours(result: Result, head: str, discrete: bool) -> np.ndarray:
         return matplotlib.colormaps["tab10"](code % 10)
     first = result.arrays[f"{head}/latent"].numpy()[:, 0]
     return matplotlib.colormaps["viridis"]((np.clip(first, -2, 2) + 2) / 4)
-
-
-def _clouds(result: Result, discrete: bool) -> list[Cloud]:
-    """Keys and queries of both heads, coloured by the latent: its code, or where its first coordinate lies."""
-    found = []
-    for head in _HEADS:
-        latent = result.arrays[f"{head}/latent"].numpy()
-        if discrete:
-            names = sorted({_code(z) for z in latent})
-            labels = tuple(names.index(_code(z)) for z in latent)
-        else:
-            edges = np.quantile(latent[:, 0], np.linspace(0, 1, _BINS + 1)[1:-1])
-            labels = tuple(np.digitize(latent[:, 0], edges).tolist())
-            names = [f"part {i + 1} of {_BINS}" for i in range(_BINS)]
-        colouring = Colouring(tuple(names), labels, labels, ordered=not discrete)
-        keys, queries = (result.arrays[f"{head}/{side}"] for side in ("keys", "queries"))
-        found.append(Cloud(f"{head} head", keys, queries, {"z1" if discrete else "first coordinate of z1": colouring}))
-    return found
-
-
-def _code(latent: np.ndarray) -> str:
-    return "".join("+" if value > 0 else "−" for value in latent)
