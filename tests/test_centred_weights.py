@@ -7,7 +7,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from qkscope import BadInput, Scope, relative_attention, singular_basis
-from qkscope.analyses.relative import relative_rows, whole_rows
+from qkscope.analyses.relative import relative_rows
 from qkscope.capture.families import tiny_model
 from qkscope.capture.weights import head_weights
 from qkscope.examples import Example
@@ -70,7 +70,7 @@ def test_terms_of_relative_attention_do_not_depend_on_it_and_still_sum() -> None
         scope = Scope.from_model(model, check=False)
         basis = singular_basis(scope, cache=False)
         encoded = scope.encode([Example(ids=tuple(TOKENS))])
-        rows = relative_rows(scope, encoded, whole_rows(encoded), torch.tensor([2]), basis)
+        rows = relative_rows(scope, encoded, encoded.everywhere(), torch.tensor([2]), basis)
         torch.testing.assert_close(rows.terms.sum(-1) + rows.constant, rows.relative, rtol=1e-4, atol=1e-4)
         found.append(rows)
     scale = float(found[0].terms.abs().max())

@@ -21,7 +21,6 @@ from qkscope.analyses.units import batches_of
 from qkscope.capture.cache import weights_part
 from qkscope.capture.encode import Encoding
 from qkscope.capture.marks import check_visible, notes_of
-from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_kind
@@ -67,8 +66,7 @@ def find_heads(
     def run(indices: list[int]) -> tuple[Tensor, ...]:
         members = [(i, example) for i in indices for example in units[i]]
         encoded = scope.encode([example for _, example in members], chat=task.chat)
-        everywhere = Places.everywhere(encoded.places.row, encoded.places.query, encoded.inputs["attention_mask"])
-        whole = scope.capture_inputs(encoded.inputs, places=everywhere)
+        whole = scope.capture_inputs(encoded, places=encoded.everywhere())
         keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
         check_visible(encoded, heads, whole.bias.gather(-1, keys), by_some=True)
         scores = _scores(encoded, whole.attention())

@@ -61,11 +61,6 @@ class RelativeRows:
         return turned, shared_sparsity(self.q, self.difference, draws, prompts, seed + 1)
 
 
-def whole_rows(encoded: Encoding) -> Places:
-    """Every token of each row's own sequence as a key."""
-    return Places.everywhere(encoded.places.row, encoded.places.query, encoded.inputs["attention_mask"])
-
-
 def relative_rows(
     scope: Scope,
     inputs: Encoding | dict[str, Tensor],
@@ -78,7 +73,7 @@ def relative_rows(
 
     Parameters
     ----------
-    places : the rows, with every key of their sequences (`whole_rows`).
+    places : the rows, with every key of their sequences (`Encoding.everywhere`).
     attended : slot of the key asked about, for each row, or for each row and head.
     basis, heads : the singular basis, and which of its heads; all by default.
     """
@@ -180,7 +175,7 @@ def relative_attention(
     own = singular_basis(scope, [head]) if basis is None else basis
     check_same_model(own.about, scope, "this basis")
     encoded, slot = _row(scope, example, head, query, key, chat)
-    places = whole_rows(encoded)
+    places = encoded.everywhere()
     found = relative_rows(scope, encoded, places, slot, own, [head])
     (i,) = own.index([head])
     s, terms = own.S[i].double(), found.terms[0, 0]
@@ -262,7 +257,7 @@ def _row(
         if not 0 <= key < length:
             raise BadInput(f"there is no token {key}: the prompt has {length}, counted from 0.")
         return encoded, torch.tensor([key])
-    attention = scope.capture_inputs(encoded.inputs, places=whole_rows(encoded), heads=[head]).attention()[0, 0]
+    attention = scope.capture_inputs(encoded.inputs, places=encoded.everywhere(), heads=[head]).attention()[0, 0]
     if length < 2:
         raise BadInput("relative attention needs another key beside the attended one: give a longer prompt.")
     return encoded, attention[1:].argmax()[None].cpu() + 1  # the first token is where idle heads look

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from qkscope.capture.inputs import SIDES, PaddingSide, pad_rows, positions_of
+from qkscope.capture.inputs import SIDES, PaddingSide, pad_rows
 from qkscope.capture.marks import FIRST_TOKEN, check_own_query, has_first_token
 from qkscope.capture.pick import Places
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example, Span
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,53 @@ class Encoding:
     example: Int[Tensor, "b"]
     labels: dict[str, Int[Tensor, "b k"]]
     examples: Sequence[Example] = ()
+
+    def everywhere(self) -> Places:
+        """The same queries, with every token of each one's own sequence as a key."""
+        return Places.everywhere(self.places.row, self.places.query, self.inputs["attention_mask"])
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Examples with their tokens, not yet padded; `contrasts` are the names of their labels."""
+
+    examples: list[Example]
+    tokens: list[Tokens]
+    contrasts: list[str]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(
+        self, indices: Sequence[int], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
+    ) -> Encoding:
+        """Some of them as one padded batch, with `position_ids` where the model takes them."""
+        tokens = self.tokens
+        inputs = pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, side, positions)
+        shifts = inputs["attention_mask"].argmax(dim=1).tolist()
+        rows = [  # batch row, example, column of the query
+            (row, i, shift + query)
+            for row, (i, shift) in enumerate(zip(indices, shifts, strict=True))
+            for query in tokens[i].queries
+        ]
+        slots = max(len(tokens[i].keys) for i in indices)
+        keys = torch.zeros((len(rows), slots), dtype=torch.long)
+        key_mask = torch.zeros((len(rows), slots), dtype=torch.bool)
+        labels = {name: torch.zeros((len(rows), slots), dtype=torch.int8) for name in self.contrasts}
+        for r, (row, i, _) in enumerate(rows):
+            own = slice(len(tokens[i].keys))
+            keys[r, own] = torch.tensor(tokens[i].keys, dtype=torch.long) + shifts[row]
+            key_mask[r, own] = True
+            for name, table in labels.items():
+                table[r, own] = torch.tensor([k.label(name) for k in self.examples[i].keys], dtype=torch.int8)
+        row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
+        return Encoding(
+            inputs={name: value.to(device) for name, value in inputs.items()},
+            places=Places(*(part.to(device) for part in (row_of, query_of, keys, key_mask))),
+            example=example_of.to(device),
+            labels={name: value.to(device) for name, value in labels.items()},
+            examples=self.examples,
+        )
 
 
 class Encoder:
@@ -95,6 +142,16 @@ class Encoder:
         """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in pieces."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
+
+    def prompts(self, examples: Sequence[Example | str], chat: bool, token: Token) -> Prompts:
+        """Examples with their tokens; a plain string is an example without marks."""
+        listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
+        if not listed:
+            raise BadInput("there are no examples: give at least one.")
+        for example in listed:
+            check_kind(example, Example, "an example is text, or an Example with marked keys")
+        contrasts = {name for example in listed for key in example.keys for name in key.labels}
+        return Prompts(listed, self.tokenise(listed, chat, token), sorted(contrasts))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
@@ -270,62 +327,4 @@ def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], p
     raise BadInput(
         f"{name} counts positions by columns, so padding on the {wanted} would move its prompts: leave padding_side"
         f" out, or say {harmless[0]!r}."
-    )
-
-
-def collate(
-    tokens: Sequence[Tokens],
-    examples: Sequence[Example],
-    indices: Sequence[int],
-    contrasts: Sequence[str],
-    pad_id: int,
-    device: torch.device,
-    positions: bool,
-    padding_side: PaddingSide,
-) -> Encoding:
-    """Pad some of the tokenised examples to one batch.
-
-    Parameters
-    ----------
-    tokens, examples : sequence
-        All of them, in the order of the job.
-    indices : sequence of int
-        Which of them make this batch.
-    contrasts : sequence of str
-        Names of the labels to tabulate.
-    pad_id : int
-        Id of padded places.
-    device : torch.device
-        Where the tensors go.
-    positions : bool
-        Whether to pass `position_ids`.
-    padding_side : str
-        `left` or `right`.
-    """
-    batch = pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, padding_side)
-    mask = batch["attention_mask"]
-    shifts = mask.argmax(dim=1).tolist()
-    rows = [  # batch row, example, column of the query
-        (row, i, shift + query)
-        for row, (i, shift) in enumerate(zip(indices, shifts, strict=True))
-        for query in tokens[i].queries
-    ]
-    slots = max((len(tokens[i].keys) for _, i, _ in rows), default=0)
-    keys = torch.zeros((len(rows), slots), dtype=torch.long)
-    key_mask = torch.zeros((len(rows), slots), dtype=torch.bool)
-    labels = {name: torch.zeros((len(rows), slots), dtype=torch.int8) for name in contrasts}
-    for r, (row, i, _) in enumerate(rows):
-        own = tokens[i].keys
-        keys[r, : len(own)] = torch.tensor(own, dtype=torch.long) + shifts[row]
-        key_mask[r, : len(own)] = True
-        for name in contrasts:
-            labels[name][r, : len(own)] = torch.tensor([k.label(name) for k in examples[i].keys], dtype=torch.int8)
-    inputs = batch | ({"position_ids": positions_of(mask)} if positions else {})
-    row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
-    return Encoding(
-        inputs={name: value.to(device) for name, value in inputs.items()},
-        places=Places(row_of.to(device), query_of.to(device), keys.to(device), key_mask.to(device)),
-        example=example_of.to(device),
-        labels={name: value.to(device) for name, value in labels.items()},
-        examples=examples,
     )

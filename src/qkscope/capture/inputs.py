@@ -1,4 +1,10 @@
-"""What a model is fed: ids or pixels, the id of padded places, positions, and how long a prompt may be."""
+"""What a model is fed: ids or pixels, the first token, the id of padded places, positions; how long a prompt may be.
+
+Attention parks on the first token, so a model that expects one and gets none computes something else without an error.
+A tokenizer that adds one says so by doing it. Where it adds none (or where ids are given bare and there is no
+tokenizer), only families of which every release was trained with one are taken to expect it: a ``bos_token_id`` in the
+config alone says nothing (SmolLM2 and GPT-2 name one, and never saw it first).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,7 @@ from qkscope.capture.spaces import rotary_settings
 
 PaddingSide = Literal["left", "right"]
 SIDES: tuple[PaddingSide, ...] = ("left", "right")
+_EXPECT_FIRST = ("gemma", "opt")  # how the model types start of families of which every release expects a first token
 
 
 def text_config(model: Any) -> Any:
@@ -43,20 +50,52 @@ def model_pad_id(model: Any) -> int | None:
     return pad if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0) else None
 
 
+def first_token(model: Any, tokenizer: Any | None) -> int | None:
+    """The id that stands first in every prompt a model was trained on; None where that is not known."""
+    added = _added(tokenizer)
+    if added is not None:
+        return added
+    config = text_config(model)
+    loaded = bool(getattr(model.config, "name_or_path", ""))  # made in memory, it was trained on nothing
+    named = getattr(config, "bos_token_id", None)
+    return named if loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST) else None
+
+
+def _added(tokenizer: Any | None) -> int | None:
+    """The id that a tokenizer puts before every text."""
+    if tokenizer is None:
+        return None
+    try:
+        first = tokenizer("a")["input_ids"][0]
+    except Exception:  # one that has no such word adds nothing that we know of
+        return None
+    return first if first in (tokenizer.bos_token_id, getattr(tokenizer, "cls_token_id", None)) else None
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """How many ids a model knows; None where it does not say."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # models of sounds and pictures may have none
+        return None
+    size = getattr(embedding, "num_embeddings", None)
+    return size if isinstance(size, int) else None
+
+
 def positions_of(mask: Tensor) -> Tensor:
     """Position ids that count real tokens from 0, whatever the padding side."""
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
-def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide) -> dict[str, Tensor]:
-    """Sequences of ids as one padded batch."""
+def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool) -> dict[str, Tensor]:
+    """Sequences of ids as one padded batch, with position ids where the model takes them."""
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad_id)
     mask = torch.zeros((len(rows), width), dtype=torch.long)
     for i, row in enumerate(rows):
         own = slice(width - len(row), width) if side == "left" else slice(0, len(row))
         ids[i, own], mask[i, own] = row, 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions_of(mask)} if positions else {})
 
 
 def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
@@ -70,8 +109,8 @@ def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
     return [row[len(row) - length :] for row, length in zip(ids, lengths, strict=True)]
 
 
-def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), side: PaddingSide = "left") -> dict[str, Tensor]:
-    """Inputs for a check: padded ids, or an image for an image encoder."""
+def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), positions: bool = False) -> dict[str, Tensor]:
+    """Inputs for a check: ids padded on the left, or an image for an image encoder."""
     device = input_device(model)
     if model.main_input_name == "pixel_values":
         sizes = model.config.image_size
@@ -79,7 +118,7 @@ def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), side: PaddingSide 
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randn((len(lengths), model.config.num_channels, height, width), generator=generator)
         return {"pixel_values": pixels.to(device, model.dtype)}
-    batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, side)
+    batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "left", positions)
     return {name: value.to(device) for name, value in batch.items()}
 
 

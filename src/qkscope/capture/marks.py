@@ -50,7 +50,7 @@ def has_first_token(example: Example, keys: Sequence[int]) -> bool:
 
 def notes_of(scope: Scope, task: Any) -> list[str]:
     """What a reader of a task's results with this model must know: the task's own notes, and of first tokens."""
-    first = task.starts_with_key and not scope._encoder.adds_first
+    first = task.starts_with_key and not scope.encoder.adds_first
     return [*task.notes, *([FIRST_TOKEN] if first else [])]
 
 
@@ -91,7 +91,7 @@ def answer_ids(
 
     The answer is tokenised where it would stand. One that melts into the prompt's last token cannot be read there.
     """
-    encoder = scope._encoder
+    encoder = scope.encoder
     return [None if example.answers is None else _first_tokens(encoder, example, chat) for example in examples]
 
 

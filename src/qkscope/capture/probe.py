@@ -7,7 +7,7 @@ of which width, and where its rotation sits in the vector. A model whose layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from qkscope.capture.inputs import (
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_class
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,65 @@ class Facts:
     takes_positions: bool
     first_position: int
     sides: tuple[PaddingSide, ...]
+
+
+@checked_class
+class Shape:
+    """What was read off live attention calls (`facts`), in words."""
+
+    name: str
+    facts: Facts
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.facts.layers)
+
+    def _uniform(self, what: str) -> int:
+        values = sorted({getattr(layer, what) for layer in self.facts.layers})
+        if len(values) > 1:
+            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
+        return values[0]
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads per layer."""
+        return self._uniform("n_heads")
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key heads per layer."""
+        return self._uniform("n_kv_heads")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def d_head(self) -> int:
+        """Width of a query."""
+        return self._uniform("d_head")
+
+    def heads(self) -> list[Head]:
+        """Every head of the model."""
+        return [Head(layer, i) for layer, facts in enumerate(self.facts.layers) for i in range(facts.n_heads)]
+
+    def check(self, head: Head | str) -> Head:
+        """The head, if the model has it; otherwise a sentence that names the range."""
+        head = Head.parse(head)
+        if head.layer >= self.n_layers:
+            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
+        count = self.facts.layers[head.layer].n_heads
+        if head.index >= count:
+            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
+        return head
+
+    def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
+        """Heads by name, checked; None or ``"all"`` is every head."""
+        if heads is None or heads == "all":
+            return self.heads()
+        return [self.check(head) for head in parse_heads(heads)]
 
 
 @torch.no_grad()
@@ -298,10 +359,8 @@ def _counting(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> tuple
 def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
     (alone,) = short_ids(model, (6,))
     longer, _ = short_ids(model, (9, 6))
-    batch = pad_rows([longer, alone], model_pad_id(model) or 0, side)
+    batch = pad_rows([longer, alone], model_pad_id(model) or 0, side, takes_positions)
     batch = {name: value.to(input_device(model)) for name, value in batch.items()}
-    if takes_positions:
-        batch["position_ids"] = positions_of(batch["attention_mask"])
     own = slice(3, None) if side == "left" else slice(None, 6)
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None

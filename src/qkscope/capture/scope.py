@@ -6,37 +6,39 @@ the attention calls, the pass ends after the deepest layer asked for, and the LM
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture import cache
 from qkscope.capture import load as loading
-from qkscope.capture.encode import Encoder, Encoding, Token, Tokens, choose_side, collate
-from qkscope.capture.first import first_token, vocabulary_size
-from qkscope.capture.inputs import PaddingSide, context_limit, forward_arguments, input_device, model_pad_id
-from qkscope.capture.logits import logits_at
+from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
+from qkscope.capture.inputs import (
+    PaddingSide,
+    context_limit,
+    first_token,
+    forward_arguments,
+    input_device,
+    model_pad_id,
+    vocabulary_size,
+)
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Picker, Places
-from qkscope.capture.probe import probe
-from qkscope.capture.selfcheck import Check, check_model
-from qkscope.capture.shape import Shape
+from qkscope.capture.probe import Shape, probe
+from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space, check_space
 from qkscope.capture.tap import Call, tap
-from qkscope.errors import BadInput, check_kind, check_least
+from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.runs.stream import stream
-
-_CHECK_VERSION = 2
 
 
 @checked_class
@@ -70,16 +72,20 @@ class Scope(Shape):
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
-        self._weights_hash = weights_hash
+        self.files_hash = weights_hash
         self._as_loaded = self._trace()
         self._hashed: tuple[tuple[object, ...], str] | None = None
-        self._encoder = Encoder(
+        self.encoder = Encoder(
             tokenizer,
             context_limit(model, self.facts.first_position),
             model_pad_id(model),
             vocabulary_size(model),
             first_token(model, tokenizer),
         )
+
+    def __repr__(self) -> str:
+        shape = f"{self.n_layers} layers, {len(self.heads())} heads"
+        return f"Scope({self.name!r}, {shape}, {self.model.dtype} on {self.device})".replace("torch.", "")
 
     @classmethod
     def load(
@@ -116,7 +122,7 @@ class Scope(Shape):
         loaded = loading.load(name, device, dtype, device_map, revision, attn)
         scope = cls(loaded.model, loaded.tokenizer, loaded.name, loaded.revision, loaded.weights_hash)
         if check:
-            scope._check_once()
+            check_once(scope)
         return scope
 
     @classmethod
@@ -143,19 +149,6 @@ class Scope(Shape):
         """Run the self-check now; raises `BadInput` with the fact that failed."""
         return check_model(self)
 
-    def _check_once(self) -> None:
-        if self._weights_hash is None:
-            self.self_check()
-            return
-        versions = [_CHECK_VERSION, transformers.__version__, torch.__version__]
-        setting = [*versions, self.device.type, self.model.dtype, self.model.config._attn_implementation]
-        place = cache.cache_dir("checks", f"{self._weights_hash}.json")
-        known = cache.read_json(place)
-        passed = known if isinstance(known, dict) else {}
-        key = " ".join(map(str, setting))
-        if key not in passed:
-            cache.write_json(place, {**passed, key: self.self_check().as_dict()})
-
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
@@ -170,7 +163,7 @@ class Scope(Shape):
         """Fingerprint of weights and config: of the files they came from, or of what is in memory where it changed."""
         trace = self._trace()
         if self._hashed is None or self._hashed[0] != trace:
-            of_files = self._weights_hash if trace == self._as_loaded else None
+            of_files = self.files_hash if trace == self._as_loaded else None
             self._hashed = trace, of_files or cache.in_memory_hash(self.model)
         return self._hashed[1]
 
@@ -201,37 +194,13 @@ class Scope(Shape):
         token : str
             Which token stands for a word of several: ``last`` or ``first``.
         """
-        listed, tokens = self._tokenise(examples, chat, token)
-        return self._collate(listed, tokens, range(len(listed)), padding_side)
+        prompts = self.encoder.prompts(examples, chat, token)
+        return self._pad(prompts, range(len(prompts)), padding_side)
 
-    def _tokenise(
-        self, examples: Sequence[Example | str], chat: bool, token: Token
-    ) -> tuple[list[Example], list[Tokens]]:
-        if isinstance(examples, str | Example):
-            examples = [examples]
-        listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
-        if not listed:
-            raise BadInput("there are no examples: give at least one.")
-        for example in listed:
-            check_kind(example, Example, "an example is text, or an Example with marked keys")
-        return listed, self._encoder.tokenise(listed, chat, token)
-
-    def _collate(
-        self, examples: list[Example], tokens: list[Tokens], indices: Sequence[int], padding_side: PaddingSide | None
-    ) -> Encoding:
-        padded = len({len(tokens[i].ids) for i in indices}) > 1
-        side = choose_side(padding_side, self.facts.sides, padded, self.name)
-        contrasts = sorted({name for example in examples for key in example.keys for name in key.labels})
-        return collate(
-            tokens,
-            examples,
-            indices,
-            contrasts,
-            self._encoder.pad_id,
-            self.device,
-            self.facts.takes_positions,
-            side,
-        )
+    def _pad(self, prompts: Prompts, indices: Sequence[int], wanted: PaddingSide | None) -> Encoding:
+        padded = len({len(prompts.tokens[i].ids) for i in indices}) > 1
+        side = choose_side(wanted, self.facts.sides, padded, self.name)
+        return prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
 
     def capture(
         self,
@@ -280,18 +249,16 @@ class Scope(Shape):
         check_space(space)
         if batch_size < 1 or not 0 <= shard[0] < shard[1]:
             raise BadInput(f"batch_size is at least 1 and shard is (i, n) with 0 <= i < n, not {batch_size}, {shard}.")
-        listed, tokens = self._tokenise(examples, chat, token)
+        prompts = self.encoder.prompts(examples, chat, token)
         # sorted by length, so that little is padded; the list is fixed, so that shards agree on it
-        order = sorted(range(len(listed)), key=lambda i: (len(tokens[i].ids), i))
-        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)][
-            shard[0] :: shard[1]
-        ]
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompts.tokens[i].ids), i))
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
         def run(indices: list[int]) -> Capture:
-            encoded = self._collate(listed, tokens, indices, padding_side)
+            encoded = self._pad(prompts, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
-        return stream(batches, run, progress)
+        return stream(batches[shard[0] :: shard[1]], run, progress)
 
     @torch.no_grad()
     def capture_inputs(
@@ -320,45 +287,81 @@ class Scope(Shape):
         """
         wanted = self.parse(heads)
         check_space(space)
-        encoded = inputs if isinstance(inputs, Encoding) else None
-        given = encoded.inputs if encoded is not None else inputs
-        assert isinstance(given, dict)
-        if places is None:
-            if encoded is None:
-                raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
-            places = encoded.places
+        if isinstance(inputs, Encoding):
+            given, example, labels = inputs.inputs, inputs.example, inputs.labels
+            if places is None:
+                places = inputs.places
+            elif places is not inputs.places:
+                example, labels = places.row, {}
+        elif places is None:
+            raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
+        else:
+            given, example, labels = inputs, places.row, {}
         patch = Patch(edits, self.facts)
         picker = Picker(self.facts, wanted, places, space, rest, stop=not logits, own_keys=patch.own_keys)
-        scores = None
-        with self._tapped(patch, picker, rotary=space != "post_rope"):
-            if logits:
-                scores = logits_at(self, given, places)
-            else:
-                self._body(given)
-        same = encoded is not None and places is encoded.places
-        return picker.finish(
-            example=encoded.example if encoded is not None and same else places.row,
-            labels=encoded.labels if encoded is not None and same else {},
-            logits=scores,
-        )
+        at = places if logits else None
+        scores = self.watch(given, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
+        return picker.finish(example, labels, scores)
 
-    def _tapped(self, patch: Patch, picker: Picker | None = None, rotary: bool = False) -> Any:
+    @torch.no_grad()
+    def watch(
+        self,
+        inputs: dict[str, Tensor],
+        *visits: Callable[[Call], None],
+        rotary: bool = False,
+        logits_at: Places | None = None,
+    ) -> Float[Tensor, "b v"] | None:
+        """Run one batch under the tap: each visitor sees, and may change, every attention call.
+
+        Parameters
+        ----------
+        inputs : dict
+            Keyword arguments of the model's forward.
+        *visits : callable
+            Get each `Call` in turn, before it runs; one that raises `Stop` ends the forward.
+        rotary : bool
+            Whether to record what the model's rotary function was given (`Call.rotary`).
+        logits_at : Places, optional
+            Run the whole model, not its body alone, and return next-token logits at these queries.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope, shapes = Scope.load("nano:mixed"), []
+        >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
+        >>> shapes
+        [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
+        """
+        with self._tapped(*visits, rotary=rotary):
+            if logits_at is not None:
+                return self._logits(inputs, logits_at)
+            self._forward(self.model.base_model, inputs)
+        return None
+
+    def _tapped(self, *visits: Callable[[Call], None], rotary: bool = False) -> Any:
         def visit(call: Call) -> None:
-            patch.visit(call)
-            if picker is not None:
-                picker.visit(call)
+            for one in visits:
+                one(call)
 
         return tap(self.model, visit, self.facts.layer_of, rotary=rotary)
 
-    def _body(self, inputs: dict[str, Tensor]) -> Any:
-        body = self.model.base_model
-        extra = {"use_cache": False} if "use_cache" in forward_arguments(body) else {}
-        return body(**inputs, **extra)
+    def _forward(self, part: Any, inputs: dict[str, Any]) -> Any:
+        return part(**inputs, **({"use_cache": False} if "use_cache" in forward_arguments(part) else {}))
+
+    def _logits(self, inputs: dict[str, Tensor], at: Places) -> Float[Tensor, "b v"]:
+        """The LM head is a model's largest matrix, so it runs at the queries alone where it can."""
+        if "logits_to_keep" in forward_arguments(self.model):
+            columns, where = at.query.unique(return_inverse=True)
+            return self._forward(self.model, inputs | {"logits_to_keep": columns}).logits[at.row, where].float()
+        found = getattr(self._forward(self.model, inputs), "logits", None)
+        if found is None or found.ndim != 3:
+            raise BadInput(f"{self.name} gives no logits per token: capture it with logits=False.")
+        return found[at.row, at.query].float()
 
     @contextmanager
     def patched(self, edits: Sequence[Edit]) -> Iterator[Any]:
         """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like."""
-        with self._tapped(Patch(edits, self.facts)):
+        with self._tapped(Patch(edits, self.facts).visit):
             yield self.model
 
     @torch.no_grad()
@@ -394,6 +397,6 @@ class Scope(Shape):
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 use_cache=False,
-                pad_token_id=self._encoder.pad_id,
+                pad_token_id=self.encoder.pad_id,
             )
         return ids[:, given["input_ids"].shape[1] :]

@@ -4,27 +4,39 @@ Every layer is called (the probe refuses otherwise); the output under the tap is
 ``softmax([cap(scale · q·k) + bias, rest])`` is the attention the model itself reports when run eagerly; a prompt padded
 in a batch is the prompt alone, on either side and in every space, and stays so in the query's frame when its positions
 are shifted; and writing another key into a head changes what comes out, while writing the same key does not.
+
+The same batch on both sides of a comparison hides a model that counts positions its own way. So rows of padded batches,
+as `Scope.encode` makes them, stand against each prompt alone, as bare ids, run eagerly and counted by the model itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
-from qkscope.capture.batchcheck import check_batches, eager_attention
-from qkscope.capture.inputs import positions_of, short_inputs
+from qkscope.capture import cache
+from qkscope.capture.inputs import short_ids, short_inputs
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Picker, Places
-from qkscope.capture.tap import tap
+from qkscope.capture.pick import Capture, Picker, Places
+from qkscope.capture.spaces import SPACES, Space
+from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
 from qkscope.heads import Head
 
 if TYPE_CHECKING:
+    from qkscope.capture.encode import Encoding
     from qkscope.capture.scope import Scope
+
+_VERSION = 2
+_SHIFT = 3
+_OWN: Space = "post_rope"  # in which q·k is the model's own logit
 
 
 @dataclass(frozen=True)
@@ -48,58 +60,56 @@ class Check:
     padding_error: float
     write_effect: float
 
-    def as_dict(self) -> dict[str, float]:
-        """For the cache."""
-        return asdict(self)
+
+def check_once(scope: Scope) -> None:
+    """Check a model whose files are known only where they never passed with these versions and settings."""
+    if scope.files_hash is None:
+        check_model(scope)
+        return
+    config = scope.model.config
+    setting = [_VERSION, transformers.__version__, torch.__version__, scope.device.type, scope.model.dtype]
+    key = " ".join(map(str, [*setting, config._attn_implementation]))
+    place = cache.cache_dir("checks", f"{scope.files_hash}.json")
+    known = cache.read_json(place)
+    passed = known if isinstance(known, dict) else {}
+    if key not in passed:
+        cache.write_json(place, {**passed, key: asdict(check_model(scope))})
 
 
 @torch.no_grad()
 def check_model(scope: Scope) -> Check:
     """Check the tap on a model, or refuse the model with the fact that failed."""
     kind = scope.model.config.model_type
-    inputs = short_inputs(scope.model, lengths=(9, 6))
-    if scope.facts.takes_positions:
-        inputs["position_ids"] = positions_of(inputs["attention_mask"])
+    inputs = short_inputs(scope.model, (9, 6), positions=scope.facts.takes_positions)
     places = _places(inputs, scope)
-    half = scope.model.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 1e-2 if half else 1e-4
-
     plain = _output(scope, inputs)
     if not bool(plain.isfinite().all()):
         raise BadInput(f"{kind} gives NaN or infinite logits: load it with dtype='float32', or check its weights.")
+    allowed = (1e-2 if _is_half(scope) else 1e-4) * max(1.0, float(plain.abs().max()))
     with tap(scope.model, lambda call: None, scope.facts.layer_of):
         tapped = _output(scope, inputs)
     output_error = float((tapped - plain).abs().max())
-    if output_error > tolerance * max(1.0, float(plain.abs().max())):
+    if output_error > allowed:
         raise BadInput(f"{kind} cannot be looked into: its output changes by {output_error:.2g} under the tap.")
 
-    errors, largest = [], 0.0
-    for width in sorted({layer.d_head for layer in scope.facts.layers}):
-        heads = [head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width]
-        picker = Picker(scope.facts, heads, places, stop=False)
-        # rounding in half precision grows from layer to layer, so there both sides come from one and the same pass
-        with tap(scope.model, picker.visit, scope.facts.layer_of) if not half else nullcontext():
-            scope.model.base_model(**inputs)
-        reference = eager_attention(scope, inputs, picker.visit if half else None)
-        captured = picker.finish(places.row, {})
-        ours = captured.attention()
-        logits = captured.attention_logits()
-        largest = max(largest, float(logits[logits.isfinite()].abs().max()))
-        for slot, head in enumerate(captured.heads):
-            weights = reference[head.layer][places.row, head.index, places.query].float()
-            wanted = weights.gather(-1, places.keys)
-            errors.append((ours[:, slot] - wanted).abs().max())
-    attention_error = float(torch.stack(errors).max())
-    # the model rounds its logits to its own precision, we do not
-    if not attention_error <= max(tolerance, 1e-3) + largest * torch.finfo(scope.model.dtype).eps:
+    # rounding in half precision grows from layer to layer, so there both sides come from one and the same pass
+    views = _Views(scope, places, (_OWN,))
+    if not _is_half(scope):
+        scope.watch(inputs, views.visit)
+    reported = _eager_attention(scope, inputs, views.visit if _is_half(scope) else None)
+    captures = views.finish(places.row)
+    attention_error = _largest([own.attention() - _reported(own, reported) for own in captures.values()])
+    if not attention_error <= _attention_tolerance(scope, captures):
         raise BadInput(
             f"{kind} cannot be looked into: its attention is not softmax(scale q·k + mask) of the vectors its attention"
             f" call is given (off by {attention_error:.2g})."
         )
+    padding_error = _check_batches(scope) if "input_ids" in inputs else 0.0
+    return Check(output_error, attention_error, padding_error, _write_effect(scope, inputs, places, plain, allowed))
 
-    padding_error = check_batches(scope) if "input_ids" in inputs else 0.0
-    write_effect = _write_effect(scope, inputs, places, plain, None if half else tolerance)
-    return Check(output_error, attention_error, padding_error, write_effect)
+
+def _is_half(scope: Scope) -> bool:
+    return scope.model.dtype in (torch.float16, torch.bfloat16)
 
 
 def _places(inputs: dict[str, Tensor], scope: Scope) -> Places:
@@ -108,8 +118,7 @@ def _places(inputs: dict[str, Tensor], scope: Scope) -> Places:
     mask = inputs.get("attention_mask")
     if mask is None:  # an image: patches and class token, as many as the attention sees
         lengths: list[int] = []
-        with tap(scope.model, lambda call: lengths.append(call.k.shape[2]), scope.facts.layer_of):
-            scope.model.base_model(**inputs)
+        scope.watch(inputs, lambda call: lengths.append(call.k.shape[2]))
         mask = torch.ones((len(main), lengths[0]), dtype=torch.long, device=main.device)
     row, query = mask.nonzero(as_tuple=True)
     last = mask.shape[1] - 1
@@ -125,9 +134,184 @@ def _output(scope: Scope, inputs: dict[str, Tensor]) -> Tensor:
     return values.float() if mask is None or values.ndim < 3 else values[mask.bool()].float()
 
 
-def _write_effect(
-    scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, tolerance: float | None
-) -> float:
+class _Views:
+    """Visitors of one pass: a picker of all heads for each width of heads and each space."""
+
+    def __init__(self, scope: Scope, places: Places, spaces: tuple[Space, ...]) -> None:
+        self.pickers: dict[tuple[int, Space], Picker] = {}
+        layers = scope.facts.layers
+        for width in sorted({layer.d_head for layer in layers}):
+            for space in spaces:
+                there = {i for i, layer in enumerate(layers) if layer.d_head == width and space not in layer.refusals}
+                heads = [head for head in scope.heads() if head.layer in there]
+                if heads:
+                    self.pickers[width, space] = Picker(scope.facts, heads, places, space, stop=False)
+
+    def visit(self, call: Call) -> None:
+        for picker in self.pickers.values():
+            picker.visit(call)
+
+    def finish(self, example: Tensor) -> _Captures:
+        return {key: picker.finish(example, {}) for key, picker in self.pickers.items()}
+
+
+_Captures = dict[tuple[int, Space], Capture]
+
+
+def _eager_attention(
+    scope: Scope, inputs: dict[str, Tensor], visit: Callable[[Call], None] | None, rotary: bool = False
+) -> tuple[Tensor, ...]:
+    """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass."""
+    model: Any = scope.model
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
+    before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        with tap(model, visit, scope.facts.layer_of, rotary) if visit is not None else nullcontext():
+            attentions = model.base_model(**inputs, output_attentions=True).attentions
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+    if attentions is None or len(attentions) != scope.n_layers or any(layer is None for layer in attentions):
+        raise BadInput(f"{model.config.model_type} does not report its attention, so the tap cannot be checked on it.")
+    return tuple(layer.to(scope.device) for layer in attentions)
+
+
+def _reported(own: Capture, attentions: tuple[Tensor, ...]) -> Tensor:
+    """What the model reports of the attention of captured rows; `example` is the row of the batch."""
+    rows = [attentions[head.layer][own.example, head.index, own.query_positions] for head in own.heads]
+    return torch.stack([row.float().gather(-1, own.key_positions) for row in rows], dim=1)
+
+
+def _attention_tolerance(scope: Scope, captures: _Captures) -> float:
+    """The model rounds its logits to its own precision, we do not."""
+    logits = torch.cat([own.attention_logits().flatten() for (_, space), own in captures.items() if space == _OWN])
+    largest = float(logits[logits.isfinite()].abs().max())
+    return (1e-2 if _is_half(scope) else 1e-3) + largest * torch.finfo(scope.model.dtype).eps
+
+
+class _Alone(NamedTuple):
+    """One prompt as bare ids, whose positions nobody but the model counts: what we see of it, and what it reports."""
+
+    captures: _Captures
+    attentions: tuple[Tensor, ...]
+    logits: Tensor | None
+
+    @classmethod
+    def of(cls, scope: Scope, encoded: Encoding) -> _Alone:
+        bare = {"input_ids": encoded.inputs["input_ids"]}
+        views = _Views(scope, encoded.places, SPACES)
+        attentions = _eager_attention(scope, bare, views.visit, rotary=True)
+        return cls(views.finish(encoded.example), attentions, _logits(scope, bare, encoded.places))
+
+
+def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor | None:
+    """The model's output at the queries, None where it gives none for each token."""
+    try:
+        return scope.watch(inputs, logits_at=places)
+    except BadInput:
+        return None
+
+
+def _check_batches(scope: Scope) -> float:
+    """The largest error of attention in padded batches; refuses a model whose prompts change in a batch."""
+    kind = scope.model.config.model_type
+    keys = tuple(Key((i, i + 1)) for i in range(3))
+    prompts = [
+        Example(ids=tuple(row.tolist()), queries=((2, 3), (len(row) - 1, len(row))), keys=keys)
+        for row in short_ids(scope.model, (9, 5))
+    ]
+    singles = [scope.encode([prompt]) for prompt in prompts]
+    alone = [_Alone.of(scope, encoded) for encoded in singles]
+    worst = 0.0
+    for side in scope.facts.sides:
+        encoded = scope.encode(prompts, padding_side=side)
+        captures = _captures(scope, encoded, SPACES)
+        logits = _logits(scope, encoded.inputs, encoded.places)
+        for i, single in enumerate(alone):
+            error = _padding_error(scope, captures, single, i)
+            worst = max(worst, error)
+            what = _difference(scope, captures, single.captures, i)
+            if what is None and not error <= _attention_tolerance(scope, single.captures):
+                what = f"attention (off by {error:.2g})"
+            if what is None and logits is not None and single.logits is not None:
+                what = _logits_difference(scope, logits[encoded.example == i], single.logits)
+            if what is not None:
+                raise BadInput(
+                    f"{kind} cannot be looked into: padded on the {side} beside a longer prompt, its {what} are not"
+                    " those of the same prompt alone, so it counts positions or hides padding in a way of its own."
+                )
+    if scope.facts.takes_positions and any(layer.offset is not None for layer in scope.facts.layers):
+        inputs = singles[0].inputs | {"position_ids": singles[0].inputs["position_ids"] + _SHIFT}
+        shifted = _captures(scope, replace(singles[0], inputs=inputs), ("query_frame",))
+        what = _difference(scope, shifted, alone[0].captures, 0)
+        if what is not None:
+            raise BadInput(
+                f"{kind} cannot be looked into: with every position {_SHIFT} further on, its {what} change, although"
+                " only offsets should count there."
+            )
+    return worst
+
+
+def _captures(scope: Scope, encoded: Encoding, spaces: tuple[Space, ...]) -> _Captures:
+    views = _Views(scope, encoded.places, spaces)
+    scope.watch(encoded.inputs, views.visit, rotary=True)
+    return views.finish(encoded.example)
+
+
+def _slots(scope: Scope, own: Capture) -> dict[int, list[int]]:
+    """Heads by layer: in half precision rounding grows from layer to layer, so there the first two have to tell."""
+    layers = range(min(2, scope.n_layers) if _is_half(scope) else scope.n_layers)
+    slots = {layer: [slot for slot, head in enumerate(own.heads) if head.layer == layer] for layer in layers}
+    return {layer: own for layer, own in slots.items() if own}
+
+
+def _difference(scope: Scope, captures: _Captures, alone: _Captures, example: int) -> str | None:
+    """The first space in which queries or keys of a prompt differ from those of the prompt alone."""
+    for (width, space), batch in captures.items():
+        own, rows = alone[width, space], batch.example == example
+        for layer, slots in _slots(scope, own).items():
+            groups = batch.kv_of_head[slots].unique()
+            for what, ours, theirs in (
+                ("queries", batch.q[rows][:, slots], own.q[:, slots]),
+                ("keys", batch.k[rows][:, groups], own.k[:, groups]),
+            ):
+                off = _apart(ours, theirs)
+                if not off <= (5e-2 if _is_half(scope) else 1e-3):
+                    return f"{space} {what} in layer {layer} (off by {off:.2g} of the largest)"
+    return None
+
+
+def _logits_difference(scope: Scope, ours: Tensor, theirs: Tensor) -> str | None:
+    """In half precision only what is far off counts: the last layer has gathered the rounding of all."""
+    off = _apart(ours, theirs)
+    return None if off <= (0.5 if _is_half(scope) else 1e-3) else f"logits (off by {off:.2g} of the largest)"
+
+
+def _largest(errors: list[Tensor]) -> float:
+    """Not Python's `max`, which may pass over NaN."""
+    return float(torch.cat([error.abs().flatten() for error in errors]).max())
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
+
+
+def _padding_error(scope: Scope, captures: _Captures, single: _Alone, example: int) -> float:
+    errors = []
+    for (width, space), batch in captures.items():
+        own = single.captures[width, space]
+        slots = [slot for slots in _slots(scope, own).values() for slot in slots]
+        if space == _OWN and slots:
+            # in half precision the model rounds its logits and we do not: there it is our own rows
+            theirs = own.attention() if _is_half(scope) else _reported(own, single.attentions)
+            ours = batch.attention()[batch.example == example]
+            errors.append((ours - theirs)[:, slots])
+    return _largest(errors)
+
+
+def _write_effect(scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, allowed: float) -> float:
     head = Head(0, 0)
     last = places.keys[:1, -1:].expand(len(next(iter(inputs.values()))), 1)  # the last token: real in every row
     rows = torch.arange(len(last), device=last.device)
@@ -143,7 +327,7 @@ def _write_effect(
         moved = _output(scope, inputs)
     kind = scope.model.config.model_type
     # half precision rounds a recomputed head differently, and a router may then choose another expert
-    if tolerance is not None and float((kept - plain).abs().max()) > tolerance * max(1.0, float(plain.abs().max())):
+    if not _is_half(scope) and float((kept - plain).abs().max()) > allowed:
         raise BadInput(f"{kind} cannot be patched: writing a key that is already there changes the output.")
     effect = float((moved - plain).abs().max())
     if effect == 0.0:

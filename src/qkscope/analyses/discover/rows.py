@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.analyses.steps import Steps
-from qkscope.capture.pool import pool
-from qkscope.capture.pooled import Pooled
+from qkscope.capture.pool import Pooled, pool
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.examples import Example
