@@ -1,14 +1,15 @@
 """What a public call may be given, read off its own annotations: anything else is one sentence, before any work.
 
-`checked_call` wraps a function, `checked_class` a class with its public methods. A value of another kind than
-annotated, a name that the call does not take, or one that it needs and did not get is `BadInput`; a whole number of
-numpy's is taken for one of Python's. What a value must be beyond its kind (a range, a shape, a name that exists) the
-call says itself.
+`checked_call` wraps a function, `checked_class` a class with its public methods. A name that the call does not take, or
+one that it needs and did not get, a value of another kind than annotated, and one out of its range are `BadInput`; a
+whole number of numpy's is taken for one of Python's. Ranges are annotations too: `Count` (a whole number, at least 1),
+`Natural` (at least 0), `Share` (a number from 0 to 1), ``Annotated[float, AtLeast(2)]``, ``Annotated[int, Between(0,
+65535)]``, and ``Literal["a", "b"]``; a text in ``Annotated`` is what the kind is called in messages. A parameter called
+``seed`` is at most `LARGEST_SEED`. What cannot be told from one value (a shape, a name that exists) the call says.
 """
 
 from __future__ import annotations
 
-import collections.abc
 import difflib
 import functools
 import inspect
@@ -16,10 +17,10 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
 from qkscope.errors import BadInput, check_name_length
 
@@ -27,57 +28,85 @@ P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
+
+class AtLeast(NamedTuple):
+    """The range from ``least`` on."""
+
+    least: float
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value lies in it."""
+        return bool(value >= self.least)
+
+    def __str__(self) -> str:
+        return f"at least {self.least}"
+
+
+class Between(NamedTuple):
+    """The range from ``least`` to ``most``, both included."""
+
+    least: float
+    most: float
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value lies in it."""
+        return bool(self.least <= value <= self.most)
+
+    def __str__(self) -> str:
+        return f"from {self.least} to {self.most}"
+
+
+Count = Annotated[int, AtLeast(1)]
+Natural = Annotated[int, AtLeast(0)]
+Share = Annotated[float, Between(0, 1)]
+
 LARGEST_SEED = 2**62  # generators take 64 bits, and what is derived from a seed must fit too
+_SEEDS = Between(-LARGEST_SEED, LARGEST_SEED)
 _LOOKED_AT = 1024  # items of a list: units by the million are drawn as they are read
 
 
+class _OutOfRange(Exception):
+    """A value is of its kind, but not in its range; says which range, and what came."""
+
+
 class Kind(NamedTuple):
-    """Whether a value is of a kind, what the kind is called, and what else can be made into it (None: nothing)."""
+    """Whether a value is of a kind (or it is `_OutOfRange`), and what the kind is called."""
 
     accepts: Callable[[Any], bool]
     called: str
-    made: Callable[[Any], Any] | None = None
-
-
-_NAME = Kind(lambda v: isinstance(v, str) and "\0" not in v, "a text")  # of a file: no system has one with a null byte
 
 
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, which refuses what its annotations do not allow.
 
     >>> @checked_call
-    ... def half(n: int) -> float:
+    ... def half(n: Count) -> float:
     ...     return n / 2
     >>> half("six")
     Traceback (most recent call last):
     qkscope.errors.BadInput: n of half should be a whole number, but got 'six'.
+    >>> half(0)
+    Traceback (most recent call last):
+    qkscope.errors.BadInput: n is at least 1, but got 0.
     """
-    table: list[tuple[tuple[Kind | None, ...], dict[str, Kind | None]]] = []
+    table: list[tuple[list[Kind], dict[str, Kind]]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not table:  # annotations are read at the first call: they may name what is imported later
             table.append(_kinds(function))
-        positional, named = table[0]
-        for kind, value in zip(positional, args, strict=False):
-            if kind is not None and not kind.accepts(value):
-                break
-        else:
-            for name, value in kwargs.items():
-                kind = named.get(name)
-                if kind is not None and not kind.accepts(value):
-                    break
-            else:
-                try:
-                    return function(*args, **kwargs)
-                except TypeError as error:
-                    _check_names(function, args, kwargs, error)
-                    raise
-                except OSError as error:
-                    check_name_length(error)
-                    raise
-        own, more = _made(function, named, args, kwargs)
-        return function(*own, **more)
+        unnamed, named = table[0]
+        if not _accepted(unnamed, named, args, kwargs):
+            own, more = _made(function, named, args, kwargs)
+            return function(*own, **more)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            _bind(function, args, kwargs, error)
+            raise
+        except OSError as error:
+            check_name_length(error)
+            raise
 
     return call
 
@@ -94,7 +123,57 @@ def checked_class(cls: C) -> C:
     return cls
 
 
+def _accepted(unnamed: list[Kind], named: dict[str, Kind], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every value is of its kind as it is: the way of nearly every call, so it asks no more."""
+    try:
+        for kind, value in zip(unnamed, args, strict=False):
+            if not kind.accepts(value):
+                return False
+        for name, value in kwargs.items():
+            if name in named and not named[name].accepts(value):
+                return False
+    except _OutOfRange:
+        return False
+    return True
+
+
 # ---------------------------------------------------------------- the slow way, where something is wrong
+
+
+def _made(
+    function: Callable[..., Any], named: dict[str, Kind], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with what can be made into the right kind made so; the first that cannot is refused."""
+    bound, shown = _bind(function, args, kwargs, TypeError()), _shown(function, args)
+    for name, value in bound.arguments.items():
+        how, kind = bound.signature.parameters[name].kind, named.get(name, _ANYTHING)
+        if how is inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(_one(kind, name, shown, part) for part in value)
+        elif how is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: _one(kind, key, shown, part) for key, part in value.items()}
+        else:
+            bound.arguments[name] = _one(kind, name, shown, value)
+    return bound.args, bound.kwargs
+
+
+def _one(kind: Kind, name: str, shown: str, value: Any) -> Any:
+    plain = _plain(value)
+    try:
+        for made in (value, plain, tuple(plain) if isinstance(plain, list) else plain):
+            if kind.accepts(made):
+                return made
+    except _OutOfRange as wrong:
+        raise BadInput(f"{name} is {wrong}.") from None
+    raise BadInput(f"{name} of {shown} should be {kind.called}, but got {came(value)}.")
+
+
+def _plain(value: Any, inside: bool = False) -> Any:
+    """Numbers of numpy and torch as Python's, also in lists, dicts and tuples; a list in a list is made a tuple."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part, True) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if inside else type(value))(_plain(part, True) for part in value)
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -107,102 +186,67 @@ def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return owner.__name__ if name == "__init__" else f"{owner.__name__}.{name}"
 
 
-def _check_names(
+def _bind(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError
 ) -> inspect.BoundArguments:
-    """Say which name is unknown, missing or given twice; returns where the names are in order."""
-    signature, shown = inspect.signature(function), _shown(function, args)
-    try:
+    """The values by their names, or which name is unknown, missing or given twice."""
+    signature = inspect.signature(function)
+    with suppress(TypeError):
         return signature.bind(*args, **kwargs)
-    except TypeError:
-        pass
     parameters = {n: p for n, p in signature.parameters.items() if n not in ("self", "cls")}
     takes = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
     free = [n for n in takes if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY]
     listed = f"it takes {', '.join(takes)}" if takes else "it takes nothing"
-    given = len(args) - (len(signature.parameters) - len(parameters))
-    unknown = next((n for n in kwargs if n not in takes), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown, takes, n=1)
-        raise BadInput(f"{shown} takes no {unknown!r}: {f'did you mean {near[0]}' if near else listed}.") from error
-    if given > len(free):
+    given = max(len(args) - (len(signature.parameters) - len(parameters)), 0)
+    if unknown := [n for n in kwargs if n not in takes]:
+        near = difflib.get_close_matches(unknown[0], takes, n=1)
+        says = f"takes no {unknown[0]!r}: {f'did you mean {near[0]}' if near else listed}"
+    elif given > len(free):
         rest = [n for n in takes if n not in free]
         advice = f"name the others ({', '.join(rest)})" if rest else listed
-        raise BadInput(f"{shown} takes at most {len(free)} unnamed values, but got {given}: {advice}.") from error
-    twice = next((n for n in free[: max(given, 0)] if n in kwargs), None)
-    if twice is not None:
-        raise BadInput(f"{shown} got {twice} twice, with and without its name: give it once.") from error
-    missing = [
-        n for n in takes[max(given, 0) :] if parameters[n].default is inspect.Parameter.empty and n not in kwargs
-    ]
-    raise BadInput(f"{shown} needs {' and '.join(missing)}: {listed}.") from error
-
-
-def _made(
-    function: Callable[..., Any], kinds: Mapping[str, Kind | None], args: tuple[Any, ...], kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The arguments with what can be made into the right kind made so; the first that cannot is refused."""
-    bound, shown = _check_names(function, args, kwargs, TypeError()), _shown(function, args)
-    for name, value in bound.arguments.items():
-        how = inspect.signature(function).parameters[name].kind
-        kind = kinds.get(name)
-        if how is inspect.Parameter.VAR_POSITIONAL:
-            bound.arguments[name] = tuple(_one(kind, name, shown, part) for part in value)
-        elif how is inspect.Parameter.VAR_KEYWORD:
-            bound.arguments[name] = {key: _one(kind, key, shown, part) for key, part in value.items()}
-        else:
-            bound.arguments[name] = _one(kind, name, shown, value)
-    return bound.args, bound.kwargs
-
-
-def _one(kind: Kind | None, name: str, shown: str, value: Any) -> Any:
-    if kind is None or kind.accepts(value):
-        return value
-    if kind.made is not None:
-        try:
-            made = kind.made(value)
-        except (TypeError, ValueError, RuntimeError):
-            made = value
-        if kind.accepts(made):
-            return made
-    raise BadInput(f"{name} of {shown} should be {kind.called}, but got {came(value)}.")
+        says = f"takes at most {len(free)} unnamed values, but got {given}: {advice}"
+    elif twice := [n for n in free[:given] if n in kwargs]:
+        says = f"got {twice[0]} twice, with and without its name: give it once"
+    else:
+        missing = [n for n in takes[given:] if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
+        says = f"needs {' and '.join(missing)}: {listed}"
+    raise BadInput(f"{_shown(function, args)} {says}.") from error
 
 
 def came(value: Any, limit: int = 60) -> str:
     """A value in a message: itself where it is short and plain, otherwise what it is."""
+    kind = type(value).__name__
     if value is None or isinstance(value, str | bytes | int | float | complex):
         shown = repr(value)
         return shown if len(shown) <= limit else f"{shown[:limit]}…"
-    if type(value).__name__ in ("Tensor", "ndarray", "Parameter") and hasattr(value, "shape"):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return (
-            f"{'an array' if type(value).__name__ == 'ndarray' else 'a tensor'} of shape {tuple(value.shape)}, {dtype}"
-        )
+    if kind in ("Tensor", "ndarray", "Parameter"):
+        what, dtype = "an array" if kind == "ndarray" else "a tensor", str(value.dtype).removeprefix("torch.")
+        return f"{what} of shape {tuple(value.shape)}, {dtype}"
     if isinstance(value, list | tuple):
         shown = ", ".join(came(item, 20) for item in value[:4]) + (", …" if len(value) > 4 else "")
-        return f"{type(value).__name__} ({shown})" if len(shown) <= limit else type(value).__name__
+        return f"{kind} ({shown})" if len(shown) <= limit else kind
     if isinstance(value, Mapping):
         shown = ", ".join(f"{came(key, 20)}: {came(item, 20)}" for key, item in list(value.items())[:3])
-        return f"{type(value).__name__} ({shown})" if len(shown) <= limit else type(value).__name__
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        return f"{kind} ({shown})" if len(shown) <= limit else kind
+    return f"the class {value.__name__}" if isinstance(value, type) else kind
 
 
 # ---------------------------------------------------------------- annotations as kinds
 
 
-def _kinds(function: Callable[..., Any]) -> tuple[tuple[Kind | None, ...], dict[str, Kind | None]]:
-    """The kind of every positional parameter in order, and of every parameter by name."""
-    hints, positional, named = _hints(function), list[Kind | None](), dict[str, Kind | None]()
+def _kinds(function: Callable[..., Any]) -> tuple[list[Kind], dict[str, Kind]]:
+    """The kind of every unnamed value in order, and of every parameter by name."""
+    unnamed = list[Kind]()
+    named = {
+        name: _narrowed(kind_of(hint), _SEEDS) if name == "seed" else kind_of(hint)
+        for name, hint in _hints(function).items()
+    }
     for name, parameter in inspect.signature(function).parameters.items():
-        kind = kind_of(hints[name]) if name in hints else None
-        if name == "seed" and kind is not None:
-            kind = _seed(kind)
-        named[name] = kind
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            positional.append(kind)
+            unnamed.append(named.get(name, _ANYTHING))
         elif parameter.kind is parameter.VAR_POSITIONAL:
-            positional.extend([kind] * 32)
-    return tuple(positional), named
+            unnamed.extend([named.get(name, _ANYTHING)] * 32)
+    return unnamed, named
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -218,185 +262,131 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return found
 
 
-@functools.cache
-def _plain() -> dict[Any, Kind]:
-    return {
-        int: Kind(lambda v: type(v) is int, "a whole number", _whole),
-        float: Kind(lambda v: type(v) in (float, int), "a number", _number),
-        bool: Kind(lambda v: type(v) is bool, "True or False", _truth),
-        str: Kind(lambda v: isinstance(v, str), "a text"),
-        bytes: Kind(lambda v: isinstance(v, bytes), "bytes"),
-        Path: Kind(lambda v: isinstance(v, os.PathLike), "a path"),
-        type(None): Kind(lambda v: v is None, "None"),
-    }
+_PLAIN_KINDS: dict[Any, Kind] = {
+    int: Kind(lambda v: type(v) is int, "a whole number"),
+    float: Kind(lambda v: type(v) in (float, int), "a number"),
+    bool: Kind(lambda v: type(v) is bool, "True or False"),
+    str: Kind(lambda v: isinstance(v, str), "a text"),
+    bytes: Kind(lambda v: isinstance(v, bytes), "bytes"),
+    Path: Kind(lambda v: isinstance(v, os.PathLike), "a path"),
+    type: Kind(lambda v: isinstance(v, type), "a class"),
+    Callable: Kind(callable, "something to call"),
+    types.NoneType: Kind(lambda v: v is None, "None"),
+}
+_ANYTHING = Kind(lambda v: True, "anything")
+_FILE_NAME = Kind(lambda v: isinstance(v, str) and "\0" not in v, "a text")  # no system has one with a null byte
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or _is_truth(value):
-        raise TypeError
-    return operator.index(value)
-
-
-def _is_truth(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")).endswith("bool") and value.shape == ()
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes | bool) or getattr(value, "shape", ()) != ():
-        raise TypeError
-    return float(value)
-
-
-def _truth(value: Any) -> bool:
-    if not _is_truth(value):
-        raise TypeError
-    return bool(value)
-
-
-def _seed(kind: Kind) -> Kind:
-    def fits(value: Any) -> bool:
-        return kind.accepts(value) and (type(value) is not int or abs(value) <= LARGEST_SEED)
-
-    return Kind(fits, "a whole number of at most 62 bits", kind.made)
-
-
-def kind_of(hint: Any) -> Kind | None:
-    """The kind that an annotation names; None where it allows anything, or says what cannot be told at a glance."""
-    if isinstance(hint, typing.TypeVar) or hint in (Any, object, inspect.Parameter.empty) or isinstance(hint, str):
-        return None
-    if hint is None:
-        hint = type(None)
-    if isinstance(hint, type) and hint in _plain():
-        return _plain()[hint]
+def kind_of(hint: Any) -> Kind:
+    """The kind that an annotation names; anything where that cannot be told at a glance."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:  # with a text: what to call it
-        kind, called = kind_of(inside[0]), next((part for part in inside[1:] if isinstance(part, str)), None)
-        return kind if kind is None or called is None else kind._replace(called=called)
+    outer = types.NoneType if hint is None else origin or hint
+    if origin is Annotated:
+        return functools.reduce(_narrowed, inside[1:], kind_of(inside[0]))
     if origin in (Union, types.UnionType):
-        named = [_NAME if part is str and Path in inside else kind_of(part) for part in inside]
-        return _union(named)
+        return _union(inside)
     if origin is Literal:
-        sorts = tuple({type(value) for value in inside})
-        return Kind(lambda v: type(v) in sorts, f"one of {', '.join(map(str, inside))}")
+        return _one_of(inside)
     if hasattr(hint, "array_type") and hasattr(hint, "dim_str"):
-        return _tensor(hint)
-    outer = origin if isinstance(origin, type) else hint
-    if outer is collections.abc.Callable:
-        return Kind(callable, "something to call")
-    if not isinstance(outer, type):
-        return None
-    if outer is type:
-        return Kind(lambda v: isinstance(v, type), "a class")
-    if issubclass(outer, tuple) and inside and inside[-1] is not Ellipsis and outer is tuple:
+        sorts = {"Float": "floating-point ", "Int": "whole-number ", "Bool": "true-or-false "}
+        sort = sorts.get(hint.__name__.split("[")[0], "")
+        return Kind(lambda v: isinstance(v, hint), f"a {sort}tensor of shape ({', '.join(hint.dim_str.split())})")
+    if not isinstance(outer, type) or outer in (Any, object):
+        return _ANYTHING
+    if outer in _PLAIN_KINDS:
+        return _PLAIN_KINDS[outer]
+    if outer is tuple and inside and inside[-1] is not Ellipsis:
         return _row(inside)
-    if issubclass(outer, str | bytes) or not issubclass(outer, Collection | collections.abc.Iterable):
-        return Kind(lambda v: isinstance(v, outer), _called(outer))
-    if issubclass(outer, Mapping) or outer is dict:
+    if issubclass(outer, Mapping):
         return _mapping(inside)
     if outer in (list, tuple, set, frozenset) or outer.__module__ == "collections.abc":
         return _listed(outer, inside)
-    return Kind(lambda v: isinstance(v, outer), _called(outer))
+    article, comes = "an" if outer.__name__[0] in "AEIOU" else "a", vars(outer).get("comes_from")
+    return Kind(lambda v: isinstance(v, outer), f"{article} {outer.__name__}" + (f" ({comes})" if comes else ""))
 
 
-def _called(cls: type) -> str:
-    """What a class is called in a message, and where one comes from, where the class says so."""
-    article = "an" if cls.__name__[0] in "AEIOU" else "a"
-    comes = vars(cls).get("comes_from", "")
-    return f"{article} {cls.__name__}" + (f" ({comes})" if comes else "")
+def _narrowed(kind: Kind, by: Any) -> Kind:
+    """A kind with another name (a text), or with a range."""
+    if not isinstance(by, AtLeast | Between):
+        return kind._replace(called=by) if isinstance(by, str) else kind
+
+    def accepts(value: Any) -> bool:
+        if not kind.accepts(value):
+            return False
+        if value is not None and not by.holds(value):
+            raise _OutOfRange(f"{by}, but got {came(value)}")
+        return True
+
+    return Kind(accepts, kind.called)
 
 
-def _union(parts: Sequence[Kind | None]) -> Kind | None:
-    if any(part is None for part in parts):
-        return None
-    kinds = [part for part in parts if part is not None]
-    named = list(dict.fromkeys(kind.called for kind in kinds if kind.called != "None")) or ["None"]
+def _one_of(allowed: tuple[Any, ...]) -> Kind:
+    sorts, called = {type(value) for value in allowed}, f"one of {', '.join(map(str, allowed))}"
 
-    def made(value: Any) -> Any:
-        for kind in kinds:
-            if kind.made is None:
-                continue
-            try:
-                found = kind.made(value)
-            except (TypeError, ValueError, RuntimeError):
-                continue
-            if kind.accepts(found):
-                return found
-        raise TypeError
+    def accepts(value: Any) -> bool:
+        if type(value) in sorts and value not in allowed:
+            raise _OutOfRange(f"{called}, but got {came(value)}")
+        return value in allowed if type(value) in sorts else False
 
+    return Kind(accepts, called)
+
+
+def _union(inside: tuple[Any, ...]) -> Kind:
+    kinds = [_FILE_NAME if part is str and Path in inside else kind_of(part) for part in inside]
+    if _ANYTHING in kinds:
+        return _ANYTHING
     tests = tuple(kind.accepts for kind in kinds)
-    return Kind(lambda v: any(test(v) for test in tests), _either(named), made)
-
-
-def _either(named: Sequence[str]) -> str:
-    """``a, b, or c``; kinds with an or of their own come last."""
+    named = list(dict.fromkeys(kind.called for kind in kinds if kind.called != "None")) or ["None"]
     first, last = named[:-1], named[-1]
-    return last if not first else f"{', '.join(first)}{',' if ' or ' in last or len(first) > 1 else ''} or {last}"
+    comma = "," if " or " in last or len(first) > 1 else ""
 
+    def accepts(value: Any) -> bool:
+        for test in tests:
+            try:
+                if test(value):
+                    return True
+            except _OutOfRange:
+                if not first:  # else it might have been one of the others
+                    raise
+        return False
 
-def _tensor(hint: Any) -> Kind:
-    sizes = ", ".join(hint.dim_str.split())
-    sort = {"Float": "floating-point ", "Int": "whole-number ", "Bool": "true-or-false "}.get(
-        hint.__name__.split("[")[0], ""
-    )
-    return Kind(lambda v: isinstance(v, hint), f"a {sort}tensor of shape ({sizes})")
+    return Kind(accepts, f"{', '.join(first)}{comma} or {last}" if first else last)
 
 
 def _row(inside: tuple[Any, ...]) -> Kind:
     kinds = [kind_of(part) for part in inside]
-    pair = [kind.accepts for kind in kinds if kind is not None]
+    tests, called = [kind.accepts for kind in kinds], ", ".join(kind.called for kind in kinds)
 
     def accepts(value: Any) -> bool:
-        if len(pair) == len(kinds) == 2:  # spans are made by the million
-            return isinstance(value, tuple) and len(value) == 2 and pair[0](value[0]) and pair[1](value[1])
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(
-            kind is None or kind.accepts(part) for kind, part in zip(kinds, value, strict=True)
-        )  # fmt: skip
+        return isinstance(value, tuple) and len(value) == len(tests) and all(map(operator.call, tests, value))
 
-    def made(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise TypeError
-        return tuple(part if k is None or k.accepts(part) or k.made is None else k.made(part)
-                     for k, part in zip(kinds, value, strict=True))  # fmt: skip
-
-    named = ", ".join("anything" if kind is None else kind.called for kind in kinds)
-    return Kind(accepts, f"a pair ({named})" if len(kinds) == 2 else f"a tuple ({named})", made)
+    return Kind(accepts, f"a {'pair' if len(kinds) == 2 else 'tuple'} ({called})")
 
 
 def _listed(outer: type, inside: tuple[Any, ...]) -> Kind:
-    item = kind_of(inside[0]) if inside else None
-    lazily = outer in (collections.abc.Iterable, collections.abc.Iterator)
-    wanted = outer if lazily or outer in (set, frozenset) else Sequence
+    item = kind_of(inside[0]) if inside else _ANYTHING
+    wanted = outer if outer in (Iterable, Iterator, set, frozenset) else Sequence
 
     def accepts(value: Any) -> bool:
         if not isinstance(value, wanted) or isinstance(value, str | bytes | bytearray | Mapping):
             return False
-        if item is None or not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple):
             return True
         return all(map(item.accepts, value if len(value) <= _LOOKED_AT else value[:_LOOKED_AT]))
 
-    def made(value: Any) -> Any:
-        if item is None or item.made is None or not isinstance(value, list | tuple):
-            raise TypeError
-        return type(value)(part if item.accepts(part) else item.made(part) for part in value)
-
-    return Kind(accepts, "a list" if item is None else f"a list of {_plural(item.called)}", made)
-
-
-def _plural(called: str) -> str:
     words = {"a text": "texts", "a whole number": "whole numbers", "a number": "numbers"}
-    return words.get(called, f"items that are each {called}")
+    called = (
+        "a list" if item is _ANYTHING else f"a list of {words.get(item.called, f'items that are each {item.called}')}"
+    )
+    return Kind(accepts, called)
 
 
 def _mapping(inside: tuple[Any, ...]) -> Kind:
-    kinds = [kind_of(part) for part in inside] if len(inside) == 2 else [None, None]
+    key, item = (kind_of(part) for part in inside or (Any, Any))
 
     def accepts(value: Any) -> bool:
-        if not isinstance(value, Mapping):
-            return False
-        if len(value) > _LOOKED_AT:
-            return True
-        return all((kinds[0] is None or kinds[0].accepts(k)) and (kinds[1] is None or kinds[1].accepts(v))
-                   for k, v in value.items())  # fmt: skip
+        if not isinstance(value, Mapping) or len(value) > _LOOKED_AT:
+            return isinstance(value, Mapping)
+        return all(map(key.accepts, value)) and all(map(item.accepts, value.values()))
 
-    named = "" if kinds[1] is None else f" whose values are each {kinds[1].called}"
-    return Kind(accepts, f"a dict{named}")
+    return Kind(accepts, "a dict" if item is _ANYTHING else f"a dict whose values are each {item.called}")
