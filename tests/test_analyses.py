@@ -215,7 +215,7 @@ def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alon
         ({"center": {"order": "key"}}, "center is one of none, query, both"),
         ({"center": {"ordr": "query"}}, "center is given for 'ordr'"),
         ({"batch_size": 0}, "batch_size is at least 1"),
-        ({"space": "rope"}, "there is no space 'rope'"),
+        ({"space": "rope"}, "space is one of post_rope"),
         ({"heads": "L9H0"}, "L9H0 does not exist"),
         ({"n": 0}, "at least 1"),
     ],
