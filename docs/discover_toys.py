@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.maths.bases import principal_cosines
-from qkscope.maths.components import paired_components
+from qkscope.maths.components import Pairs, paired_components
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.svd import checked_svd
@@ -48,6 +48,11 @@ def correlations(a: Tensor, b: Tensor) -> Tensor:
     return (a.mT @ b / len(a)).abs()
 
 
+def pairs(rows: dict[str, Tensor]) -> Pairs:
+    """Rows of the head, each its own prompt."""
+    return Pairs(rows["q"], rows["attended"], rows["mean"], torch.arange(len(rows["q"])))
+
+
 def directions(rows: dict[str, Tensor], d_head: int, seed: int = 0, replicates: int = 199) -> tuple[int, SelfContrast]:
     """Number of directions above shuffled queries."""
     contrast = SelfContrast(["L0H0"], d_head, replicates=replicates, seed=seed)
@@ -60,10 +65,8 @@ def take_apart(head: RetrievalHead, n: int = 8192, nuisance: int = 0, seed: int 
     """What discovery says of one head, beside what is true of it."""
     rows = looked_at(head, n, seed, nuisance)
     rank, contrast = directions(rows, head.d_head)
-    own = (rows[name] for name in ("q", "attended", "mean"))
-    fresh = looked_at(head, 2048, seed + 101, nuisance)
-    held = (fresh["q"], fresh["attended"], torch.arange(2048))
-    found = paired_components(*own, max(rank, 1), torch.arange(n), held=held, starts=4, draws=39)
+    held = pairs(looked_at(head, 2048, seed + 101, nuisance))
+    found = paired_components(pairs(rows), max(rank, 1), held=held, starts=4, draws=39)
     u, _, v = checked_svd(contrast.delta()[0])
     true = head.encoders.task.total_rank
     spans = [
@@ -128,7 +131,7 @@ def superposition(out: Path, device: str) -> list[dict[str, Any]]:
         weights = (task.scale * (k @ q[..., None])[..., 0]).softmax(dim=-1)
         seen = {"q": q, "attended": (weights[:, None] @ k)[:, 0], "mean": k.mean(dim=1)}
         rank, _ = directions(seen, task.d_head)
-        found = paired_components(seen["q"], seen["attended"], seen["mean"], rank, torch.arange(n))
+        found = paired_components(pairs(seen), rank)
         reads = {"query": toy.W_Q.double().mT @ found.query, "key": toy.W_K.double().mT @ found.key}
         for side, names in (("query", [p[0] for p in task.pairs]), ("key", [p[1] for p in task.pairs])):
             columns = toy.W[:, names].double()

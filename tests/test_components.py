@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.components import Feature, diagonal_share, paired_components
+from qkscope.maths.components import Feature, Pairs, diagonal_share, paired_components
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
 from qkscope.papers.franco2026.toy.superposition import Superposition, isotropic_dictionary
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
@@ -18,7 +18,7 @@ from qkscope.papers.lee2026.toy.trained import train_heads
 from qkscope.papers.trainer import Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-from discover_toys import correlations, directions, looked_at, take_apart
+from discover_toys import correlations, directions, looked_at, pairs, take_apart
 
 
 def generator(seed: int) -> torch.Generator:
@@ -81,7 +81,7 @@ def test_what_only_queries_carry_is_no_feature(heads):
     assert found["corr_query"] >= 0.98
     assert found["nuisance"] < 0.15
     rows = looked_at(heads["discrete"], 4096, 3, nuisance=2)
-    more = paired_components(rows["q"], rows["attended"], rows["mean"], 12, torch.arange(4096), draws=39)
+    more = paired_components(pairs(rows), 12, draws=39)
     kept = sum(feature.size for feature in more.features)
     assert kept - len(more.rejected) <= 12 - len(more.rejected)
     named = [
@@ -103,7 +103,7 @@ def test_an_untrained_head_mixes_all_with_all(heads):
     twin = RetrievalHead.untrained(heads["discrete"].encoders, 16, seed=1)
     rows = looked_at(twin, 4096, 3)
     rank, _ = directions(rows, 16, replicates=99)
-    found = paired_components(rows["q"], rows["attended"], rows["mean"], max(rank, 2), torch.arange(4096), draws=39)
+    found = paired_components(pairs(rows), max(rank, 2), draws=39)
     assert rank > 0, "its directions do stand above the null: rank alone is no evidence"
     assert not found.matched
     assert float(found.match.median()) < 0.5
@@ -111,7 +111,7 @@ def test_an_untrained_head_mixes_all_with_all(heads):
 
 def test_dependent_coordinates_are_one_feature():
     q, attended, mean, own = planted((sphere, 3), (signs, 2), (simplex, 4))
-    found = paired_components(q, attended, mean, 8, torch.arange(len(q)), draws=39)
+    found = paired_components(Pairs(q, attended, mean, torch.arange(len(q))), 8, draws=39)
     assert sorted(feature.size for feature in found.features) == [1, 1, 3, 3]
     corr = correlations(found.coordinates(q, "query"), own)
     blocks = {"sphere": range(3), "sign": range(3, 5), "simplex": range(5, 8)}
@@ -135,7 +135,7 @@ def test_features_of_interest_in_superposition_are_found():
     seen = {"q": q, "attended": (weights[:, None] @ k)[:, 0], "mean": k.mean(dim=1)}
     rank, _ = directions(seen, 10, replicates=99)
     assert rank == 4
-    found = paired_components(seen["q"], seen["attended"], seen["mean"], rank, torch.arange(n), draws=39)
+    found = paired_components(pairs(seen), rank, draws=39)
     for read, names in ((w_q.mT @ found.query, range(4)), (w_k.mT @ found.key, range(4, 8))):
         columns = dictionary[:, list(names)]
         cosines = (read / read.norm(dim=0)).mT @ (columns / columns.norm(dim=0))
@@ -144,13 +144,13 @@ def test_features_of_interest_in_superposition_are_found():
 
 def test_ica_unmixes_and_knows_gaussians():
     z = torch.cat([signs((4000,), 0, 3), torch.rand(4000, 2, generator=generator(1), dtype=torch.float64)], dim=1)
-    x = whiten(z @ torch.randn(5, 5, generator=generator(2), dtype=torch.float64))
+    x, _ = whiten(z @ torch.randn(5, 5, generator=generator(2), dtype=torch.float64))
     w = fast_ica(x)
     torch.testing.assert_close(w @ w.mT, torch.eye(5, dtype=torch.float64), atol=1e-8, rtol=0)
     assert float(correlations(x @ w.mT, z).amax(dim=0).min()) > 0.99
     bound = gaussian_contrast(4000, 5)
     assert float(contrast(x @ w.mT).min()) > bound
-    noise = whiten(torch.randn(4000, 5, generator=generator(5), dtype=torch.float64))
+    noise, _ = whiten(torch.randn(4000, 5, generator=generator(5), dtype=torch.float64))
     assert float(contrast(noise @ fast_ica(noise).mT).max()) < 3 * bound
 
 
@@ -175,20 +175,22 @@ def test_the_diagonal_of_a_random_matrix_is_within_its_null():
 
 
 def test_too_few_queries_are_refused():
+    rows = Pairs(*torch.randn(3, 30, 6, dtype=torch.float64), torch.arange(30))
     with pytest.raises(BadInput, match="need 40 queries"):
-        paired_components(*torch.randn(3, 30, 6, dtype=torch.float64), 4, torch.arange(30))
+        paired_components(rows, 4)
     with pytest.raises(BadInput, match="no direction"):
-        paired_components(*torch.randn(3, 30, 6, dtype=torch.float64), 0, torch.arange(30))
+        paired_components(rows, 0)
 
 
 def test_noise_has_no_partner_outside_the_rows_it_was_fitted_on():
     """Filters of 64 dimensions fitted to 768 rows of noise correlate by .3 and more in these rows: chance must know."""
     q, attended, mean, q_held, attended_held = noise(5, 768, 64, seed=5)
     prompts = torch.arange(768)
-    found = paired_components(q, attended, mean, 4, prompts, held=(q_held, attended_held, prompts), draws=39)
+    rows, held = (Pairs(x, y, mean, prompts) for x, y in ((q, attended), (q_held, attended_held)))
+    found = paired_components(rows, 4, held=held, draws=39)
     assert found.features == ()
     assert len(found.rejected) == 4
-    split = paired_components(q, attended, mean, 4, prompts, draws=39)
+    split = paired_components(rows, 4, draws=39)
     assert split.features == ()
 
 
@@ -196,7 +198,7 @@ def test_a_swap_of_a_feature_leaves_the_mean_query_out():
     q, attended, mean = noise(3, 600, 5, seed=6)
     q = q + 10  # what all queries share
     attended = attended + q * torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0])
-    found = paired_components(q, attended, mean, 2, torch.arange(600), draws=19)
+    found = paired_components(Pairs(q, attended, mean, torch.arange(600)), 2, draws=19)
     feature = Feature((0, 1), 1.0, 1.0, None, False)
     swap, k = found.swap(feature), noise(600, 5, seed=7)
     ones, zeros = torch.ones(600, 1, dtype=torch.float64), torch.zeros(600, 1, dtype=torch.float64)

@@ -5,15 +5,13 @@ heads are asked beside it; what could not be tested says so.
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import qkscope as qk
 from planted import PlantedHead
-from qkscope.analyses.discover.discover import UNTESTED, _directions, untested_words
+from qkscope.analyses.discover.discover import UNTESTED, untested_words
 from qkscope.analyses.discover.rows import gather, unit_numbers
 from qkscope.analyses.discover.texts import different
 from qkscope.capture.families import tiny_model
@@ -21,7 +19,7 @@ from qkscope.capture.scope import Scope
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.components import _correlations, _match_bound
-from qkscope.maths.discovery import SelfContrast, above_rounding, head_tests
+from qkscope.maths.discovery import SelfContrast, above_rounding, directions_in_order, head_tests
 from qkscope.maths.intervals import clustered_bootstrap
 
 HEADS, DIM, PROMPTS = 500, 8, 48
@@ -123,8 +121,7 @@ def test_rounding_is_no_direction():
     contrast.update(q.float(), q.float(), torch.zeros_like(q).float(), prompts=torch.arange(200))
     assert int(above_rounding(contrast)[0]) == 2
     assert head_tests(contrast)[0].rank == 2
-    fitted: Any = SimpleNamespace(example=torch.arange(200))
-    assert _directions(contrast, fitted, 0, 4)[0] == 2
+    assert directions_in_order(contrast, 0, 4)[0] == 2
 
 
 def test_copies_are_asked_once_and_the_same_text_is_one_unit(caplog):

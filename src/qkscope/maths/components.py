@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -33,6 +33,19 @@ _STABLE = 0.9  # |cos| between the two halves of the data under which a directio
 _MATCH = 0.1  # correlation under which a partner is none: with enough data everything correlates a little
 _RIDGE = 1e-6  # of the mean variance: keeps directions of rounding errors out of an inverse
 _ROWS = 6000  # rows that independent components are fitted on; more change nothing but the time
+
+
+class Pairs(NamedTuple):
+    """Rows of one head: queries, the keys they attended to, mean keys, and the prompt of each row."""
+
+    q: Float[Tensor, "n d"]
+    attended: Float[Tensor, "n d"]
+    mean: Float[Tensor, "n d"]
+    prompts: Int[Tensor, " n"]  # the random unit of every null and of the halves
+
+    def at(self, index: Tensor) -> Pairs:
+        """Some of the rows."""
+        return Pairs(*(column[index] for column in self))
 
 
 @dataclass(frozen=True)
@@ -135,66 +148,80 @@ class Components:
 
 
 def paired_components(
-    q: Float[Tensor, "n d"],
-    attended: Float[Tensor, "n d"],
-    mean: Float[Tensor, "n d"],
-    rank: int,
-    prompts: Int[Tensor, " n"],
-    *,
-    held: tuple[Float[Tensor, "m d"], Float[Tensor, "m d"], Int[Tensor, " m"]] | None = None,
-    seed: int = 0,
-    starts: int = 8,
-    draws: int = 99,
+    rows: Pairs, rank: int, *, held: Pairs | None = None, seed: int = 0, starts: int = 8, draws: int = 99
 ) -> Components:
     """Components of the first ``rank`` directions in which queries and attended keys go together.
 
     Parameters
     ----------
-    attended, mean : attended key and mean key of each query.
-    prompts : which prompt each row belongs to: the random unit of every null and of the halves.
-    held : queries, attended keys and prompts that nothing is fitted on, for the match; filters find a partner in any
-        noise they are fitted to. A third of the prompts is set aside where none are given.
+    rows : what the components are fitted on.
+    rank : how many directions to take apart.
+    held : rows that nothing is fitted on, for the match; filters find a partner in any noise they are fitted to. A
+        third of the prompts is set aside where none are given.
+    seed : of every draw.
+    starts : of each search for independent components; the best counts.
+    draws : of each null.
+
+    Examples
+    --------
+    >>> _ = torch.manual_seed(0)
+    >>> signs = torch.randint(2, (600, 2)) * 2.0 - 1
+    >>> rows = Pairs(signs, 3 * signs, torch.zeros(600, 2), prompts=torch.arange(600))
+    >>> [feature.size for feature in paired_components(rows, 2, draws=19).features]
+    [1, 1]
     """
     if rank < 1:
         raise BadInput("no direction stands above its null, so there are no features to take apart.")
-    if len(q) < 10 * rank:
-        raise BadInput(f"{rank} components need {10 * rank} queries or more, but there are {len(q)}: give more text.")
+    n = len(rows.q)
+    if n < 10 * rank:
+        raise BadInput(f"{rank} components need {10 * rank} queries or more, but there are {n}: give more text.")
     if held is None:
-        aside = _aside(prompts, seed)
-        held = (q[aside], attended[aside], prompts[aside])
-        q, attended, mean, prompts = q[~aside], attended[~aside], mean[~aside], prompts[~aside]
-    q, k, m = (x.double() for x in (q, attended, mean))
+        aside = _by_lot(rows.prompts, 3, seed, 3) == 0
+        rows, held = rows.at(~aside), rows.at(aside)
+    q, k, m = (x.double() for x in rows[:3])
+    prompts = rows.prompts
     filters = _filters(q, k - m, rank)
     q_mean, k_mean = q.mean(dim=0), k.mean(dim=0)
-    sides = [whiten_with((x - x.mean(dim=0)) @ f) for x, f in zip((q, k), filters, strict=True)]
-    (x, x_map), (y, y_map) = sides
-    part = slice(None) if len(x) <= _ROWS else torch.linspace(0, len(x) - 1, _ROWS, device=x.device).long()
-    w_q, w_k = (fast_ica(side[part], starts=starts, seed=seed + i) for i, side in enumerate((x, y)))
-    s, t = x @ w_q.mT, y @ w_k.mT
+    (x, x_map), (y, y_map) = (whiten((z - z.mean(dim=0)) @ f) for z, f in zip((q, k), filters, strict=True))
+    w_q, w_k = (fast_ica(_some(side), starts=starts, seed=seed + i) for i, side in enumerate((x, y)))
+    s = x @ w_q.mT
 
-    order, signs = _pair(s, t)
-    w_k = signs[:, None] * w_k[order]
+    found = _correlations(s, y @ w_k.mT)
+    partner = assign(found.abs())
+    sign = torch.where(found.gather(1, partner[:, None]) < 0, -1.0, 1.0).to(found)
+    w_k = sign * w_k[partner]
     t = y @ w_k.mT
     query, key = filters[0] @ x_map @ w_q.mT, filters[1] @ y_map @ w_k.mT
-    s_held, t_held = (held[0].double() - q_mean) @ query, (held[1].double() - k_mean) @ key
+    s_held, t_held = (held.q.double() - q_mean) @ query, (held.attended.double() - k_mean) @ key
     match = _correlations(s_held, t_held).diagonal()
-    match_bound = _match_bound(s_held, t_held, held[2], seed, draws)
+    match_bound = _match_bound(s_held, t_held, held.prompts, seed, draws)
 
-    rejected = tuple(int(j) for j in (match <= match_bound).nonzero()[:, 0])
-    away = contrast(s)
-    away_bound = gaussian_contrast(len(s[part]), rank, seed=seed)
+    away, away_bound = contrast(s), gaussian_contrast(len(_some(s)), rank, seed=seed)
     shared = (s + t) / (s + t).std(dim=0, correction=0)
     dependences, dependence_bound = dependent_pairs(shared, prompts, draws=draws, seed=seed)
-    stable = _stability(x, w_q, prompts, seed, starts)
-    features = _features(match, match_bound, away, away_bound, dependences > dependence_bound, stable)
-
+    partnered = match > match_bound
+    groups = _Groups(match, away, away > away_bound, [w_q, *_found_again(x, w_q, prompts, seed, starts)])
     query_pattern = (q - q_mean).mT @ s / len(s)
     key_pattern = (k - k_mean).mT @ t / len(t)
     share, bound = diagonal_share(query_pattern.mT @ key_pattern, seed=seed)
     return Components(
-        query, key, q_mean, k_mean, query_pattern, key_pattern, match, match_bound, away, away_bound, dependences,
-        dependence_bound, features, rejected, share, bound,
-    )  # fmt: skip
+        query=query,
+        key=key,
+        query_mean=q_mean,
+        key_mean=k_mean,
+        query_pattern=query_pattern,
+        key_pattern=key_pattern,
+        match=match,
+        match_bound=match_bound,
+        contrast=away,
+        contrast_bound=away_bound,
+        dependence=dependences,
+        dependence_bound=dependence_bound,
+        features=groups.features(partnered, dependences > dependence_bound),
+        rejected=tuple((~partnered).nonzero()[:, 0].tolist()),
+        diagonal=share,
+        diagonal_bound=bound,
+    )
 
 
 def _filters(
@@ -213,10 +240,11 @@ def _solve(cov: Float[Tensor, "d d"], target: Float[Tensor, "d r"]) -> Float[Ten
     return torch.linalg.solve(cov + ridge, target)
 
 
-def whiten_with(x: Float[Tensor, "n r"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r r"]]:
-    """Whitened coordinates, and the matrix that makes them from the given ones."""
-    white = whiten(x)
-    return white, torch.linalg.lstsq(x, white).solution
+def _some(rows: Float[Tensor, "n r"]) -> Float[Tensor, "m r"]:
+    """As many rows as independent components are fitted on."""
+    if len(rows) <= _ROWS:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, _ROWS, device=rows.device).long()]
 
 
 def _correlations(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> Float[Tensor, "r r"]:
@@ -231,19 +259,10 @@ def assign(weights: Float[Tensor, "r r"]) -> Int[Tensor, " r"]:
     return torch.from_numpy(linear_sum_assignment(-weights.cpu().numpy())[1]).to(weights.device)
 
 
-def _pair(s: Float[Tensor, "n r"], t: Float[Tensor, "n r"]) -> tuple[Int[Tensor, " r"], Float[Tensor, " r"]]:
-    """The partner of each component, and its sign."""
-    found = _correlations(s, t)
-    order = assign(found.abs())
-    own = found.gather(1, order[:, None])[:, 0]
-    return order, torch.where(own < 0, -1.0, 1.0).to(own)
-
-
-def _aside(prompts: Int[Tensor, " n"], seed: int) -> Tensor:
-    """A third of the prompts, by lot."""
+def _by_lot(prompts: Int[Tensor, " n"], parts: int, *address: int) -> Int[Tensor, " n"]:
+    """Which of so many equal parts the prompt of each row falls into."""
     _, prompt = prompts.unique(return_inverse=True)
-    lot = shuffled_rows(torch.arange(int(prompt.max()) + 1, device=prompts.device), seed, 3) % 3
-    return lot[prompt] == 0
+    return shuffled_rows(torch.arange(int(prompt.max()) + 1, device=prompts.device), *address)[prompt] % parts
 
 
 def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -> float:
@@ -262,55 +281,53 @@ def _match_bound(s: Tensor, t: Tensor, prompts: Tensor, seed: int, draws: int) -
     return max(float(ordered[max((draws + 1) // 20, 1) - 1].max()), _MATCH)  # exceeded by chance in 1 of 20
 
 
-def _stability(
+def _found_again(
     x: Float[Tensor, "n r"], w: Float[Tensor, "r r"], prompts: Int[Tensor, " n"], seed: int, starts: int
 ) -> list[Float[Tensor, "r r"]]:
     """Rows of W found again on either half of the prompts, and from other starts, each in the order of ``w``."""
-    _, prompt = prompts.unique(return_inverse=True)
-    lot = shuffled_rows(torch.arange(int(prompt.max()) + 1, device=x.device), seed, 2) % 2
-    half = lot[prompt].bool()
+    half = _by_lot(prompts, 2, seed, 2).bool()
     again = []
     for part, which in ((half, 11), (~half, 12), (torch.ones_like(half), 13)):
-        rows = x[part]
-        if len(rows) > _ROWS:
-            rows = rows[torch.linspace(0, len(rows) - 1, _ROWS, device=x.device).long()]
-        white, back = whiten_with(rows - rows.mean(dim=0))
-        found = fast_ica(white, starts=starts, seed=seed + which) @ back.mT
-        found = found / found.norm(dim=1, keepdim=True)
+        white, back = whiten(_some(x[part]))
+        found = normalize(fast_ica(white, starts=starts, seed=seed + which) @ back.mT, dim=1)
         again.append(found[assign((w @ found.mT).abs())])
-    return [torch.cat([w[None], torch.stack(again)])[i] for i in range(4)]
+    return again
 
 
-def _span_stability(rows: list[Float[Tensor, "r r"]], index: list[int]) -> float:
-    first = rows[0][index].mT
-    return min(float(principal_cosines(first, torch.linalg.qr(other[index].mT)[0]).min()) for other in rows[1:])
+class _Groups(NamedTuple):
+    """What decides which components are one feature, and whether its directions are a finding."""
 
+    match: Float[Tensor, " r"]
+    away: Float[Tensor, " r"]
+    not_gaussian: Bool[Tensor, " r"]
+    found: list[Float[Tensor, "r r"]]  # rows of W, as found first and again
 
-def _features(
-    match: Tensor, match_bound: float, away: Tensor, away_bound: float, edges: Tensor, rows: list[Tensor]
-) -> tuple[Feature, ...]:
-    """Components with a partner, in groups; what is Gaussian or does not come back is one block."""
-    kept = [j for j in range(len(match)) if float(match[j]) > match_bound]
-    groups = [[kept[i] for i in group] for group in connected(edges[kept][:, kept])] if kept else []
-    loose, named = [], []
-    for group in groups:
-        stable = _span_stability(rows, group)
-        told_apart = len(group) == 1 or len(group) < len(match)  # of all directions together, the span is all there is
-        if told_apart and float(away[group].min()) > away_bound and stable >= _STABLE:
-            named.append(_feature(group, match, away, stable if len(match) > 1 else None, True))
-        else:
-            loose += group
-    if len(loose) == 1 and float(away[loose[0]]) <= away_bound:
+    def features(self, partnered: Bool[Tensor, " r"], edges: Bool[Tensor, "r r"]) -> tuple[Feature, ...]:
+        """Components with a partner, in groups; what is Gaussian or does not come back is one block."""
+        kept = partnered.nonzero()[:, 0]
+        groups = [kept[group].tolist() for group in connected(edges[kept][:, kept])] if len(kept) else []
+        clear = [group for group in groups if self._is_clear(group)]
+        features = [self._feature(group, True) for group in clear]
+        loose = sorted(j for group in groups if group not in clear for j in group)
         # a single Gaussian direction is what the others leave over: it can only be itself
-        named.append(_feature(loose, match, away, _span_stability(rows, loose) if len(match) > 1 else None, True))
-    elif loose:
-        stability = _span_stability(rows, sorted(loose)) if len(loose) < len(match) else None
-        named.append(_feature(sorted(loose), match, away, stability, False))
-    return tuple(sorted(named, key=lambda feature: (not feature.identifiable, -feature.match)))
+        if loose:
+            features.append(self._feature(loose, len(loose) == 1 and not bool(self.not_gaussian[loose[0]])))
+        return tuple(sorted(features, key=lambda feature: (not feature.identifiable, -feature.match)))
 
+    def _is_clear(self, group: list[int]) -> bool:
+        told_apart = len(group) == 1 or len(group) < len(self.match)  # of all together, the span is all there is
+        return told_apart and bool(self.not_gaussian[group].all()) and self._stability(group) >= _STABLE
 
-def _feature(group: list[int], match: Tensor, away: Tensor, stable: float | None, identifiable: bool) -> Feature:
-    return Feature(tuple(group), float(match[group].min()), float(away[group].min()), stable, identifiable)
+    def _stability(self, group: list[int]) -> float:
+        first, *again = (torch.linalg.qr(rows[group].mT)[0] for rows in self.found)
+        return min(float(principal_cosines(first, other).min()) for other in again)
+
+    def _feature(self, group: list[int], identifiable: bool) -> Feature:
+        whole = len(group) == len(self.match)  # what fills the span comes back by itself
+        stability = None if whole else self._stability(group)
+        return Feature(
+            tuple(group), float(self.match[group].min()), float(self.away[group].min()), stability, identifiable
+        )
 
 
 def diagonal_share(g: Float[Tensor, "r r"], *, draws: int = 199, seed: int = 0) -> tuple[float, float]:

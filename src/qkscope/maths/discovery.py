@@ -21,10 +21,7 @@ dimensions that one projector cuts out of queries and keys alike, the first k ei
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +31,27 @@ from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.maths.controls import rank_above
 from qkscope.maths.draws import shuffled_rows
-from qkscope.maths.sums import Covariance, augmented
+from qkscope.maths.sums import Accumulator, Covariance, augmented
 from qkscope.maths.svd import ROUNDING
-from qkscope.maths.tails import false_discovery
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.maths.tails import false_discovery, left_out
 
 _KINDS = 2  # of replicates, by turns: whole, and directions alone
 _AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU
 
 
-class SelfContrast:
+class SelfContrast(Accumulator):
     """Sums of ``[q; 1][δ; 1]ᵀ`` with δ = attended − mean key, of the same with its replicates, and covariances.
 
     Parameters
     ----------
     heads : heads to accumulate; attended keys are a query head's own, also where heads share keys.
+    d_head : width of the heads.
     kv_of_head : which of the drawn keys each head reads; 0, 1, … by default.
     replicates, seed : null replicates per head (``(d_head + 1)² · 8`` bytes each), and the seed of their draws.
     about : what the sums were made from; compared on merge.
+    device : where the sums are kept.
 
     Examples
     --------
@@ -62,6 +61,8 @@ class SelfContrast:
     >>> contrast.delta().shape
     torch.Size([1, 4, 4])
     """
+
+    kind = "self-contrast"
 
     def __init__(
         self,
@@ -121,31 +122,25 @@ class SelfContrast:
             self.cov_k.update(drawn.transpose(1, 2)[every])
 
     def _add_replicates(self, queries: Float[Tensor, "h b a"], delta: Float[Tensor, "h b a"], prompts: Tensor) -> None:
-        """Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds."""
-        draw = torch.arange(self.replicates, device=prompts.device)[:, None]
-        partner = shuffled_rows(prompts, self.seed, draw).mT
-        weight, length = delta[..., -1], delta[..., :-1].norm(dim=-1, keepdim=True)
-        for kind, (given, taking) in enumerate(
-            ((delta[..., :-1], queries), (normalize(delta[..., :-1], dim=-1), queries * length))
-        ):
-            self._exchange(kind, partner[:, kind::_KINDS].flatten(), given, taking, queries, weight)
+        """``Σ_i [q_i; 1][δ'_i; 1]ᵀ`` over rows that count on both sides, for each kind of δ'.
 
-    def _exchange(
-        self, kind: int, partner: Tensor, given: Tensor, taking: Tensor, queries: Tensor, weight: Tensor
-    ) -> None:
-        """Add the replicates of one kind: ``Σ_i [q_i; 1] [δ'_i; 1]ᵀ`` over rows that count on both sides."""
-        rows = given.shape[1]
-        bytes_each = max(partner.numel() * self.d_head * given.element_size(), 1)
-        step = max(_AT_ONCE["cpu" if given.device.type == "cpu" else "gpu"] // bytes_each, 1)
-        for start in range(0, len(self.heads), step):
-            own = slice(start, start + step)
-            null = self.null_sums[own, :, kind::_KINDS]
-            counts = weight[own, :, None]
-            moved = given[own].index_select(1, partner).view(-1, rows, null.shape[2] * self.d_head)
-            null[..., :-1] += ((taking[own] * counts).mT @ moved).view(*null.shape[:3], -1)
-            null[..., -1] += queries[own].mT @ (
-                counts * weight[own].index_select(1, partner).view(-1, rows, null.shape[2])
-            )
+        Products in float32, sums in float64: a null needs no more, and this is most of what the pass adds.
+        """
+        draw = torch.arange(self.replicates, device=prompts.device)[:, None]
+        partners = shuffled_rows(prompts, self.seed, draw).mT
+        keys, counts = delta[..., :-1], delta[..., -1:]
+        length, rows = keys.norm(dim=-1, keepdim=True), delta.shape[1]
+        room = _AT_ONCE["cpu" if delta.device.type == "cpu" else "gpu"]
+        for kind, (given, taking) in enumerate(((keys, queries), (normalize(keys, dim=-1), queries * length))):
+            partner = partners[:, kind::_KINDS].flatten()
+            step = max(room // max(partner.numel() * self.d_head * given.element_size(), 1), 1)
+            for start in range(0, len(self.heads), step):
+                own = slice(start, start + step)
+                null = self.null_sums[own, :, kind::_KINDS]
+                moved = given[own].index_select(1, partner).view(-1, rows, null.shape[2] * self.d_head)
+                moved_counts = counts[own].index_select(1, partner).view(-1, rows, null.shape[2])
+                null[..., :-1] += ((taking[own] * counts[own]).mT @ moved).view(*null.shape[:3], -1)
+                null[..., -1] += queries[own].mT @ (counts[own] * moved_counts)
 
     # ------------------------------------------------------------------ results
 
@@ -171,17 +166,7 @@ class SelfContrast:
         """Covariance of queries and of keys, for each head."""
         return self.cov_q.matrix(), self.cov_k.matrix()[self.kv_of_head]
 
-    # ------------------------------------------------------------------ together and apart
-
-    def merge(self, *others: SelfContrast) -> SelfContrast:
-        """A new one with the data of all: addition, so neither order nor grouping matters (to rounding)."""
-        merged = SelfContrast.from_manifest(self.manifest(), self.sums.device)
-        for part in (self, *others):
-            if part.manifest() != self.manifest():
-                raise BadInput("these self-contrasts cannot be merged: they were made by different jobs.")
-            for mine, theirs in zip(merged.tensors().values(), part.tensors().values(), strict=True):
-                mine += theirs.to(mine.device)
-        return merged
+    # ------------------------------------------------------------------ what they are sums of
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
@@ -190,29 +175,13 @@ class SelfContrast:
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
         return {
-            "heads": [str(head) for head in self.heads], "d_head": self.d_head, "kv_of_head": self.kv_of_head,
-            "replicates": self.replicates, "seed": self.seed, "about": json.loads(json.dumps(self.about)),
-        }  # fmt: skip
-
-    @classmethod
-    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> SelfContrast:
-        """An empty one for the same job."""
-        return cls(**manifest, device=device)
-
-    def save(self, path: str | Path) -> None:
-        """Write sums and manifest to one safetensors file."""
-        write_tensors(path, "self-contrast", self.tensors(), self.manifest())
-
-    @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> SelfContrast:
-        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
-        tensors, manifest = read_tensors(path, "self-contrast", expect)
-        found = cls.from_manifest(manifest)
-        for name, mine in found.tensors().items():
-            if name not in tensors or tensors[name].shape != mine.shape:
-                raise BadInput(f"{path} is damaged: {name} is missing or of another shape; make it again.")
-            mine.copy_(tensors[name])
-        return found
+            "heads": [str(head) for head in self.heads],
+            "d_head": self.d_head,
+            "kv_of_head": self.kv_of_head,
+            "replicates": self.replicates,
+            "seed": self.seed,
+            "about": self.about,
+        }
 
 
 def _means(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n a a"]:
@@ -241,8 +210,7 @@ def moving_basis(delta: Float[Tensor, "*h d d"], rank: int) -> Float[Tensor, "*h
     return torch.linalg.eigh((delta + delta.mT) / 2)[1].flip(-1)[..., :rank]
 
 
-@dataclass(frozen=True)
-class HeadTest:
+class HeadTest(NamedTuple):
     """How many directions of one head stand above the null, and how surely there is one at all."""
 
     rank: int
@@ -250,8 +218,6 @@ class HeadTest:
     p: float
     q: float  # after false-discovery control over all heads
     tested: bool  # False where its replicates do not differ, or are too few to reach ``alpha`` among these heads
-    spectrum: tuple[float, ...]
-    null_high: float
 
 
 def head_tests(contrast: SelfContrast, *, alpha: float = 0.05) -> list[HeadTest]:
@@ -265,28 +231,23 @@ def head_tests(contrast: SelfContrast, *, alpha: float = 0.05) -> list[HeadTest]
     p-value counts.
 
     Every direction is held against the largest one of the null, nothing projected out: that counts too few rather than
-    too many (`rank_above` is sharper, and dear). What is below the rounding of float32 is no direction.
+    too many (`directions_in_order` is sharper, and dear). What is below the rounding of float32 is no direction.
     """
     if contrast.replicates < 8:
         raise BadInput(f"pooling needs 8 replicates or more of each head, but there are {contrast.replicates}.")
     s, seen = torch.linalg.svdvals(contrast.delta()), above_rounding(contrast)
     nulls = torch.stack([_largest(contrast.null_deltas(head)) for head in contrast.heads])
     kinds = [_against(s, nulls[:, kind::_KINDS]) for kind in range(_KINDS)]
-    p = torch.stack([kind.p for kind in kinds]).amax(dim=0)
-    z = torch.stack([kind.z for kind in kinds]).amin(dim=0)
-    moves = torch.stack([kind.moves for kind in kinds]).all(dim=0)
-    finest = max(kind.finest for kind in kinds)
+    p, z = torch.stack([k.p for k in kinds]).amax(dim=0), torch.stack([k.z for k in kinds]).amin(dim=0)
+    moves = torch.stack([k.moves for k in kinds]).all(dim=0)
+    finest = max(k.finest for k in kinds)
     adjusted = false_discovery(p[:, 0].tolist())
-    highs = torch.stack([nulls[:, kind::_KINDS].quantile(0.95, dim=1) for kind in range(_KINDS)]).amax(dim=0)
-    return [
-        HeadTest(
-            rank=int((p[i, : int(seen[i])] <= alpha).cumprod(dim=0).sum()) if adjusted[i] <= alpha else 0,
-            z=float(z[i]), p=float(p[i, 0]), q=adjusted[i],
-            tested=bool(moves[i]) and (adjusted[i] <= alpha or float(p[i, 0]) > 1.01 * finest),
-            spectrum=tuple(s[i].tolist()), null_high=float(highs[i]),
-        )
-        for i in range(len(s))
-    ]  # fmt: skip
+    tests = []
+    for i, q in enumerate(adjusted):
+        rank = int((p[i, : int(seen[i])] <= alpha).cumprod(dim=0).sum()) if q <= alpha else 0
+        tested = bool(moves[i]) and (q <= alpha or float(p[i, 0]) > 1.01 * finest)
+        tests.append(HeadTest(rank, float(z[i]), float(p[i, 0]), q, tested))
+    return tests
 
 
 class _Against(NamedTuple):
@@ -304,15 +265,24 @@ def _against(s: Float[Tensor, "h m"], nulls: Float[Tensor, "h r"]) -> _Against:
     moves = (spread > ROUNDING * mean)[:, 0]
     z = (s - mean) / spread.clamp_min(1e-300)
     own = (1 + (nulls[:, :, None] >= s[:, None, :]).sum(dim=1)).double() / (nulls.shape[1] + 1)
-    pooled = torch.cat([_left_out(null) for null in nulls[moves]] or [s.new_zeros(0)]).sort().values
-    p = torch.where(own > 1.5 * least, own, own.minimum(_tail(z, pooled)))
+    pooled = torch.cat([left_out(null) for null in nulls[moves]] or [s.new_zeros(0)]).sort().values
+    reached = len(pooled) - torch.searchsorted(pooled, z.contiguous())
+    p = torch.where(own > 1.5 * least, own, own.minimum((1 + reached).double() / (len(pooled) + 1)))
     p[~moves] = 1.0
     return _Against(p, torch.where(moves, z[:, 0], 0.0), moves, min(least, 1 / (len(pooled) + 1)))
 
 
-def null_kinds(nulls: Float[Tensor, "r d d"]) -> tuple[Float[Tensor, "r d d"], ...]:
-    """Replicates of one head, each kind apart."""
-    return tuple(nulls[kind::_KINDS] for kind in range(_KINDS))
+def directions_in_order(contrast: SelfContrast, h: int, most: int, alpha: float = 0.01) -> tuple[int, list[float]]:
+    """Directions of one head above both kinds of replicates, those found projected out, ``most`` at most; and the 95%
+    quantile of the null beside each one tested.
+    """
+    nulls = contrast.null_deltas(contrast.heads[h])
+    kinds = [nulls[kind::_KINDS] for kind in range(_KINDS)]
+    limit = max(min(most, int(above_rounding(contrast)[h])), 1)
+    level = max(alpha, 1 / (min(map(len, kinds)) + 1))
+    tests = [rank_above(contrast.delta()[h], null, level, limit) for null in kinds]
+    highs = zip(*(test.null_high for test in tests), strict=False)
+    return min(test.rank for test in tests), [max(pair) for pair in highs]
 
 
 def above_rounding(contrast: SelfContrast) -> Int[Tensor, " h"]:
@@ -323,17 +293,3 @@ def above_rounding(contrast: SelfContrast) -> Int[Tensor, " h"]:
 
 def _largest(x: Float[Tensor, "r a b"]) -> Float[Tensor, " r"]:
     return torch.linalg.eigvalsh(x.mT @ x)[..., -1].clamp_min(0).sqrt()
-
-
-def _left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
-    """Each replicate in units of the others, as the observed value is in units of them all."""
-    n = len(values)
-    mean = (values.sum() - values) / (n - 1)
-    square = (values.square().sum() - values.square()) / (n - 1)
-    return (values - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
-
-
-def _tail(z: Float[Tensor, "h m"], pooled: Float[Tensor, " n"]) -> Float[Tensor, "h m"]:
-    """Share of the pooled null that reaches each value, the value itself counted in."""
-    reached = len(pooled) - torch.searchsorted(pooled, z.contiguous())
-    return (1 + reached).double() / (len(pooled) + 1)

@@ -11,7 +11,7 @@ covariance integrates over all t and s. With few frequencies every pair of compo
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.maths.draws import shuffled_rows
@@ -20,12 +20,13 @@ _GAUSS_LOG_COSH = 0.37456720749  # E log cosh of a standard normal
 _FREQUENCIES = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 
-def whiten(x: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Centred, unit covariance, rotated as little as possible (ZCA)."""
+def whiten(x: Float[Tensor, "n r"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r r"]]:
+    """Centred, unit covariance, rotated as little as possible (ZCA); and the matrix that does it to centred ones."""
     x = x - x.mean(dim=0)
     values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
     floor = values[-1].clamp_min(torch.finfo(x.dtype).tiny) * 1e-12
-    return x @ (vectors * values.clamp_min(floor).rsqrt()) @ vectors.mT
+    white = vectors * values.clamp_min(floor).rsqrt() @ vectors.mT
+    return x @ white, white
 
 
 def fast_ica(
@@ -43,18 +44,14 @@ def fast_ica(
         if step < steps // 4 and bool(cubic.any()):
             g = torch.where(cubic[:, None, None], s**3, t)
             slope = torch.where(cubic[:, None, None], torch.full_like(slope, 3.0), slope)
-        new = _orthonormal(g @ x / len(x) - slope * w)
+        u, _, vh = torch.linalg.svd(g @ x / len(x) - slope * w, full_matrices=False)
+        new = u @ vh
         moved = 1 - (new * w).sum(-1).abs().amin()
         w = new
         if float(moved) < tolerance and step > steps // 4:
             break
     best = contrast(x @ w.mT).sum(-1).argmax()
     return w[best]
-
-
-def _orthonormal(w: Float[Tensor, "*s r r"]) -> Float[Tensor, "*s r r"]:
-    u, _, vh = torch.linalg.svd(w, full_matrices=False)
-    return u @ vh
 
 
 def contrast(s: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b r"]:
@@ -68,7 +65,7 @@ def gaussian_contrast(n: int, r: int, *, draws: int = 8, seed: int = 0) -> float
     found = []
     for draw in range(draws):
         generator = torch.Generator().manual_seed(seed + 7919 * (draw + 1))
-        x = whiten(torch.randn(n, r, generator=generator, dtype=torch.float64))
+        x, _ = whiten(torch.randn(n, r, generator=generator, dtype=torch.float64))
         found.append(contrast(x @ fast_ica(x, starts=1, seed=seed + draw, steps=40).mT).max())
     return float(torch.stack(found).max())
 
@@ -130,14 +127,9 @@ def dependent_pairs(
     return observed, max(float(torch.stack(largest).quantile(0.95)), least)
 
 
-def connected(edges: Tensor) -> list[list[int]]:
+def connected(edges: Bool[Tensor, "r r"]) -> list[list[int]]:
     """Groups of indices joined by edges, each in order, the group of the smallest index first."""
-    left, groups = set(range(len(edges))), []
-    while left:
-        group, fresh = set(), {min(left)}
-        while fresh:
-            group |= fresh
-            fresh = {j for i in fresh for j in left if bool(edges[i, j]) or bool(edges[j, i])} - group
-        left -= group
-        groups.append(sorted(group))
-    return groups
+    from scipy.sparse.csgraph import connected_components
+
+    count, group = connected_components(edges.cpu().numpy(), directed=False)
+    return [(group == i).nonzero()[0].tolist() for i in range(count)]

@@ -32,9 +32,8 @@ from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.components import Components, paired_components
-from qkscope.maths.controls import rank_above
-from qkscope.maths.discovery import HeadTest, SelfContrast, above_rounding, head_tests, null_kinds
+from qkscope.maths.components import Components, Pairs, paired_components
+from qkscope.maths.discovery import HeadTest, SelfContrast, directions_in_order, head_tests
 from qkscope.maths.singular import SingularBasis
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -45,7 +44,6 @@ ABOVE = "go together above the shuffled null"  # queries and attended keys do: t
 NOT_ABOVE = "not above the shuffled null"
 UNTESTED = "untested"  # the replicates could not have told
 RESTING = 0.02  # share of attention off the first token under which a head says nothing about what it looks for
-_ALPHA = 0.01  # for each direction of a head after the first
 _HEADS = 0.05  # false-discovery rate over the heads asked for: decides whether there is a first one
 LEAST_REPLICATES = 39  # of two kinds: 1 in 20 of the fewer
 _PER_DIRECTION = 10  # queries needed for each direction asked for
@@ -228,17 +226,6 @@ def check_replicates(replicates: int) -> None:
         raise BadInput(f"replicates are at least {LEAST_REPLICATES}, to tell 5% of chance, but got {replicates!r}.")
 
 
-def _directions(contrast: SelfContrast, fitted: QueryRows, h: int, most: int) -> tuple[int, list[float]]:
-    """Directions above both kinds of replicates, those found projected out, and the 95% quantile beside each tested."""
-    examples = len(fitted.example.unique())
-    # few passages span few directions: with those projected out, replicates have no room left, and anything passes
-    limit = max(min(most, examples // 4, int(above_rounding(contrast)[h])), 1)
-    nulls = null_kinds(contrast.null_deltas(contrast.heads[h]))
-    level = max(_ALPHA, 1 / (min(map(len, nulls)) + 1))
-    tests = [rank_above(contrast.delta()[h], null, level, limit) for null in nulls]
-    return min(test.rank for test in tests), [max(pair) for pair in zip(*(t.null_high for t in tests), strict=False)]
-
-
 def _one_head(
     scope: Scope, fitted: QueryRows, tested: QueryRows, h: int, test: HeadTest, directions: int, contrast: SelfContrast,
     fit: Fit | None, singular: SingularBasis | None, relations: Sequence[Mapping[str, Any]], draws: int, seed: int,
@@ -247,7 +234,9 @@ def _one_head(
     head = contrast.heads[h]
     mass = float(fitted.mass[:, h].mean())
     rests = mass < RESTING or not bool(fitted.valid[:, h].any())
-    further, null_high = _directions(contrast, fitted, h, directions)
+    # few passages span few directions: with those projected out, replicates have no room left, and anything passes
+    most = min(directions, len(fitted.example.unique()) // 4)
+    further, null_high = directions_in_order(contrast, h, most)
     rank = max(further, 1) if test.rank and not rests else 0  # whether there is a first one, the heads together decide
     spectrum = torch.linalg.svdvals(contrast.delta()[h])
     tables: dict[str, Any] = {"features": [], "examples": [], "components": None}
@@ -266,12 +255,12 @@ def _one_head(
         "verdict": RESTS if rests else NOT_ABOVE if test.tested else UNTESTED,
     }  # fmt: skip
     if rank:
-        keep = fitted.valid[:, h]
-        aside = tested.valid[:, h]
-        components = paired_components(
-            fitted.q[keep, h], fitted.attended[keep, h], fitted.mean[keep, h], rank, fitted.example[keep],
-            held=(tested.q[aside, h], tested.attended[aside, h], tested.example[aside]), seed=seed,
-        )  # fmt: skip
+        own, held = (
+            Pairs(rows.q[keep, h], rows.attended[keep, h], rows.mean[keep, h], rows.example[keep])
+            for rows in (fitted, tested)
+            for keep in (rows.valid[:, h],)
+        )
+        components = paired_components(own, rank, held=held, seed=seed)
         tables["components"] = components.to_plain()
         parts, whole = contributions(tested, h, components)
         shares = logit_shares(parts, whole)
