@@ -21,7 +21,7 @@ from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.sums import sums_file
-from qkscope.analyses.swap import conditions, default_features, swap
+from qkscope.analyses.swap import Features, default_features, swap
 from qkscope.analyses.units import batches_of, capture_units, units_hash, whole_rows
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
@@ -399,7 +399,8 @@ def test_every_condition_equals_a_patched_forward(scope, task, fit):
     """The closed form against keys really written into the model, head by head, in batches of another size."""
     units = task.test(10)
     table = {(row["head"], row["condition"]): row for row in swap(scope, units, fit, draws=1, batch_size=3).table()}
-    every, _ = conditions(fit, [Head.parse(h) for h in HEADS], ["order", "lexical"], draws=1, seed=0)
+    every, _ = Features.of(scope, fit, HEADS, ["order", "lexical"]).conditions(draws=1, seed=0)
+    every = {condition.name: projector for condition, projector in every.items()}
     rows = list(pairs_of(units))
     encoded = scope.encode([example for example, *_ in rows])
     orig, target = (torch.tensor([row[i] for row in rows]) for i in (1, 2))

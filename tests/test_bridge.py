@@ -10,13 +10,12 @@ import torch
 from qkscope import BadInput, Scope, decompose, tasks
 from qkscope.analyses.bridge import bridge
 from qkscope.analyses.singular import singular_basis
-from qkscope.analyses.swap import capture_rows
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.bridge import alignment, carried, overlap
 from qkscope.maths.singular import basis_of_weights, components
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import swap_attention
 
 HEAD = Head(0, 0)
 
@@ -156,10 +155,10 @@ def fitted():
 def test_all_singular_vectors_swap_the_whole_key(fitted):
     """The components resolve the identity: swapping all of them is swapping the keys, in closed form too."""
     scope, task, fit, basis = fitted
-    rows = capture_rows(scope, task.test(8), fit, fit.heads, 8, 0)
+    rows = capture_rows(scope, task.test(8), fit, fit.heads, draw_pairs(task.test(8), 8))
     whole = Projector.orthogonal(torch.eye(64, dtype=torch.float64).expand(2, 64, 64))
     parts = Projector.stack([components(basis[head].read, range(64)) for head in fit.heads])
-    one, other = (swap_attention(rows.attention, rows.orig, rows.target, p) for p in (whole, parts))
+    one, other = (rows.swap(p) for p in (whole, parts))
     torch.testing.assert_close(one.orig_after, other.orig_after, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(one.target_after, other.target_after, rtol=1e-3, atol=1e-4)
 

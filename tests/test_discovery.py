@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from qkscope import BadInput
+from qkscope.attention import AttentionRows
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.ceiling import learned_basis
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast, head_tests, moving_basis
 from qkscope.maths.draws import shuffled_rows
-from qkscope.maths.swap import swap_attention
+from qkscope.maths.swap import SwapRows
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -148,9 +148,10 @@ def test_a_learned_basis_finds_the_matched_directions_and_beats_its_start():
     attention = AttentionRows(q=rows["q"][:, None].float(), k=rows["k"][:, None].float(), scale=1.0)
     target = (rows["asked"] + 1) % rows["k"].shape[1]
     start = random_bases(8, 3, 1, 0)
-    learned = learned_basis(attention, rows["asked"], target, start, steps=100, lr=0.05)
+    pairs = SwapRows(attention, rows["asked"], target, torch.arange(n), [Head(0, 0)])
+    learned = learned_basis(pairs, start, steps=100, lr=0.05)
     shift = [
-        float(swap_attention(attention, rows["asked"], target, Projector.orthogonal(b)).shift.mean())
+        float(pairs.swap(Projector.orthogonal(b)).shift.mean())
         for b in (start, learned, moving_basis(contrast_of(rows).delta(), 3), rows["basis"][None])
     ]
     assert shift[1] > shift[0] + 0.1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planted import PlantedHead
 from qkscope import BadInput, Head
-from qkscope.maths.attention import AttentionRows
+from qkscope.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.sums import Covariance

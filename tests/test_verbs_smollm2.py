@@ -15,7 +15,7 @@ from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import Fit, decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import Ranking, find_heads
-from qkscope.analyses.swap import capture_rows, conditions, swap
+from qkscope.analyses.swap import Features, draw_pairs, swap
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.maths.swap import swapped_keys
@@ -109,8 +109,9 @@ def test_swapping_both_moves_the_attention_and_random_subspaces_do_not(scope, ta
 def test_the_closed_form_is_the_patched_models_own_attention(scope, task, fit):
     units = task.test(4)
     heads = [Head.parse(BINDING), Head.parse("L17H5")]
-    rows = capture_rows(scope, units, fit, heads, batch_size=4, seed=0)
-    every, _ = conditions(fit, heads, ["order", "lexical"], draws=1, seed=0)
+    rows = draw_pairs(units, 4)
+    every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
+    every = {condition.name: projector for condition, projector in every.items()}
     table = {(r["head"], r["condition"]): r for r in swap(scope, units, fit, draws=1).table()}
     order = sorted(range(4), key=lambda i: (len(units[i][0]), i))
     encoded = scope.encode([units[i][0] for i in order])

@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from qkscope.analyses.decompose import Fit
-from qkscope.analyses.swap import Rows, capture_rows
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.maths.baselines import key_pca
-from qkscope.maths.bases import Projector, random_bases
-from qkscope.maths.bridge import Alignment, alignment, carried, rotated_images
-from qkscope.maths.singular import SingularBasis, components, omega_svd
-from qkscope.maths.swap import swap_attention, swap_table
+from qkscope.maths import methods
+from qkscope.maths.bridge import Alignment, alignment
+from qkscope.maths.singular import SingularBasis
+from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
 
 SIZES = (1, 2, 4, 8, 12, 16)
-METHODS = ("contrast", "singular", "omega_svd", "rotated", "key_pca", "random")
 
 
 def bridge(
@@ -60,7 +58,7 @@ def bridge(
     if fit.space != "query_frame" and any(rotary):
         raise BadInput(f"the bridge needs queries and keys in the query's frame, but this fit is in {fit.space}: fit "
                        "with space='query_frame'.")  # fmt: skip
-    rows = capture_rows(scope, units, fit, fit.heads, batch_size, seed, progress)
+    rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed), progress)
     found = [alignment(basis, fit[name, head], seed=seed) for name in names for head in fit.heads]
     curve = [
         row
@@ -83,56 +81,27 @@ def bridge(
 
 
 def _curve(
-    rows: Rows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
+    rows: SwapRows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
 ) -> list[dict[str, Any]]:
     heads = list(fit.heads)
-    table = []
-    for k in sizes:
-        methods: dict[str, list[Projector]] = {method: [] for method in METHODS}
-        for i, head in enumerate(heads):
-            one, feature = basis[head], fit[name, head]
-            delta = _delta(feature)
-            assert feature.cov_k is not None  # a fit has it
-            shares = carried(delta, one.read, one.write)
-            methods["contrast"].append(Projector.orthogonal(feature.V[:, :k].double().cpu()))
-            methods["singular"].append(components(one.read, shares.argsort(descending=True)[:k]))
-            methods["omega_svd"].append(omega_svd(one.read, one.S, k))
-            methods["rotated"].append(_rotated(one.read, delta, k, draws, seed + i))
-            methods["key_pca"].append(Projector.orthogonal(key_pca(feature.cov_k.cpu(), k)))
-            methods["random"].append(Projector.orthogonal(random_bases(one.read.shape[0], k, draws, seed + i)))
-        effects = {
-            method: swap_attention(rows.attention, rows.orig, rows.target, _together(each))
-            for method, each in methods.items()
-        }
-        against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
-        for row in swap_table(effects, heads, rows.cluster, against=against, seed=seed):
-            table.append({
-                "head": row["head"], "contrast": name, "method": row["condition"], "k": k,
-                **{column: row[column] for column in
-                   ("orig_before", "target_before", "orig_after", "target_after", "shift")},
-                "low": row["shift_low"], "high": row["shift_high"], "gain": row["gain"], "gain_low": row["gain_low"],
-                "gain_high": row["gain_high"], "n": row["n"],
-            })  # fmt: skip
-    return table
+    features = [fit[name, head] for head in heads]
+    deltas = torch.stack([_delta(feature) for feature in features])
+    cov_k = [feature.cov_k for feature in features if feature.cov_k is not None]  # a fit has it
+    known: dict[str | Condition, methods.Method] = {
+        "contrast": methods.leading([feature.V.double().cpu() for feature in features]),
+        "singular": methods.singular(basis, heads, deltas),
+        "omega_svd": methods.omega_svd(basis, heads),
+        "rotated": methods.rotated(basis, heads, deltas, draws, seed),
+        "key_pca": methods.key_pca(torch.stack(cov_k).cpu()),
+        "random": methods.random(len(heads), features[0].d_head, draws, seed),
+    }
+    against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
+    return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]
 
 
 def _delta(feature: Any) -> Tensor:
     u, v = feature.basis("query").double().cpu(), feature.basis("key").double().cpu()
     return u @ torch.diag(feature.S[: feature.rank].double().cpu()) @ v.mT
-
-
-def _rotated(read: Tensor, delta: Tensor, k: int, draws: int, seed: int) -> Projector:
-    """The k rotated vectors that carry most, of every draw."""
-    m, n = rotated_images(read, draws, seed)
-    best = carried(delta, m, n).argsort(-1, descending=True)[:, :k]
-    index = best[:, None].expand(-1, read.shape[0], -1)
-    return Projector(n.gather(-1, index), m.gather(-1, index))
-
-
-def _together(each: Sequence[Projector]) -> Projector:
-    """One per head: [h, d, k], or [draws, h, d, k]."""
-    left, right = (torch.stack(list(factors), dim=-3) for factors in zip(*each, strict=True))
-    return Projector(left, right)
 
 
 def _with_swaps(one: Alignment, curve: Sequence[dict[str, Any]]) -> dict[str, Any]:

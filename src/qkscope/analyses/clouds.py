@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.attention import AttentionRows
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
 

@@ -14,26 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.steps import Steps
-from qkscope.analyses.swap import (
-    Swaps,
-    check_rows,
-    check_swappable,
-    checked_features,
-    conditions,
-    draw_pairs,
-    joint_name,
-    one_cluster,
-    word_clusters,
-)
-from qkscope.analyses.units import batches_of
+from qkscope.analyses.swap import Features, Swaps, check_rows, check_swappable, draw_pairs
 from qkscope.capture.marks import answer_ids, check_visible
 from qkscope.capture.patch import Edit
+from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -41,7 +31,7 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
-from qkscope.maths.swap import swapped_keys
+from qkscope.maths.swap import Condition, swapped_keys
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
@@ -70,95 +60,71 @@ def swap_downstream(
     """
     start = time.perf_counter()
     check_swappable(fit.space, downstream=True)
-    chosen, names = checked_features(fit, heads, features)
-    check_rows(scope, units, fit)
+    what = Features.of(scope, fit, heads, features)
+    check_rows(scope, fit)
     if draws < 1:
         raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
-    joint = joint_name(names)
-    every, _ = conditions(fit, chosen, names, draws, seed)
-    projectors = {name: every[name] for name in (joint, f"random_{joint}", f"key_pca_{joint}")}
-    sets = [chosen] if together else [[head] for head in chosen]
-    parts: dict[tuple[str, str], list[torch.Tensor]] = {}
-    batches = batches_of(units, batch_size)
-    # the same rows in the same order as those of `swap`, so that the same pairs are drawn
-    listed = [(i, example) for batch in batches for i in batch for example in units[i]]
-    row_of: dict[int, list[int]] = {}
-    width = max(len(example.keys) for _, example in listed)
-    labels_of = torch.zeros(len(listed), width, dtype=torch.long)
-    for place, (i, example) in enumerate(listed):
-        row_of.setdefault(i, []).append(place)
-        labels_of[place, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+    pairs = draw_pairs(units, batch_size, seed)
+    for example in pairs.examples:
         if len(example.queries) > 1:
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
-    pairs = draw_pairs(labels_of, seed)
-    named = answer_ids(scope, [example for _, example in listed], chat=fit.chat)
+    every = what.conditions(draws, seed)[0]
+    projectors = {kind: every[Condition(what.joint, kind)] for kind in ("feature", "random", "key_pca")}
+    groups = [what.heads] if together else [[head] for head in what.heads]
+    cases = [(kind, group) for group in groups for kind in projectors]
+    named = answer_ids(scope, pairs.examples, chat=fit.chat)
 
     def run(indices: list[int]) -> dict[str, Any]:
+        """Logits of the right and of the target answer, and which is likeliest: unedited, then in each case."""
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
-        before = scope.capture_inputs(encoded, heads=chosen, rest=False, logits=True)
-        check_visible(encoded, chosen, before.bias)
-        own = torch.tensor([place for i in indices for place in row_of[i]])
-        orig, target = (chosen_keys[own].to(scope.device) for chosen_keys in pairs)
-        labels = encoded.labels[ANSWER]
-        rows = torch.arange(len(orig), device=orig.device)
+        before = scope.capture_inputs(encoded, heads=what.heads, rest=False, logits=True)
+        check_visible(encoded, what.heads, before.bias)
+        own = pairs.rows_of(indices)
+        orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
         tokens = encoded.inputs["input_ids"].gather(1, before.key_positions)
-        of_keys = [set(tokens[r, : len(e.keys)].tolist()) for r, e in enumerate(encoded.examples) if not e.answers]
-        key_tokens = list(dict.fromkeys(token for own_tokens in of_keys for token in sorted(own_tokens)))
-        read = _candidates(
-            tokens, labels.masked_fill(~before.key_mask, 0), orig, target, [named[i] for i in own.tolist()]
-        )
-        assert before.logits is not None
-        values = {("before", ""): before.logits}
-        for group in sets:
-            for name, projector in projectors.items():
-                edits = [_edit(before, head, chosen, projector, orig, target, own) for head in group]
-                last = Head(scope.n_layers - 1, 0)
-                after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
-                assert after.logits is not None
-                values[name, ",".join(map(str, group))] = after.logits
-        answers: list[Any] = []
-        for (condition, edited), logits in values.items():
-            scores = logits.gather(1, read.tokens).masked_fill(read.signs == 0, -torch.inf)
-            best = scores.argmax(1)
-            right = read.signs[rows, best] > 0
-            columns = [scores[rows, read.right], scores[rows, read.wrong], right, best == read.wrong]
-            answers.append([condition, edited, torch.stack(columns, dim=1).cpu()])
-        return {"answers": answers, "tokens": key_tokens}
+        of_keys = [
+            sorted(set(tokens[r, : len(e.keys)].tolist())) for r, e in enumerate(encoded.examples) if not e.answers
+        ]
+        labels = encoded.labels[ANSWER].masked_fill(~before.key_mask, 0)
+        read = _candidates(tokens, labels, orig, target, [named[i] for i in own.tolist()])
+        answers = [read.answers(before.logits)]
+        for kind, group in cases:
+            edits = [_edit(before, head, projectors[kind], orig, target, own) for head in group]
+            last = Head(scope.n_layers - 1, 0)
+            after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
+            answers.append(read.answers(after.logits))
+        return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}
 
     steps = (steps or Steps()).begin(
-        scope, list(units), verb="downstream", heads=[str(h) for h in chosen], features=names, together=together,
-        draws=draws, batch_size=batch_size, seed=seed, chat=fit.chat, projectors=_hashed(projectors),
+        scope, list(units), verb="downstream", heads=[str(h) for h in what.heads], features=what.names,
+        together=together, kinds=list(projectors), draws=draws, batch_size=batch_size, seed=seed, chat=fit.chat,
+        projectors=_hashed(projectors),
     )  # fmt: skip
-    shown: dict[str, None] = {}  # the key tokens that were read
-    for piece in steps.stream("answers", batches, run, progress):
-        shown.update(dict.fromkeys(_text(scope, token) for token in piece["tokens"]))
-        for condition, edited, answers in piece["answers"]:
-            parts.setdefault((condition, edited), []).append(answers)
-    members = [(i, m) for batch in batches for i in batch for m in range(len(units[i]))]
-    cluster = word_clusters(units, [i for i, _ in members], [m for _, m in members])
-    found = {key: torch.cat(value) for key, value in parts.items()}
-    clean = found.pop(("before", ""))
+    pieces = steps.stream("answers", pairs.batches, run, progress)
+    shown = dict.fromkeys(_text(scope, token) for piece in pieces for token in piece["tokens"])
+    clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
     table: list[dict[str, Any]] = []
-    for (name, group), values in found.items():
+    for (kind, group), values in zip(cases, edited, strict=True):
         fell = (clean[:, 0] - clean[:, 1]) - (values[:, 0] - values[:, 1])
-        low, high = clustered_bootstrap(fell, cluster)
+        low, high = clustered_bootstrap(fell, pairs.cluster)
         table.append({
-            "heads": group, "condition": name,
+            "heads": ",".join(map(str, group)), "condition": Condition(what.joint, kind).name, "feature": what.joint,
+            "kind": kind,
             "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(values[:, 2].mean()),
             "target_before": float(clean[:, 3].mean()), "target_after": float(values[:, 3].mean()),
             "logit_difference_before": float((clean[:, 0] - clean[:, 1]).mean()),
             "logit_difference_after": float((values[:, 0] - values[:, 1]).mean()),
             "fell": float(fell.mean()), "low": float(low), "high": float(high), "n": len(values),
-            "draws": min(draws, len(values)) if name.startswith("random_") else 1,
+            "draws": min(draws, len(values)) if kind == "random" else 1,
         })  # fmt: skip
     row = table[0]
-    said = _read([example for _, example in listed], list(shown))
+    said = _read(pairs.examples, list(shown))
     return Swaps(
         experiment="swap/downstream",
         answer=(
-            f"Swapping {joint} in {row['heads']} takes the model's answer, read among {said}, from "
+            f"Swapping {what.joint} in {row['heads']} takes the model's answer, read among {said}, from "
             f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
-            f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{one_cluster(cluster)}"
+            f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{pairs.one_cluster()}"
         ),
         tables={"downstream": table},
         model=scope.name,
@@ -175,6 +141,15 @@ class _Read(NamedTuple):
     signs: Int[Tensor, "b c"]
     right: Int[Tensor, " b"]
     wrong: Int[Tensor, " b"]
+
+    def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
+        """Logits of the right and of the target answer, and whether the likeliest is a right one, or the target."""
+        assert logits is not None  # they were asked for
+        scores = logits.gather(1, self.tokens).masked_fill(self.signs == 0, -torch.inf)
+        best, rows = scores.argmax(1), torch.arange(len(scores), device=scores.device)
+        right = self.signs[rows, best] > 0
+        columns = [scores[rows, self.right], scores[rows, self.wrong], right, best == self.wrong]
+        return torch.stack(columns, dim=1).cpu()
 
 
 def _candidates(
@@ -214,11 +189,11 @@ def _read(examples: Sequence[Example], tokens: list[str]) -> str:
 
 
 def _edit(
-    before: Any, head: Head, heads: list[Head], projector: Projector, orig: torch.Tensor, target: torch.Tensor,
-    places: torch.Tensor,
+    before: Capture, head: Head, projector: Projector, orig: Int[Tensor, " b"], target: Int[Tensor, " b"],
+    places: Int[Tensor, " b"],
 ) -> Edit:  # fmt: skip
     """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
-    column, rows = heads.index(head), torch.arange(len(orig), device=orig.device)
+    column, rows = before.heads.index(head), torch.arange(len(orig), device=orig.device)
     factors = [f[places % len(f), column] if f.ndim == 4 else f[column].expand(len(rows), -1, -1) for f in projector]
     keys = before.k[:, before.kv_of_head[column]]
     pair = [key[:, 0] for key in swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*factors))]

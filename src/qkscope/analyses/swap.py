@@ -5,14 +5,13 @@ One capture of the held-out prompts serves every condition: the edited rows have
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import Seen, make_clouds
@@ -20,35 +19,26 @@ from qkscope.analyses.decompose import Fit
 from qkscope.analyses.find import check_same_model, clusters_of, with_notes
 from qkscope.analyses.steps import Steps
 from qkscope.analyses.units import batches_of, unit_runner
+from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_kind
+from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.attention import AttentionRows
-from qkscope.maths.baselines import cov_qk, key_pca
-from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
-from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention, swap_table
+from qkscope.maths import methods
+from qkscope.maths.bases import Projector
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, ASKED, Unit
 
-log = logging.getLogger(__name__)
-
 SIZES = (1, 2, 4, 8, 12)
-_CAPTURED = ("q", "k", "scale", "kv_of_head", "softcap", "bias", "rest", "key_mask")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Held-out rows of some heads: attention, which key is right, and which one it is swapped with."""
-
-    attention: AttentionRows
-    orig: Int[Tensor, " n"]
-    target: Int[Tensor, " n"]
-    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
-    unit: Int[Tensor, " n"]
-    member: Int[Tensor, " n"]  # which of its unit's prompts
-    cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
+Own = Subspace | Tensor
+"""A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
+Targets = Callable[[Example], int] | Sequence[int]
+_PARTS = tuple(field.name for field in fields(AttentionRows))
 
 
 @checked_class
@@ -65,10 +55,14 @@ class Swaps(Result):
 def swap(
     scope: Scope,
     units: Sequence[Unit],
-    fit: Fit,
+    fit: Fit | None = None,
     heads: str | Head | Sequence[str | Head] | None = None,
     *,
     features: Sequence[str] | None = None,
+    subspaces: Mapping[str, Own | Mapping[str | Head, Own]] | None = None,
+    targets: Targets | None = None,
+    space: Space = "post_rope",
+    chat: bool = False,
     draws: int = 20,
     sizes: Sequence[int] = (),
     batch_size: int = 32,
@@ -80,99 +74,91 @@ def swap(
 
     Parameters
     ----------
+    scope : the model.
     units : from ``task.test(n)``: words that nothing was fitted on.
-    features : contrasts to swap; by default ``order`` and ``lexical`` of binding, the categories of a filter task, or
-        all that were fitted.
+    fit : features, as `decompose` gives them; not needed beside ``subspaces``.
+    heads : which heads; by default all of the fit, or those that ``subspaces`` name.
+    features : contrasts of the fit to swap; by default ``order`` and ``lexical`` of binding, the categories of a filter
+        task, or all that were fitted. An empty list takes ``subspaces`` alone.
+    subspaces : subspaces of your own by name, each swapped as a feature is, with the same controls beside it: a
+        `Subspace`, or a basis of shape (d_head, r) of any independent columns, for all heads or by head. Key PCA and
+        ``Cov_q Cov_k`` are made from the covariances of the fit; without one there are no such rows.
+    targets : which key the right one is swapped with. By default a wrong key is drawn for each row. A function is given
+        each `Example` and returns the place of the key in ``example.keys``, from 0 on; a sequence holds that place for
+        each prompt, in the order of ``units`` (and of the prompts within a unit). Keys that are right are refused.
+    space, chat : how the prompts run where there is no fit, which says it otherwise.
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
+    batch_size : prompts that run together.
+    seed : of the keys that are drawn, of the random subspaces and of the intervals.
+    progress : whether to show a progress bar; by default where one is looking.
     steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+
+    Examples
+    --------
+    >>> from qkscope import Scope, swap, tasks
+    >>> scope, task = Scope.load("nano:mixed"), tasks.binding(5, form="sentence")
+    >>> mine = torch.eye(scope.d_head)[:, :2]
+    >>> swaps = swap(scope, task.test(4), heads="L1H0", subspaces={"mine": mine}, progress=False)
+    >>> [(row["feature"], row["kind"], row["rank"]) for row in swaps.table()]
+    [('mine', 'feature', 2), ('mine', 'random', 2), ('mine', 'sham', 2)]
     """
     start = time.perf_counter()
-    chosen, names = checked_features(fit, heads, features)
+    chosen = Features.of(scope, fit, heads, features, subspaces, space=space, chat=chat)
     if draws < 1:
         raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
     for k in sizes:
         if not 1 <= k <= scope.d_head:
             raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
-    check_rows(scope, units, fit)
-    steps = (steps or Steps()).begin(scope, list(units), verb="swap", heads=[str(h) for h in chosen], space=fit.space,
-                                     chat=fit.chat, batch_size=batch_size)  # fmt: skip
-    rows = capture_rows(scope, units, fit, chosen, batch_size, seed, progress, steps)
-    projectors, against = conditions(fit, chosen, names, draws, seed)
-    effects = {name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in projectors.items()}
-    joint = joint_name(names)
+    check_rows(scope, chosen.fit)
+    pairs = draw_pairs(units, batch_size, seed, targets)
+    steps = (steps or Steps()).begin(
+        scope, list(units), verb="swap", heads=[str(h) for h in chosen.heads], space=chosen.fit.space,
+        chat=chosen.fit.chat, batch_size=batch_size,
+    )  # fmt: skip
+    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, steps)
+    projectors, numbers = chosen.conditions(draws, seed)
     if rows.others is not None:
-        read = (rows.orig, rows.target)
-        effects[f"sham_{joint}"] = swap_attention(rows.attention, *rows.others, projectors[joint], read=read)
+        projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
+    number = {str(head): x for head, x in zip(chosen.heads, numbers, strict=True)}
     table = [
-        {**row, "condition_number": _condition_number(fit, names, row["head"]) if _is_oblique(row) else None}
-        for row in swap_table(effects, chosen, rows.cluster, against=against, seed=seed)
-        if row["rank"] or not _is_oblique(row)
+        {**row, "condition_number": number[row["head"]] if row["kind"] == "oblique" else None}
+        for row in rows.table(projectors, seed=seed)
+        if row["kind"] != "oblique" or number[row["head"]] is not None
     ]
     tables: dict[str, list[dict[str, Any]]] = {"swap": table}
     if sizes:
-        tables["curve"] = size_curve(rows, fit, chosen, names, sizes, draws, seed)
-    arrays, tables["clouds"] = _clouds(rows, units, fit, chosen, names)
+        tables["curve"] = rows.curve(chosen.methods(draws, seed), sizes, against="random", seed=seed)
+    about = chosen.fit.provenance.get("asked", {})
+    words = about.get("asked", {}).get("words", ())
+    shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
+    seen = Seen(rows.rows, rows.orig, pairs.examples)
+    arrays, tables["clouds"] = make_clouds(seen, chosen.heads, shown, words)
     return Swaps(
         experiment="swap",
-        answer=with_notes(_answer(table, joint) + one_cluster(rows.cluster), fit.provenance.get("asked", {})),
+        answer=with_notes(_answer(table, chosen) + pairs.one_cluster(), about),
         tables=tables,
         arrays=arrays,
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": draws}),
+        provenance=provenance(**{**about, "test_units": len(units), "draws": draws}),
     )
 
 
-def _clouds(
-    rows: Rows, units: Sequence[Unit], fit: Fit, heads: list[Head], names: Sequence[str]
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    examples = [units[i][m] for i, m in zip(rows.unit.tolist(), rows.member.tolist(), strict=True)]
-    subspaces = {(name, head): fit[name, head] for head in heads for name in names}
-    words = fit.provenance.get("asked", {}).get("asked", {}).get("words", ())
-    return make_clouds(Seen(rows.attention, rows.orig, examples), heads, subspaces, words)
-
-
-def _answer(table: list[dict[str, Any]], joint: str) -> str:
-    row = next(r for r in table if r["condition"] == joint)
-    random = next(r for r in table if r["condition"] == f"random_{joint}" and r["head"] == row["head"])
+def _answer(table: list[dict[str, Any]], features: Features) -> str:
+    rows = {(row["head"], row["feature"], row["kind"]): row for row in table}
+    row, random = (rows[str(features.heads[0]), features.joint, kind] for kind in ("feature", "random"))
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
     return (
-        f"Swapping {joint} at {row['head']} ({size}) takes its attention on the right key from "
+        f"Swapping {features.joint} at {row['head']} ({size}) takes its attention on the right key from "
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
+        + ("" if features.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
     )
 
 
-def one_cluster(cluster: Int[Tensor, " n"]) -> str:
-    """What to say where there is nothing to resample."""
-    alone = len(cluster.unique()) < 2
-    return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
-
-
-def _is_oblique(row: Mapping[str, Any]) -> bool:
-    return bool(row["condition"].endswith("_oblique"))
-
-
-def _condition_number(fit: Fit, features: Sequence[str], head: str) -> float:
-    """How close to dependent the features are at this head: 1 when orthogonal; an oblique swap of many is noise."""
-    return oblique_projectors([fit[name, head].basis("key") for name in features])[1]
-
-
-def checked_features(
-    fit: Fit, heads: str | Head | Sequence[str | Head] | None, features: Sequence[str] | None
-) -> tuple[list[Head], list[str]]:
-    """Heads and features to swap, all by default; what was not fitted is refused before the model runs."""
-    check_kind(fit, Fit, "features to swap are a fit, as decompose gives")
-    chosen = list(fit.heads) if heads is None else parse_heads(heads)
-    names = default_features(fit) if features is None else list(features)
-    if not names or len(set(names)) < len(names):
-        raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}.")
-    for name in names:
-        for head in chosen:
-            _ = fit[name, head]
-    return chosen, names
+# ---------------------------------------------------------------------- what is swapped
 
 
 def default_features(fit: Fit) -> list[str]:
@@ -183,108 +169,179 @@ def default_features(fit: Fit) -> list[str]:
     return [name for name in fitted if name != "category"] or fitted
 
 
-def joint_name(features: Sequence[str]) -> str:
-    """What the swap of all features together is called."""
-    return features[0] if len(features) == 1 else "both" if len(features) == 2 else "all"
+@dataclass(frozen=True)
+class Features:
+    """What is swapped at which heads: fitted features, and subspaces of one's own."""
+
+    heads: list[Head]
+    subspaces: Mapping[tuple[str, Head], Subspace]
+    fit: Fit  # an empty one says in which space prompts run
+
+    @classmethod
+    def of(
+        cls,
+        scope: Scope,
+        fit: Fit | None,
+        heads: str | Head | Sequence[str | Head] | None,
+        features: Sequence[str] | None = None,
+        subspaces: Mapping[str, Own | Mapping[str | Head, Own]] | None = None,
+        *,
+        space: Space = "post_rope",
+        chat: bool = False,
+    ) -> Features:
+        """As `swap` is asked for them; what was not fitted is refused before the model runs."""
+        own = dict(subspaces or {})
+        if fit is None and not own:
+            raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
+        fit = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
+        names = list(features) if features is not None else default_features(fit)
+        every = [*names, *own]
+        if not every or len(set(every)) < len(every):
+            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}.")
+        if heads is None:
+            named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
+            heads = list(fit.heads) or list(dict.fromkeys(named))
+        chosen = [scope.check(head) for head in parse_heads(heads)] if not fit.heads else parse_heads(heads)
+        if not chosen:
+            raise BadInput("say at which heads these subspaces are swapped: give heads like 'L18H6'.")
+        found = {(name, head): fit[name, head] for name in names for head in chosen}
+        for name, given in own.items():
+            found |= {(name, head): _own_subspace(name, given, head, scope.d_head) for head in chosen}
+        return cls(chosen, found, fit)
+
+    @property
+    def names(self) -> list[str]:
+        """The features in order."""
+        return list(dict.fromkeys(name for name, _ in self.subspaces))
+
+    @property
+    def joint(self) -> str:
+        """What the swap of all together is called."""
+        return methods.joint_name(self.names)
+
+    @property
+    def has_covariances(self) -> bool:
+        """Whether the fit says how queries and keys vary at all these heads."""
+        return bool(self.fit.sums) and set(self.heads) <= set(self.fit.heads)
+
+    def conditions(self, draws: int, seed: int) -> tuple[dict[Condition, Projector], list[float | None]]:
+        """Projectors of every condition, and the condition number of the features at each head."""
+        bases = {name: [self.subspaces[name, head].basis("key").double() for head in self.heads] for name in self.names}
+        groups = {name: [name] for name in self.names} | {self.joint: self.names}
+        known = {name: self._covariances(group) for name, group in groups.items()} if self.has_covariances else {}
+        return methods.conditions(bases, known, self._random(draws, seed))
+
+    def methods(self, draws: int, seed: int) -> dict[str | Condition, Method]:
+        """The features and the baselines by the number of dimensions."""
+        found: dict[str | Condition, Method] = {
+            Condition(name): methods.leading([self.subspaces[name, head].V.double() for head in self.heads])
+            for name in self.names
+        }
+        if self.has_covariances:
+            cov_q, cov_k = self._covariances(self.names)
+            found |= {"key_pca": methods.key_pca(cov_k), "cov_qk": methods.cov_qk(cov_q, cov_k)}
+        return {**found, "random": self._random(draws, seed)}
+
+    def _random(self, draws: int, seed: int) -> Method:
+        return methods.random(len(self.heads), next(iter(self.subspaces.values())).d_head, draws, seed)
+
+    def _covariances(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Covariances of the queries and keys that these features were fitted on; of all that were, for one's own."""
+        fitted = self.fit.sums
+        sums = [fitted[name] for name in names] if set(names) <= set(fitted) else list(fitted.values())
+        index = [self.fit.heads.index(head) for head in self.heads]
+        cov_q = sums[0].cov_q.merge(*(s.cov_q for s in sums[1:])).matrix()
+        cov_k = sums[0].cov_k.merge(*(s.cov_k for s in sums[1:])).matrix()
+        return cov_q[index].cpu(), cov_k[index].cpu()
 
 
-def capture_rows(
-    scope: Scope,
-    units: Sequence[Unit],
-    fit: Fit,
-    heads: Sequence[Head],
-    batch_size: int,
-    seed: int,
-    progress: bool | None = None,
-    steps: Steps | None = None,
-    name: str = "rows",
-) -> Rows:
-    """Attention rows of held-out units, and the pairs of keys to swap: drawn once, for every condition."""
-    check_rows(scope, units, fit)
-    capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
-
-    def run(indices: list[int]) -> dict[str, Any]:
-        batch = capture(indices)
-        own = {column: getattr(batch.captured, column) for column in _CAPTURED}
-        return {**own, "labels": batch.captured.labels[ANSWER].long(), "unit": batch.unit, "member": batch.member}
-
-    parts = (steps or Steps()).stream(name, batches_of(units, batch_size), run, progress)
-    width = max(part["k"].shape[2] for part in parts)
-    first = parts[0]
-
-    def wide(tensors: list[Tensor], dim: int, fill: float) -> Tensor:
-        shape = [list(t.shape) for t in tensors]
-        out = []
-        for t, size in zip(tensors, shape, strict=True):
-            size[dim] = width - size[dim]
-            out.append(torch.cat([t, t.new_full(size, fill)], dim=dim))
-        return torch.cat(out).cpu()
-
-    labels = wide([p["labels"] for p in parts], 1, 0)
-    attention = AttentionRows(
-        q=torch.cat([p["q"] for p in parts]).cpu(),
-        k=wide([p["k"] for p in parts], 2, 0.0),
-        scale=first["scale"].cpu(),
-        kv_of_head=first["kv_of_head"].cpu(),
-        softcap=None if first["softcap"] is None else first["softcap"].cpu(),
-        bias=wide([p["bias"] for p in parts], 2, -torch.inf),
-        rest=torch.cat([p["rest"] for p in parts if p["rest"] is not None]).cpu(),
-        key_mask=wide([p["key_mask"].long() for p in parts], 1, 0).bool(),
-    )
-    orig, target = draw_pairs(labels, seed)
-    unit, member = (torch.cat([p[column] for p in parts]).cpu() for column in ("unit", "member"))
-    cluster = word_clusters(units, unit.tolist(), member.tolist())
-    return Rows(attention, orig, target, _sham(labels, orig, target, seed), unit, member, cluster)
+def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, d_head: int) -> Subspace:
+    """One's own subspace at one head; of a basis, both sides are its span."""
+    if isinstance(given, Mapping):
+        own = {Head.parse(at): each for at, each in given.items()}
+        if head not in own:
+            raise BadInput(f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, own))}.")
+        given = own[head]
+    if isinstance(given, Subspace):
+        if given.head is not None and given.head != head:
+            raise BadInput(f"subspace {name!r} belongs to {given.head}, not to {head}: name subspaces of one head.")
+        found = given
+    else:
+        shape = tuple(given.shape)
+        if len(shape) != 2 or not shape[1] or int(torch.linalg.matrix_rank(given.detach().double())) < shape[1]:
+            raise BadInput(
+                f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns, but has {shape}."
+            )
+        basis = torch.linalg.qr(given.detach().cpu().double())[0]
+        found = Subspace(basis, basis.new_ones(shape[1]), basis, shape[1], head, name)
+    if found.d_head != d_head:
+        raise BadInput(f"subspace {name!r} has {found.d_head} dimensions at {head}, where the head has {d_head}.")
+    return found
 
 
-def check_rows(scope: Scope, units: Sequence[Unit], fit: Fit) -> None:
-    """Refuse what cannot be swapped before the model runs."""
-    check_swappable(fit.space)
-    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
+# ---------------------------------------------------------------------- which keys change places
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The keys that change places: a row for each query of each held-out prompt, in the order in which batches run."""
+
+    batches: list[list[int]]
+    examples: list[Example]  # of each row
+    unit: list[int]
+    orig: Int[Tensor, " n"]
+    target: Int[Tensor, " n"]
+    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
+    cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
+
+    def rows_of(self, units: Sequence[int]) -> Int[Tensor, " m"]:
+        """The rows of some units."""
+        known: dict[int, list[int]] = {}
+        for row, unit in enumerate(self.unit):
+            known.setdefault(unit, []).append(row)
+        return torch.tensor([row for unit in units for row in known[unit]])
+
+    def one_cluster(self) -> str:
+        """What to say where there is nothing to resample."""
+        alone = len(self.cluster.unique()) < 2
+        return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
+
+
+def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0, targets: Targets | None = None) -> Pairs:
+    """A right key and a wrong one of every row, uniformly drawn once, for every condition and every verb."""
     check_answers(units)
-    if not units:
-        raise BadInput("there are no examples: give at least one.")
-
-
-def word_clusters(units: Sequence[Unit], unit: list[int], member: list[int]) -> Int[Tensor, " n"]:
-    """A number for each row, the same for rows that ask for the same word; for rows of one unit where none is marked.
-
-    A task has a few dozen words and any number of prompts: resampling prompts alone would trust the words too much.
-    """
-    examples = [units[i][m] for i, m in zip(unit, member, strict=True)]
-    if all(ASKED in example.roles for example in examples):
-        numbers: dict[str, int] = {}
-        asked = [example.piece(example.roles[ASKED]) for example in examples]
-        return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
-    return clusters_of(units, torch.tensor(unit))
-
-
-def check_swappable(space: str, downstream: bool = False) -> None:
-    """Refuse a space in which attention, and so a swap, cannot be had."""
-    if space == "pre_rope":
-        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this.")
-    if downstream and space != "post_rope":
-        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
-
-
-def check_answers(units: Sequence[Unit]) -> None:
-    """Every example to be swapped needs a right key and a wrong one."""
-    check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
-    for unit in units:
-        if not unit:
-            raise BadInput("a unit holds no example: give one prompt or more in each.")
-        for example in unit:
-            signs = {key.label(ANSWER) for key in example.keys}
-            if not {1, -1} <= signs:
-                raise BadInput(
-                    f"a swap needs keys labelled {ANSWER!r} 1 and -1 in every example, as not in {example.show(80)}."
-                )
-
-
-def draw_pairs(labels: Int[Tensor, "n k"], seed: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-    """A right key and a wrong one of every row, uniformly drawn."""
+    batches = batches_of(units, batch_size)
+    listed = [
+        (i, m)
+        for batch in batches
+        for i in batch
+        for m, example in enumerate(units[i])
+        for _ in example.queries or (0,)
+    ]
+    examples = [units[i][m] for i, m in listed]
+    labels = torch.zeros(len(listed), max(len(example.keys) for example in examples), dtype=torch.long)
+    for row, example in enumerate(examples):
+        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
     orig = draw_targets(torch.full((len(labels),), -1), labels > 0, seed)
-    return orig, draw_targets(orig, labels < 0, seed + 1)
+    target = draw_targets(orig, labels < 0, seed + 1) if targets is None else _given_targets(units, listed, targets)
+    others = _sham(labels, orig, target, seed)
+    return Pairs(batches, examples, [i for i, _ in listed], orig, target, others, _clusters(units, listed))
+
+
+def _given_targets(units: Sequence[Unit], listed: Sequence[tuple[int, int]], targets: Targets) -> Int[Tensor, " n"]:
+    """The keys that were named, checked."""
+    prompts = [(i, m) for i, unit in enumerate(units) for m in range(len(unit))]
+    named = [targets(units[i][m]) for i, m in prompts] if callable(targets) else list(targets)
+    if len(named) != len(prompts):
+        raise BadInput(f"targets should name a key of each of {len(prompts)} prompts, but there are {len(named)}.")
+    for (i, m), key in zip(prompts, named, strict=True):
+        keys = units[i][m].keys
+        if not isinstance(key, int) or not 0 <= key < len(keys):
+            raise BadInput(f"a target is the place of a key, from 0 to {len(keys) - 1}, but got {key!r}.")
+        if keys[key].label(ANSWER) > 0:
+            raise BadInput(f"a target is not a right key, but key {key} is one in {units[i][m].show(80)}.")
+    of = dict(zip(prompts, named, strict=True))
+    return torch.tensor([of[row] for row in listed])
 
 
 def _sham(
@@ -301,84 +358,70 @@ def _sham(
     return one, draw_targets(one, free, seed + 3)
 
 
-def conditions(
-    fit: Fit, heads: Sequence[Head], features: Sequence[str], draws: int, seed: int
-) -> tuple[dict[str, Projector], dict[str, str]]:
-    """Projectors of every condition (one per head, stacked), and which random baseline each is compared with."""
-    bases = {name: [fit[name, head].basis("key") for head in heads] for name in features}
-    joint = joint_name(features)
-    together = [joint_basis([bases[name][i] for name in features]) for i in range(len(heads))]
-    projectors = {name: _stacked(each) for name, each in bases.items()}
-    projectors[joint] = _stacked(together)
-    against = {name: f"random_{name}" for name in [*features, joint]}
-    if len(features) > 1:
-        sets = [_oblique(head, [bases[name][i] for name in features]) for i, head in enumerate(heads)]
-        for j, name in enumerate(features):
-            projectors[f"{name}_oblique"] = Projector.stack([each[j] for each in sets])
-            against[f"{name}_oblique"] = f"random_{name}"
-    sizes = {name: [basis.shape[1] for basis in each] for name, each in {**bases, joint: together}.items()}
-    for name in dict.fromkeys([*features, joint]):
-        projectors[f"random_{name}"] = _random(fit, sizes[name], draws, seed)
-        cov_q, cov_k = _covariances(fit, features if name == joint else [name], heads)
-        projectors[f"key_pca_{name}"] = _stacked([key_pca(c, r) for c, r in zip(cov_k, sizes[name], strict=True)])
-        projectors[f"cov_qk_{name}"] = _stacked(
-            [cov_qk(a, b, r) for a, b, r in zip(cov_q, cov_k, sizes[name], strict=True)]
-        )
-        against |= {f"{kind}_{name}": f"random_{name}" for kind in ("key_pca", "cov_qk")}
-    return projectors, against
+def _clusters(units: Sequence[Unit], listed: Sequence[tuple[int, int]]) -> Int[Tensor, " n"]:
+    """A number for each row, the same for rows that ask for the same word; for rows of one unit where none is marked.
+
+    A task has a few dozen words and any number of prompts: resampling prompts alone would trust the words too much.
+    """
+    examples = [units[i][m] for i, m in listed]
+    if all(ASKED in example.roles for example in examples):
+        numbers: dict[str, int] = {}
+        asked = [example.piece(example.roles[ASKED]) for example in examples]
+        return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
+    return clusters_of(units, torch.tensor([i for i, _ in listed]))
 
 
-def size_curve(
-    rows: Rows, fit: Fit, heads: Sequence[Head], features: Sequence[str], sizes: Sequence[int], draws: int, seed: int
-) -> list[dict[str, Any]]:
-    """Attention after swapping the first k directions of each feature and of each baseline."""
-    cov_q, cov_k = _covariances(fit, features, heads)
-    table = []
-    for k in sizes:
-        methods: dict[str, Projector] = {
-            name: _stacked([fit[name, head].V[:, :k] for head in heads]) for name in features
-        }
-        methods["key_pca"] = _stacked([key_pca(c, k) for c in cov_k])
-        methods["cov_qk"] = _stacked([cov_qk(a, b, k) for a, b in zip(cov_q, cov_k, strict=True)])
-        methods["random"] = _random(fit, [k] * len(heads), draws, seed)
-        effects: dict[str, SwapEffect] = {
-            name: swap_attention(rows.attention, rows.orig, rows.target, p) for name, p in methods.items()
-        }
-        for row in swap_table(effects, list(heads), rows.cluster, seed=seed):
-            kept = ("orig_before", "target_before", "orig_after", "target_after", "shift")
-            table.append({
-                "head": row["head"], "method": row["condition"], "k": k, **{name: row[name] for name in kept},
-                "low": row["shift_low"], "high": row["shift_high"], "n": row["n"],
-            })  # fmt: skip
-    return table
+def check_answers(units: Sequence[Unit]) -> None:
+    """Every example to be swapped needs a right key and a wrong one."""
+    check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
+    if not units:
+        raise BadInput("there are no examples: give at least one.")
+    for unit in units:
+        if not unit:
+            raise BadInput("a unit holds no example: give one prompt or more in each.")
+        for example in unit:
+            if not {1, -1} <= {key.label(ANSWER) for key in example.keys}:
+                raise BadInput(
+                    f"a swap needs keys labelled {ANSWER!r} 1 and -1 in every example, but this one has not both: "
+                    f"{example.show(80)}."
+                )
 
 
-def _oblique(head: Head, bases: Sequence[Float[Tensor, "d r"]]) -> list[Projector]:
-    """Oblique projectors of one head; where its subspaces depend on each other there are none, and they are zero."""
-    try:
-        return oblique_projectors(bases)[0]
-    except BadInput as error:
-        log.info("%s has no oblique swaps: %s", head, error)
-        return [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases]
+# ---------------------------------------------------------------------- through the model
 
 
-def _stacked(bases: Sequence[Tensor]) -> Projector:
-    return Projector.stack([Projector.orthogonal(basis) for basis in bases])
+def check_swappable(space: str, downstream: bool = False) -> None:
+    """Refuse a space in which attention, and so a swap, cannot be had."""
+    if space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this.")
+    if downstream and space != "post_rope":
+        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
 
 
-def _random(fit: Fit, ranks: Sequence[int], draws: int, seed: int) -> Projector:
-    """Many random subspaces per head, each of the head's own rank."""
-    d_head = next(iter(fit.subspaces.values())).d_head
-    width = max(ranks)
-    each = [random_bases(d_head, rank, draws, seed + i) for i, rank in enumerate(ranks)]
-    padded = torch.stack([torch.nn.functional.pad(b, (0, width - b.shape[-1])) for b in each], dim=1)
-    return Projector.orthogonal(padded)
+def check_rows(scope: Scope, fit: Fit) -> None:
+    """Refuse what cannot be swapped before the model runs."""
+    check_swappable(fit.space)
+    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
 
 
-def _covariances(fit: Fit, features: Sequence[str], heads: Sequence[Head]) -> tuple[Tensor, Tensor]:
-    """Covariances of the queries and keys that these features were fitted on."""
-    index = [fit.heads.index(head) for head in heads]
-    sums = [fit.sums[name] for name in features]
-    cov_q = sums[0].cov_q.merge(*(s.cov_q for s in sums[1:])).matrix()
-    cov_k = sums[0].cov_k.merge(*(s.cov_k for s in sums[1:])).matrix()
-    return cov_q[index].cpu(), cov_k[index].cpu()
+def capture_rows(
+    scope: Scope,
+    units: Sequence[Unit],
+    fit: Fit,
+    heads: Sequence[Head],
+    pairs: Pairs,
+    progress: bool | None = None,
+    steps: Steps | None = None,
+    name: str = "rows",
+) -> SwapRows:
+    """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
+    check_rows(scope, fit)
+    capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
+
+    def run(indices: list[int]) -> dict[str, Any]:
+        rows = capture(indices).captured.rows()
+        return {name: getattr(rows, name) for name in _PARTS}
+
+    parts = (steps or Steps()).stream(name, pairs.batches, run, progress)
+    rows = AttentionRows.cat([AttentionRows(**{name: part[name] for name in _PARTS}) for part in parts])
+    return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import Fit, decompose
-from qkscope.analyses.swap import Rows, capture_rows, conditions
+from qkscope.analyses.swap import Features, capture_rows, draw_pairs
 from qkscope.analyses.units import batches_of
 from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
 from qkscope.capture.encode import Encoding
@@ -25,7 +25,7 @@ from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
-from qkscope.maths.swap import swap_attention, swapped_keys
+from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.tasks.task import Unit
 
 _HEADS = "L18H6,L18H7,L17H5"
@@ -156,7 +156,7 @@ def _plain_fit(scope: Scope) -> None:
                 _ = torch.einsum("bhd,bhke->hde", captured.q, captured.k[:, captured.kv_of_head])
 
 
-def _plain_swap(scope: Scope, units: Sequence[Unit], rows: Rows, projectors: dict[str, Projector]) -> Tensor:
+def _plain_swap(scope: Scope, units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
     """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
     heads = parse_heads(_HEADS)
     after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
@@ -230,8 +230,8 @@ def _edit(
     return change
 
 
-def _closed_form(rows: Rows, projectors: dict[str, Projector]) -> Tensor:
-    effects = [swap_attention(rows.attention, rows.orig, rows.target, projectors[name]) for name in _CONDITIONS]
+def _closed_form(rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
+    effects = [rows.swap(projectors[name]) for name in _CONDITIONS]
     return torch.stack([effect.orig_after[0].T for effect in effects])
 
 
@@ -239,15 +239,16 @@ def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Ten
     scope = _scope()
     fit, units = _fit_and_test(scope)
     heads = parse_heads(_HEADS)
-    projectors, _ = conditions(fit, heads, ["order", "lexical"], draws=1, seed=0)
-    rows = capture_rows(scope, units, fit, heads, _BATCH, seed=0, progress=False)
+    every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
+    projectors = {condition.name: projector for condition, projector in every.items()}
+    rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
     found: dict[str, Tensor] = {}
 
     def plain() -> None:
         found["plain"] = _plain_swap(scope, units, rows, projectors)
 
     def ours() -> None:
-        again = capture_rows(scope, units, fit, heads, _BATCH, seed=0, progress=False)
+        again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
         found["ours"] = _closed_form(again, projectors)
 
     return plain, ours, found, scope

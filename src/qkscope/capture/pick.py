@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope.attention import AttentionRows
 from qkscope.capture.probe import Facts
 from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call, Stop
@@ -97,22 +98,24 @@ class Capture:
         """Number of rows."""
         return len(self.example)
 
-    def attention_logits(self) -> Float[Tensor, "b h k"]:
-        """``cap(scale · q·k) + bias`` of the named keys: what goes into the softmax (not in `pre_rope`)."""
+    def rows(self) -> AttentionRows:
+        """The model's own attention rows, to be looked at or edited (not in `pre_rope`)."""
         if self.space == "pre_rope":
             raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
-        logits = self.scale[:, None] * torch.einsum("bhd,bhkd->bhk", self.q, self.k[:, self.kv_of_head])
-        if self.softcap is not None:
-            cap = self.softcap[:, None]
-            logits = torch.where(cap.isfinite(), cap * torch.tanh(logits / cap), logits)
-        return logits + self.bias
+        return AttentionRows(
+            self.q, self.k, self.scale, self.kv_of_head, self.softcap, self.bias, self.rest, self.key_mask
+        )
+
+    def attention_logits(self) -> Float[Tensor, "b h k"]:
+        """``cap(scale · q·k) + bias`` of the named keys: what goes into the softmax (not in `pre_rope`)."""
+        return self.rows().logits()
 
     def attention(self) -> Float[Tensor, "b h k"]:
         """The model's attention on the named keys: the softmax is over the whole row, so it sums to less than 1."""
         if self.rest is None:
             raise BadInput("attention needs the whole row: capture with rest=True.")
-        logits = torch.cat([self.attention_logits(), self.rest[..., None]], dim=-1)
-        return torch.softmax(logits, dim=-1)[..., :-1]
+        # one softmax keeps a digit that rows lose on their way through a log-sum-exp, which edits need
+        return torch.softmax(torch.cat([self.attention_logits(), self.rest[..., None]], dim=-1), dim=-1)[..., :-1]
 
     def to(self, device: torch.device | str) -> Capture:
         """The same batch on another device."""

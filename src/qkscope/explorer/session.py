@@ -24,6 +24,7 @@ from qkscope.analyses.attribute import split_logits, token_rows
 from qkscope.analyses.decompose import Fit
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.swap import check_swappable, default_features
+from qkscope.attention import AttentionRows
 from qkscope.capture.cache import cache_dir
 from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
@@ -31,7 +32,6 @@ from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swap_attention, swapped_keys

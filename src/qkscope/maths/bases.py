@@ -33,6 +33,17 @@ class Projector(NamedTuple):
         """``P`` itself, for small d."""
         return self.left @ self.right.mT
 
+    def cut(self, k: int | Sequence[int]) -> Projector:
+        """Its first k columns; of k per head, zeros fill up those that have fewer."""
+        width = k if isinstance(k, int) else max(k)
+        if not 1 <= width <= self.left.shape[-1]:
+            raise BadInput(f"rank {width} does not fit into the {self.left.shape[-1]} dimensions of the head.")
+        left, right = (factor[..., :width] for factor in self)
+        if isinstance(k, int):
+            return Projector(left, right)
+        keep = (torch.arange(width) < torch.tensor(k)[:, None])[:, None].to(left.device)
+        return Projector(left.where(keep, 0.0), right.where(keep, 0.0))
+
     @classmethod
     def orthogonal(cls, basis: Float[Tensor, "*n d r"]) -> Projector:
         """Projector onto an orthonormal basis."""

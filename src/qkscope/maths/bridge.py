@@ -28,11 +28,11 @@ from torch import Tensor
 from qkscope.errors import BadInput, check_least
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import principal_angles
 from qkscope.maths.singular import SingularBasis, dual
 from qkscope.maths.sparsity import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.subspace import Subspace
+from qkscope.maths.svd import checked_svd
 
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 
@@ -164,7 +164,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
         ("_block", m @ within, n @ within),
     ]
     if subspace.cov_k is not None:
-        components = key_pca(subspace.cov_k.double().cpu(), m.shape[0])
+        components = checked_svd(subspace.cov_k.double().cpu())[2]
         bases.append(("_key_pca", components, components))
     for name, read, write in bases:
         parts = carried(delta, read, write)

@@ -11,19 +11,47 @@ them is swapped alone, and move attention without carrying anything. Logits add 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope.attention import AttentionRows
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
+
+Method = Callable[[int | Sequence[int]], Projector]
+"""A way to choose k directions of every head; see `qkscope.maths.methods`."""
+
+_VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
+_KEPT = ("orig_before", "target_before", "orig_after", "target_after", "shift")
+_GAINS = ("gain", "carried", "carried_gain")
+
+
+class Condition(NamedTuple):
+    """What is swapped: a feature, or by its ``kind`` another version of it or a baseline of its size.
+
+    Examples
+    --------
+    >>> [Condition("order").name, Condition("order", "oblique").name, Condition("order", "random").name]
+    ['order', 'order_oblique', 'random_order']
+    """
+
+    feature: str
+    kind: str = "feature"
+
+    @property
+    def name(self) -> str:
+        """One name for both; users may call a feature what they like, so rows are told apart by both columns."""
+        if self.kind == "feature":
+            return self.feature
+        parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
+        return "_".join(part for part in parts if part)
 
 
 def swapped_keys(
@@ -76,6 +104,85 @@ class SwapEffect:
     def vacuous(self) -> Bool[Tensor, " h"]:
         """Whether the subspace fills the head: then any subspace of its rank swaps everything, and nothing is shown."""
         return self.rank >= self.d_head
+
+
+@dataclass(frozen=True)
+class SwapRows:
+    """Rows of some heads to be swapped, whatever in.
+
+    Parameters
+    ----------
+    rows : attention rows.
+    orig, target : the two keys of each row that change places; ``orig`` is the one the head should prefer.
+    cluster : equal for rows that are not independent, which are resampled together.
+    heads : the heads of ``rows``.
+    others : two further keys of each row for the sham swap; None where there are none.
+    """
+
+    rows: AttentionRows
+    orig: Int[Tensor, " n"]
+    target: Int[Tensor, " n"]
+    cluster: Int[Tensor, " n"]
+    heads: Sequence[Head]
+    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.orig)
+
+    def at(self, index: Int[Tensor, " m"]) -> SwapRows:
+        """Some of the rows."""
+        others = None if self.others is None else (self.others[0][index], self.others[1][index])
+        return SwapRows(
+            self.rows.at(index), self.orig[index], self.target[index], self.cluster[index], self.heads, others
+        )
+
+    def swap(self, projector: Projector, *, sham: bool = False) -> SwapEffect:
+        """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
+        if not sham:
+            return swap_attention(self.rows, self.orig, self.target, projector)
+        if self.others is None:
+            raise BadInput("a sham swap needs two further keys in every row.")
+        return swap_attention(self.rows, *self.others, projector, read=(self.orig, self.target))
+
+    def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> list[dict[str, Any]]:
+        """One row per head and condition, with what each gains over random subspaces of its size."""
+        effects = {what: self.swap(p, sham=what.kind == "sham") for what, p in conditions.items()}
+        random = {what: Condition(what.feature, "random") for what in conditions if what.kind not in ("random", "sham")}
+        against = {what: other for what, other in random.items() if other in conditions}
+        return swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
+
+    def curve(
+        self,
+        methods: Mapping[str | Condition, Method],
+        sizes: Sequence[int],
+        *,
+        against: str | Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> list[dict[str, Any]]:
+        """One row per size, head and method.
+
+        ``against`` names the method that the others' gains are over, or one for each; there are no gains without.
+        """
+        table = []
+        for k in sizes:
+            effects = {_condition(name): self.swap(method(k)) for name, method in methods.items()}
+            if isinstance(against, str):
+                pairs = {what: _condition(against) for what in effects if what != _condition(against)}
+            else:
+                pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
+            for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
+                gains = {f"{name}{end}": row[f"{name}{end}"] for name in _GAINS for end in ("", "_low", "_high")}
+                table.append({
+                    "head": row["head"], "method": row["condition"], "feature": row["feature"], "kind": row["kind"],
+                    "k": k, **{name: row[name] for name in _KEPT}, "low": row["shift_low"], "high": row["shift_high"],
+                    **gains, "n": row["n"],
+                })  # fmt: skip
+        return table
+
+
+def _condition(name: str | Condition) -> Condition:
+    return Condition("", name) if isinstance(name, str) else name
 
 
 def swap_attention(
@@ -155,15 +262,15 @@ def draw_targets(orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], seed: in
 
 
 def swap_table(
-    effects: Mapping[str, SwapEffect],
-    heads: list[Head],
+    effects: Mapping[Any, SwapEffect],
+    heads: Sequence[Head],
     prompts: Int[Tensor, " n"],
     *,
-    against: Mapping[str, str] | None = None,
+    against: Mapping[Any, Any] | None = None,
     draws: int = 2000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row per head and condition, with intervals clustered by prompt (or by what ``prompts`` numbers).
+    """One row per head and `Condition` (or name), with intervals clustered by prompt (or by what ``prompts`` numbers).
 
     ``against`` names, for a condition, the baseline its shift is compared with on the same examples and resamples:
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
@@ -177,13 +284,15 @@ def swap_table(
         every = torch.stack(list(measures.values()), dim=1)
         low, high = clustered_bootstrap(every, prompts, draws=draws, seed=seed)
         for i, (name, effect) in enumerate(effects.items()):
+            what = _condition(name)
             told = {
                 measure: _with_interval(measure, x[:, i], low[at, i], high[at, i],
                                         known=name in pairs or not measure.endswith("gain"))
                 for at, (measure, x) in enumerate(measures.items())
             }  # fmt: skip
             table.append({
-                "head": str(head), "condition": name, "rank": int(effect.rank[column]),
+                "head": str(head), "condition": what.name, "feature": what.feature, "kind": what.kind,
+                "rank": int(effect.rank[column]),
                 "orig_before": float(effect.orig_before[:, column].mean()),
                 "target_before": float(effect.target_before[:, column].mean()),
                 "orig_after": float(effect.orig_after[..., column].mean()),

@@ -18,7 +18,7 @@ from qkscope.analyses.discover.evidence import curve_rows, singular_projector
 from qkscope.analyses.discover.rows import QueryRows
 from qkscope.analyses.steps import Steps
 from qkscope.analyses.swap import SIZES as SIZES
-from qkscope.analyses.swap import Rows, capture_rows
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -29,7 +29,8 @@ from qkscope.maths.discovery import SelfContrast, moving_basis
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.sums import Covariance
 from qkscope.maths.svd import checked_svd
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.maths.swap import SwapRows
+from qkscope.tasks.task import ANSWER, Task, Unit
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +79,17 @@ def labelled_curve(
     contrast or of ``Cov_q Cov_k``: how much of a lead is due to them alone.
     """
     heads = list(fit.heads)
-    options: Any = {"batch_size": 2 * batch_size, "progress": progress, "steps": steps}
-    rows = capture_rows(scope, task.test(n), fit, heads, seed=seed, name="curve test", **options)
-    train: Rows | None = None
-    aside: Rows | None = None
+
+    def captured(units: Sequence[Unit], seed: int, name: str) -> SwapRows:
+        pairs = draw_pairs(units, 2 * batch_size, seed)
+        return capture_rows(scope, units, fit, heads, pairs, progress, steps, name)
+
+    rows = captured(task.test(n), seed, "curve test")
+    train: SwapRows | None = None
+    aside: SwapRows | None = None
     try:
-        train_units = task.draw("fit", ANSWER, n)
-        train = capture_rows(scope, train_units, fit, heads, seed=seed + 17, name="curve fit", **options)
-        aside = capture_rows(scope, task.choose(n), fit, heads, seed=seed + 19, name="curve choose", **options)
+        train = captured(task.draw("fit", ANSWER, n), seed + 17, "curve fit")
+        aside = captured(task.choose(n), seed + 19, "curve choose")
     except BadInput as error:  # nothing says which keys are right where one fits
         log.info("no ceiling: %s", error)
     methods = blind_methods(contrast, heads)
@@ -105,13 +109,10 @@ def labelled_curve(
         if singular is not None:
             projectors["omega_svd"] = singular_projector(singular, heads, k)
         if train is not None and aside is not None:
-            best = learned_basis(
-                train.attention, train.orig, train.target, methods["self_contrast"](k),
-                kept=(aside.attention, aside.orig, aside.target), lr=0.01, seed=seed,
-            )  # fmt: skip
+            best = learned_basis(train, methods["self_contrast"](k), aside, lr=0.01, seed=seed)
             projectors["ceiling"] = Projector.orthogonal(best)
         projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
-        return curve_rows(rows.attention, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
+        return curve_rows(rows.rows, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
 
     return [row for k in sizes for row in steps.once(f"curve {k}", partial(of_size, k))]
 
@@ -151,12 +152,13 @@ def text_curve(
         methods = blind_methods(contrast, [head])
         methods = {name.replace("_all", ""): make for name, make in methods.items()}  # there are no others
         zeros = torch.zeros(len(train_keep), dtype=torch.long)
+        taught = SwapRows(train, zeros, zeros + 1, train_keep, [head])
 
         def of_size(k: int) -> list[dict[str, Any]]:
             projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}  # noqa: B023
             if singular is not None:
                 projectors["omega_svd"] = singular_projector(singular, [head], k)  # noqa: B023
-            best = learned_basis(train, zeros, zeros + 1, methods["self_contrast"](k), seed=seed)  # noqa: B023
+            best = learned_basis(taught, methods["self_contrast"](k), seed=seed)  # noqa: B023
             projectors["ceiling"] = Projector.orthogonal(best)
             projectors["random"] = _random(1, rows.d_head, k, draws, seed)  # noqa: B023
             return curve_rows(rows, orig, target, tested.example[keep], [head], projectors, k, seed)  # noqa: B023

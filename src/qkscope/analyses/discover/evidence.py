@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.discover.rows import QueryRows
+from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, principal_cosines, random_bases
 from qkscope.maths.components import Components, Feature

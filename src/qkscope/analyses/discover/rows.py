@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.analyses.steps import Steps
+from qkscope.attention import AttentionRows
 from qkscope.capture.pool import Pooled, pool
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.maths.attention import AttentionRows
 from qkscope.maths.discovery import SelfContrast
 
 

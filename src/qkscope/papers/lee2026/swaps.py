@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.maths.attention import AttentionRows
+from qkscope.attention import AttentionRows
 from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, principal_cosines, random_bases
 from qkscope.maths.draws import derived_seed

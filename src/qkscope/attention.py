@@ -1,0 +1,168 @@
+"""Attention rows, as capture gives them and as an edit needs them: the named keys, and one number for all the others.
+
+``a_i = exp(ℓ_i) / (Σ_named exp(ℓ_j) + exp(rest))`` with ``ℓ = cap · tanh(scale · q·k / cap) + bias`` (no cap: the plain
+product). ``rest`` is the log-sum-exp of everything that was not named - other keys, attention sinks - so the row is the
+model's whole row, and editing named keys needs no second forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkscope.errors import BadInput
+
+_PER_ROW = ("q", "k", "bias", "rest", "key_mask")
+_PER_HEAD = ("scale", "kv_of_head", "softcap")
+_PADDED = {"k": (0.0, (0, 0)), "bias": (-torch.inf, ()), "key_mask": (False, ())}  # with what, and the axes behind
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Queries and named keys of n rows for h heads.
+
+    Parameters
+    ----------
+    q : queries; with a keys axis, the query as each key sees it (for swaps of content under RoPE).
+    k : named keys, once per key head.
+    kv_of_head : which key head each head reads; 0, 1, … by default.
+    scale : factor on q·k, as the model's attention call passes it.
+    softcap : soft-cap of each head; infinite where there is none.
+    bias : what is added to a logit after the cap (0, or −inf where the key is masked).
+    rest : log-sum-exp of all the logits that are not named; −inf where the named keys are the whole row.
+    key_mask : False where a slot is padding.
+
+    Examples
+    --------
+    >>> rows = AttentionRows(torch.ones(1, 2, 4), torch.ones(1, 2, 3, 4), scale=0.5)
+    >>> rows.attention()[0, 0]
+    tensor([0.3333, 0.3333, 0.3333])
+    """
+
+    q: Float[Tensor, "n h d"] | Float[Tensor, "n h k d"]
+    k: Float[Tensor, "n g k d"]
+    scale: float | Float[Tensor, " h"]
+    kv_of_head: Int[Tensor, " h"] | None = None
+    softcap: Float[Tensor, " h"] | None = None
+    bias: Float[Tensor, "n h k"] | None = None
+    rest: Float[Tensor, "n h"] | None = None
+    key_mask: Bool[Tensor, "n k"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.q.ndim not in (3, 4) or self.k.ndim != 4 or self.q.shape[-1] != self.k.shape[-1]:
+            shapes = f"{tuple(self.q.shape)} and {tuple(self.k.shape)}"
+            raise BadInput(
+                "queries should have shape (rows, heads, d_head) and keys (rows, key heads, keys, d_head), "
+                f"but have {shapes}."
+            )
+        if self.kv_of_head is None and self.q.shape[1] != self.k.shape[1]:
+            raise BadInput(f"{self.q.shape[1]} heads cannot read {self.k.shape[1]} key heads without kv_of_head.")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.q)
+
+    @property
+    def d_head(self) -> int:
+        """Width of the heads."""
+        return self.k.shape[-1]
+
+    # ------------------------------------------------------------------ parts of them
+
+    @classmethod
+    def cat(cls, parts: Sequence[AttentionRows]) -> AttentionRows:
+        """Rows of the same heads that came in parts, on the CPU; where a part has fewer keys, masked slots are added.
+
+        Examples
+        --------
+        >>> two, three = (AttentionRows(torch.ones(1, 2, 4), torch.ones(1, 2, keys, 4), scale=0.5) for keys in (2, 3))
+        >>> AttentionRows.cat([two, three]).attention()[:, 0]
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
+        """
+        width = max(part.k.shape[2] for part in parts)
+        masked = [replace(part, key_mask=part.present()) for part in parts]
+        joined: dict[str, Any] = {}
+        for name in _PER_ROW:
+            values = [(getattr(part, name), width - part.k.shape[2]) for part in masked]
+            if name in _PADDED:
+                fill, behind = _PADDED[name]
+                values = [(x if x is None else pad(x, (*behind, 0, more), value=fill), more) for x, more in values]
+            joined[name] = None if values[0][0] is None else torch.cat([x for x, _ in values]).cpu()
+        for name in _PER_HEAD:
+            value = getattr(parts[0], name)
+            joined[name] = value.cpu() if isinstance(value, Tensor) else value
+        return cls(**joined)
+
+    def at(self, index: Int[Tensor, " m"]) -> AttentionRows:
+        """Some of the rows."""
+        own = {name: value[index] for name in _PER_ROW if (value := getattr(self, name)) is not None}
+        return replace(self, **own)
+
+    def of_head(self, column: int) -> AttentionRows:
+        """The rows of one head."""
+        one = slice(column, column + 1)
+        kv = torch.arange(self.q.shape[1], device=self.k.device) if self.kv_of_head is None else self.kv_of_head
+        scale = self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
+        return replace(
+            self,
+            q=self.q[:, one],
+            scale=scale,
+            kv_of_head=kv[one],
+            softcap=None if self.softcap is None else self.softcap[one],
+            bias=None if self.bias is None else self.bias[:, one],
+            rest=None if self.rest is None else self.rest[:, one],
+        )
+
+    def present(self) -> Bool[Tensor, "n k"]:
+        """False where a slot is padding."""
+        if self.key_mask is not None:
+            return self.key_mask
+        return torch.ones(self.k.shape[::2], dtype=torch.bool, device=self.k.device)
+
+    def keys_of_heads(self, slots: Int[Tensor, " n"]) -> Float[Tensor, "n h d"]:
+        """The key in one slot of each row, as each head reads it."""
+        picked = self.k[torch.arange(len(slots), device=slots.device), :, slots]
+        return picked if self.kv_of_head is None else picked[:, self.kv_of_head]
+
+    def queries_at(self, slots: Int[Tensor, " n"]) -> Float[Tensor, "n h d"]:
+        """The query as the key in one slot of each row sees it."""
+        return self.q if self.q.ndim == 3 else self.q[torch.arange(len(slots), device=slots.device), :, slots]
+
+    # ------------------------------------------------------------------ from products to attention
+
+    def products(self) -> Float[Tensor, "n h k"]:
+        """``scale · q·k`` of every named key, before cap and mask."""
+        keys = self.k if self.kv_of_head is None else self.k[:, self.kv_of_head]
+        pattern = "nhd,nhkd->nhk" if self.q.ndim == 3 else "nhkd,nhkd->nhk"
+        return torch.einsum(pattern, self.q, keys) * self._per_head(self.scale)
+
+    def logits(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
+        """Logits as the softmax sees them: capped, and masked; of edited ``products``, or of the row's own."""
+        products = self.products() if products is None else products
+        if self.softcap is not None:
+            cap = self._per_head(self.softcap)
+            capped = cap * torch.tanh(products / cap)
+            products = torch.where(cap.isinf(), products, capped)
+        if self.bias is not None:
+            products = products + self.bias
+        if self.key_mask is not None:
+            products = products.masked_fill(~self.key_mask[:, None, :], -torch.inf)
+        return products
+
+    def attention(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
+        """Attention on the named keys, normalised over the whole row."""
+        logits = self.logits(products)
+        total = logits.logsumexp(dim=-1)
+        if self.rest is not None:
+            total = torch.logaddexp(total, self.rest)
+        return (logits - total[..., None]).exp()
+
+    def _per_head(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=self.q.dtype, device=self.q.device).reshape(-1)[:, None]

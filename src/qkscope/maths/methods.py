@@ -1,0 +1,171 @@
+"""The methods: every way there is to choose k directions of a head, as a projector for all heads at once.
+
+A method is a function of the size, ``k -> Projector``: one number for all heads, or one for each. Most have an order,
+and k of them are the first k:
+
+========== ========================================================================================================
+feature    a contrast's own directions ``V`` (`leading`), or any basis; cut at its rank, it is what the contrast found
+key_pca    principal components of the keys
+cov_qk     key-side directions of ``Cov_q Cov_k``: where queries and keys both vary
+moving     eigenvectors of the symmetric part of ``ΔC``: one projector acts on both sides, so these move the most logit
+omega_svd  components of the logit, ``P = Σ n_j m_jᵀ``, by singular value: what the weights alone would swap
+singular   the same components by what they carry of a contrast
+========== ========================================================================================================
+
+Others are made anew for each size: `random` subspaces, `rotated` components (chosen as `singular` ones are, of rotated
+singular vectors), and `learned` ones, the ceiling. Of several features, `joint` spans all of them, and `oblique` swaps
+each along the others. Baselines are fitted on what the features were fitted on, never on the test set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.bridge import carried, rotated_images
+from qkscope.maths.ceiling import learned_basis
+from qkscope.maths.discovery import moving_basis
+from qkscope.maths.singular import SingularBasis, components
+from qkscope.maths.svd import checked_svd
+from qkscope.maths.swap import Condition, Method, SwapRows
+
+Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
+
+
+def leading(bases: Bases | Projector) -> Method:
+    """The first k columns of what stands in order: an orthonormal basis of each head, or a projector.
+
+    Examples
+    --------
+    >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
+    tensor([[1., 1., 0., 0.]])
+    """
+    whole = bases if isinstance(bases, Projector) else Projector.stack([Projector.orthogonal(b) for b in bases])
+    return whole.cut
+
+
+def key_pca(cov_k: Float[Tensor, "h d d"]) -> Method:
+    """Principal components of the keys, largest first."""
+    return leading(checked_svd(cov_k)[2])
+
+
+def cov_qk(cov_q: Float[Tensor, "h d d"], cov_k: Float[Tensor, "h d d"]) -> Method:
+    """Key-side directions of ``Cov_q Cov_k``: self-contrast as it would be if softmax were linear."""
+    return leading(checked_svd(cov_q @ cov_k)[2])
+
+
+def moving(delta: Float[Tensor, "h d d"]) -> Method:
+    """The directions whose exchange between attended and other keys moves the most logit."""
+    return leading(moving_basis(delta, delta.shape[-1]))
+
+
+def random(heads: int, d_head: int, draws: int, seed: int) -> Method:
+    """``draws`` random subspaces of every head; head i has the stream of seed + i."""
+
+    def of_size(k: int | Sequence[int]) -> Projector:
+        ranks = [k] * heads if isinstance(k, int) else k
+        each = [random_bases(d_head, rank, draws, seed + i) for i, rank in enumerate(ranks)]
+        return Projector.orthogonal(torch.stack([pad(b, (0, max(ranks) - b.shape[-1])) for b in each], dim=1))
+
+    return of_size
+
+
+def omega_svd(basis: SingularBasis, heads: Sequence[Head]) -> Method:
+    """Components of the logit, those with the largest singular values first."""
+    each = [components(basis[head].read, basis[head].S.argsort(descending=True)) for head in heads]
+    return leading(Projector.stack(each))
+
+
+def singular(basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"]) -> Method:
+    """Components of the logit, those that carry most of each head's ``ΔC`` first."""
+    each = []
+    for head, delta in zip(heads, deltas, strict=True):
+        own = basis[head]
+        each.append(components(own.read, carried(delta, own.read, own.write).argsort(descending=True)))
+    return leading(Projector.stack(each))
+
+
+def rotated(
+    basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"], draws: int, seed: int
+) -> Method:
+    """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws for each head."""
+    each = []
+    for i, (head, delta) in enumerate(zip(heads, deltas, strict=True)):
+        m, n = rotated_images(basis[head].read, draws, seed + i)
+        order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
+        each.append((n.gather(-1, order), m.gather(-1, order)))
+    left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))
+    return leading(Projector(left, right))
+
+
+def learned(rows: SwapRows, start: Method, kept: SwapRows | None = None, *, lr: float = 0.03, seed: int = 0) -> Method:
+    """Bases learned by gradient to move the attention of ``rows``, from ``start`` on: how well a subspace could do."""
+    return lambda k: Projector.orthogonal(learned_basis(rows, start(k).left, kept, lr=lr, seed=seed))
+
+
+def joint(features: Sequence[Bases]) -> list[Float[Tensor, "d r"]]:
+    """At each head, a basis of all features together; shared directions count once."""
+    return [joint_basis(list(bases)) for bases in zip(*features, strict=True)]
+
+
+def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
+    """For each feature the projectors onto it along the others, and the condition number of the set at each head.
+
+    Where the features of a head depend on each other there are none: the projector is zero, and the number None.
+    """
+    sets, numbers = [], []
+    for bases in zip(*features, strict=True):
+        try:
+            found, number = oblique_projectors(list(bases))
+        except BadInput:
+            found, number = [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases], None
+        sets.append(found)
+        numbers.append(number)
+    return [Projector.stack(list(each)) for each in zip(*sets, strict=True)], numbers
+
+
+def joint_name(features: Sequence[str]) -> str:
+    """What all features together are called: ``both`` or ``all``, unless one of them is called so."""
+    if len(features) == 1:
+        return features[0]
+    name = "both" if len(features) == 2 else "all"
+    return name if name not in features else f"{name} together"
+
+
+def conditions(
+    features: Mapping[str, Bases],
+    covariances: Mapping[str, tuple[Float[Tensor, "h d d"], Float[Tensor, "h d d"]]],
+    random: Method,
+) -> tuple[dict[Condition, Projector], list[float | None]]:
+    """Every feature, all together, each obliquely, and baselines of the same sizes; the condition number of each head.
+
+    Parameters
+    ----------
+    features : key-side bases of every head by name.
+    covariances : ``Cov_q`` and ``Cov_k`` of every head, by feature and for all together (`joint_name`); features
+        without have no key PCA and no ``Cov_q Cov_k`` beside them.
+    random : random subspaces.
+    """
+    name, every = joint_name(list(features)), dict(features)
+    every[name] = joint(list(features.values()))
+    found = {Condition(feature): Projector.stack([Projector.orthogonal(b) for b in bases])
+             for feature, bases in every.items()}  # fmt: skip
+    numbers: list[float | None] = [None] * len(every[name])
+    if len(features) > 1:
+        projectors, numbers = oblique(list(features.values()))
+        found |= {Condition(one, "oblique"): p for one, p in zip(features, projectors, strict=True)}
+    for feature, bases in every.items():
+        sizes = [basis.shape[1] for basis in bases]
+        found[Condition(feature, "random")] = random(sizes)
+        if feature in covariances:
+            cov_q, cov_k = covariances[feature]
+            found[Condition(feature, "key_pca")] = key_pca(cov_k)(sizes)
+            found[Condition(feature, "cov_qk")] = cov_qk(cov_q, cov_k)(sizes)
+    return found, numbers
