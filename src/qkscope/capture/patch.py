@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture.probe import Facts
-from qkscope.capture.tap import Call, SetLogits
+from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -31,8 +32,8 @@ class Edit:
     head: Head
     kind: Literal["keys", "queries", "logits"]
     row: Int[Tensor, "n"]
-    query: Int[Tensor, "n"] | None
-    key: Int[Tensor, "n"] | None
+    query: Int[Tensor, "n"]
+    key: Int[Tensor, "n"]
     value: Float[Tensor, "n *d"]
 
     @classmethod
@@ -40,14 +41,14 @@ class Edit:
         """Give one head other keys at some positions of each sequence."""
         _same(positions.shape, values.shape[:-1], "keys", "positions [b, k] and values [b, k, d]", positions.ndim == 2)
         row, slot = (positions >= 0).nonzero(as_tuple=True)
-        return cls(Head.parse(head), "keys", row, None, positions[row, slot], values[row, slot])
+        return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
     def queries(cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]) -> Edit:
         """Give one head another query at one position of each sequence."""
         _same(positions.shape, values.shape[:-1], "queries", "positions [b] and values [b, d]", positions.ndim == 1)
         (row,) = (positions >= 0).nonzero(as_tuple=True)
-        return cls(Head.parse(head), "queries", row, positions[row], None, values[row])
+        return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
     def logits(
@@ -59,6 +60,8 @@ class Edit:
     ) -> Edit:
         """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence."""
         _same(positions.shape, values.shape, "logits", "positions and values [b, k]", positions.ndim == 2)
+        if bool(values.isnan().any()):
+            raise BadInput("edited logits are numbers, but some of them are NaN.")
         row, slot = ((positions >= 0) & (queries >= 0)[:, None]).nonzero(as_tuple=True)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
@@ -100,26 +103,18 @@ class Patch:
 
     @staticmethod
     def _apply(edit: Edit, call: Call) -> None:
-        batch, _, queries, _ = call.q.shape
-        keys = call.k.shape[2]
-        device = call.q.device
-        row, value = edit.row.to(device), edit.value.to(device)
-        query = None if edit.query is None else edit.query.to(device)
-        key = None if edit.key is None else edit.key.to(device)
-        last = max((int(x.max()) for x in (query, key) if x is not None and len(x)), default=0)
-        if len(row) and (int(row.max()) >= batch or last >= keys):
+        (batch, _, queries, _), keys, index = call.q.shape, call.k.shape[2], edit.head.index
+        row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
+        if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
             raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
-        if query is not None:
-            query = query - (keys - queries)  # with a cache only the newest queries are computed
-            new = query >= 0
-            row, query, value = row[new], query[new], value[new]
-            key = key[new] if key is not None else None
-        index = edit.head.index
         if edit.kind == "keys":
             call.k[row, index, key] = value.to(call.k.dtype)
-        elif edit.kind == "queries":
+            return
+        query = query - (keys - queries)  # with a cache only the newest queries are computed
+        row, query, key, value = (x[query >= 0] for x in (row, query, key, value))
+        if edit.kind == "queries":
             call.q[row, index, query] = value.to(call.q.dtype)
         else:
-            assert query is not None
-            assert key is not None
-            call.logits_set.append(SetLogits(index, row, query, key, value.float()))
+            shape = (batch, queries, keys)
+            others = call.set_logits.setdefault(index, torch.full(shape, torch.nan, device=call.q.device))
+            others[row, query, key] = value.float()

@@ -8,9 +8,9 @@ For a row (one query of one example), a head h with key head g, and the named ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +19,11 @@ from torch import Tensor
 from qkscope.attention import AttentionRows
 from qkscope.capture.probe import Facts
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import Call, Stop
+from qkscope.capture.tap import Call, Stop, overlay
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Places:
         """These queries, each with every token of its own sequence as a key: slot j is column j of the batch."""
         columns = torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1)
         return cls(row, query, columns, mask.bool()[row])
+
+    def to(self, device: torch.device | str) -> Places:
+        """The same places on another device."""
+        return Places(*(part.to(device) for part in (self.row, self.query, self.keys, self.key_mask)))
 
 
 @dataclass(frozen=True)
@@ -138,30 +144,103 @@ class Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-@dataclass
-class _Local:
-    """What the layers on one device need, made once per batch: small GPU calls cost more than their work."""
+class Gatherer:
+    """A visitor of the tap that gathers some heads of one batch, layer by layer, into tensors allocated once.
 
-    row: Int[Tensor, "b"]
-    query: Int[Tensor, "b"]
-    keys: Int[Tensor, "b k"]
-    key_mask: Bool[Tensor, "b k"]
-    index: dict[tuple[int, ...], Tensor]
-    masks: dict[tuple[int, bool, int, int], _Masks] = field(default_factory=dict)
+    Parameters
+    ----------
+    facts : Facts
+        What the model is.
+    heads : sequence of Head
+        Which heads, in the order of the result.
+    places : Places
+        Where to look.
+    space : str
+        Which vectors to keep.
+    stop : bool
+        Whether to end the forward after the deepest layer asked for.
+    own_keys : collection of int
+        Layers in which every query head has keys of its own (they were edited).
+    """
 
+    def __init__(
+        self,
+        facts: Facts,
+        heads: Sequence[Head],
+        places: Places,
+        space: Space,
+        stop: bool = True,
+        own_keys: frozenset[int] = frozenset(),
+    ) -> None:
+        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
+        layers = sorted({head.layer for head in heads})
+        widths = sorted({facts.layers[layer].d_head for layer in layers})
+        if len(widths) > 1:
+            raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
+        if space == "pre_rope" and own_keys & set(layers):
+            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
+        for layer in layers:
+            if space in facts.layers[layer].refusals:
+                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
+        self.d_head, self.deepest, self.device = widths[0], layers[-1], places.row.device
+        self.plans, kv_of_head = plan_layers(facts, heads, own_keys)
+        self.groups = max(kv_of_head) + 1
+        self.kv_of_head = torch.tensor(kv_of_head, device=self.device)
+        self.scale, self.softcap = torch.zeros(len(heads)), torch.full((len(heads),), torch.inf)
+        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
 
-class _Masks(NamedTuple):
-    """Additive masks of the chosen queries; layers share them, and `source` keeps their key from being used again."""
+    def visit(self, call: Call) -> None:
+        """Take what is wanted from one attention call."""
+        plan = self.plans.get(call.layer)
+        if plan is not None:
+            self.scale[plan.slots] = call.scale
+            if call.softcap is not None:
+                self.softcap[plan.slots] = float(call.softcap)
+            self.take(call, plan)
+        if self.stop and call.layer == self.deepest:
+            raise Stop
 
-    source: Tensor | None
-    at_keys: Float[Tensor, "b m k"]
-    elsewhere: Float[Tensor, "b m t"]
+    def take(self, call: Call, plan: Plan) -> None:
+        """Take what the plan of its layer says from a call."""
+        raise NotImplementedError
+
+    def put(self, out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
+        """Write into some slots of a result."""
+        first, last = slots[0], slots[-1] + 1
+        if slots == list(range(first, last)):
+            out[:, first:last] = value
+        else:
+            out.index_copy_(1, self.index(slots, out.device), value.to(out))
+
+    def choose(self, values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
+        """Some heads of all, without a copy where they are all of them."""
+        return values if heads == list(range(values.shape[1])) else values[:, self.index(heads, values.device)]
+
+    def index(self, numbers: list[int], device: torch.device) -> Int[Tensor, "n"]:
+        """A list of numbers on a device, brought there once: small GPU calls cost more than their work."""
+        key = device, tuple(numbers)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(numbers, device=device)
+        return self._indices[key]
+
+    def once_per_mask(self, call: Call, make: Callable[[Call], T]) -> T:
+        """What depends on the call's mask alone, made once: layers share their masks."""
+        key = (id(call.mask), call.causal, call.q.shape[2], call.k.shape[2], call.q.device)
+        if key not in self._by_mask:
+            self._by_mask[key] = call.mask, make(call)  # the mask is held, so that its id is not used again
+        return self._by_mask[key][1]
+
+    def check_finite(self, values: Tensor) -> None:
+        """Refuse vectors that overflowed."""
+        if not bool(values.isfinite().all()):
+            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
 
 
 def plan_layers(
     facts: Facts, heads: Sequence[Head], own_keys: frozenset[int] = frozenset()
-) -> tuple[dict[int, Plan], list[int], int]:
-    """What each layer gives to which slots, which key head each head reads, and how many key heads there are."""
+) -> tuple[dict[int, Plan], list[int]]:
+    """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
     plans: dict[int, Plan] = {}
     groups: dict[tuple[int, int], int] = {}
     kv_of_head = []
@@ -176,29 +255,11 @@ def plan_layers(
         plan.heads.append(head.index)
         plan.slots.append(slot)
         kv_of_head.append(groups[head.layer, kv])
-    return plans, kv_of_head, len(groups)
+    return plans, kv_of_head
 
 
-class Picker:
-    """A visitor of the tap that gathers one batch, layer by layer, into tensors allocated once.
-
-    Parameters
-    ----------
-    facts : Facts
-        What the model is.
-    heads : sequence of Head
-        Which heads, in the order of the result.
-    places : Places
-        Where to look.
-    space : str
-        Which vectors to keep.
-    rest : bool
-        Whether to sum up the keys that are not named.
-    stop : bool
-        Whether to end the forward after the deepest layer asked for.
-    own_keys : collection of int
-        Layers in which every query head has keys of its own (they were edited).
-    """
+class Picker(Gatherer):
+    """Gathers queries and keys at chosen places; with ``rest``, sums up the keys that are not named."""
 
     def __init__(
         self,
@@ -210,139 +271,79 @@ class Picker:
         stop: bool = True,
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
-        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
-        self.d_head = self._one_width()
-        if space == "pre_rope" and own_keys & {head.layer for head in heads}:
-            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
-        for layer in sorted({head.layer for head in heads}):
-            if space in facts.layers[layer].refusals:
-                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.plans, kv_of_head, groups = plan_layers(facts, self.heads, own_keys)
-        self.deepest = max(self.plans)
-        self._on: dict[torch.device, _Local] = {}
-        row = places.row.tolist()
-        self._one_each = row == list(range(len(row)))
+        super().__init__(facts, heads, places, space, stop, own_keys)
         rows, keys = places.keys.shape
-        device = places.keys.device
-        self.q = torch.zeros(rows, len(heads), self.d_head, device=device)
-        self.k = torch.zeros(rows, groups, keys, self.d_head, device=device)
-        self.bias = torch.zeros(rows, len(heads), keys, device=device)
-        self.rest = torch.zeros(rows, len(heads), device=device) if rest else None
-        self.scale = torch.zeros(len(heads))
-        self.softcap = torch.full((len(heads),), torch.inf)
-        self.kv_of_head = torch.tensor(kv_of_head, device=device)
+        self.q = torch.zeros(rows, len(heads), self.d_head, device=self.device)
+        self.k = torch.zeros(rows, self.groups, keys, self.d_head, device=self.device)
+        self.bias = torch.zeros(rows, len(heads), keys, device=self.device)
+        self.rest = torch.zeros(rows, len(heads), device=self.device) if rest else None
+        self._one_each = places.row.tolist() == list(range(rows))
+        self._at: dict[torch.device, Places] = {}
 
-    def _one_width(self) -> int:
-        widths = {self.facts.layers[head.layer].d_head for head in self.heads}
-        if len(widths) > 1:
-            raise BadInput(f"these heads have different widths {sorted(widths)}: capture each width on its own.")
-        return widths.pop()
+    def _places(self, device: torch.device) -> Places:
+        """The places on a layer's device, padded slots pointing at column 0."""
+        if device not in self._at:
+            at = self.places.to(device)
+            self._at[device] = dataclasses.replace(at, keys=at.keys.masked_fill(~at.key_mask, 0))
+        return self._at[device]
 
-    def _local(self, device: torch.device) -> _Local:
-        if device not in self._on:
-            row, query, keys, key_mask = (value.to(device) for value in vars(self.places).values())
-            lists = {
-                tuple(own) for plan in self.plans.values() for own in (plan.heads, plan.slots, plan.kv, plan.kv_slots)
-            }
-            together = torch.tensor([number for own in lists for number in own]).to(device)
-            index = dict(zip(lists, together.split([len(own) for own in lists]), strict=True))
-            self._on[device] = _Local(row, query, keys.masked_fill(~key_mask, 0), key_mask, index)
-        return self._on[device]
+    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
+        """Additive masks of the chosen queries: of the named keys, and of all the others."""
+        at, keys = self._places(call.q.device), call.k.shape[2]
+        rows = call.mask_rows(at.row, at.query)
+        at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
+        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
+        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
 
-    def _masks(self, call: Call, at: _Local) -> _Masks:
-        queries, keys = call.q.shape[2], call.k.shape[2]
-        key = (id(call.mask), call.causal, queries, keys)
-        if key not in at.masks:
-            rows = call.mask_rows(at.row, at.query)
-            at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
-            named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
-            named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
-            elsewhere = rows.masked_fill(named, -torch.inf)
-            at.masks[key] = _Masks(call.mask, at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), elsewhere)
-        return at.masks[key]
-
-    def visit(self, call: Call) -> None:
-        """Take what is wanted from one attention call."""
-        plan = self.plans.get(call.layer)
-        if plan is not None:
-            with torch.no_grad():
-                self._take(call, plan)
-        if self.stop and call.layer == self.deepest:
-            raise Stop
-
-    def _take(self, call: Call, plan: Plan) -> None:
-        at = self._local(call.q.device)
-        masks = self._masks(call, at)
+    def take(self, call: Call, plan: Plan) -> None:
+        """Queries, named keys, their masks, and the rest of the rows."""
+        at = self._places(call.q.device)
+        at_keys, elsewhere = self.once_per_mask(call, self._masks)
         # every head of one position is a small tensor, so heads are chosen after positions
         every_q = call.q[at.row, :, at.query].float()
-        q = _choose(every_q, plan.heads, at)
-        k = call.k[at.row[:, None, None], at.index[tuple(plan.kv)][:, None], at.keys[:, None]].float()
-        bias = masks.at_keys if masks.at_keys.shape[1] == 1 else _choose(masks.at_keys, plan.heads, at)
-        bias = self._logits_set(call, plan, at, q, k, bias.expand(-1, len(plan.heads), -1))
-        self._put(self.bias, plan.slots, bias)
+        q, k = self.choose(every_q, plan.heads), self._keys(call.k, plan, at)
+        bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
+        self.put(self.bias, plan.slots, self._with_set(call, plan, at, q, k, bias.expand(-1, len(plan.heads), -1)))
         if self.rest is not None:
-            self._put(self.rest, plan.slots, _choose(self._rest(call, at, every_q, masks.elsewhere), plan.heads, at))
-        q, k = self._into_space(call, plan, at, q, k)
-        self._put(self.q, plan.slots, q)
-        self._put(self.k, plan.kv_slots, k)
-        self.scale[plan.slots] = call.scale
-        if call.softcap is not None:
-            self.softcap[plan.slots] = float(call.softcap)
+            self.put(self.rest, plan.slots, self.choose(self._rest(call, at, every_q, elsewhere), plan.heads))
+        offset = self.facts.layers[call.layer].offset
+        if call.rotary is not None and offset is not None:
+            if self.space == "query_frame":
+                q, k = call.rotary.turn_back(q, k, at.row, at.query, offset)
+            elif self.space == "pre_rope":
+                every_q, every_k = call.rotary.unrotated(call.q, call.k, offset)
+                q, k = self.choose(every_q[at.row, :, at.query], plan.heads), self._keys(every_k, plan, at)
+        self.put(self.q, plan.slots, q)
+        self.put(self.k, plan.kv_slots, k)
 
-    def _put(self, out: Tensor, slots: list[int], value: Tensor) -> None:
-        first, last = slots[0], slots[-1] + 1
-        if slots == list(range(first, last)):
-            out[:, first:last] = value
-        else:
-            out.index_copy_(1, self._local(out.device).index[tuple(slots)], value.to(out))
+    def _keys(self, k: Float[Tensor, "n g t d"], plan: Plan, at: Places) -> Float[Tensor, "b g k d"]:
+        return k[at.row[:, None, None], self.index(plan.kv, k.device)[:, None], at.keys[:, None]].float()
 
-    def _rest(self, call: Call, at: _Local, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+    def _rest(self, call: Call, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
         batch, groups, _, _ = call.k.shape
         sums = []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
-            row = at.row[part]
+            row, query = at.row[part], at.query[part]
             every_k = (call.k if self._one_each and len(row) == batch else call.k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1)) * call.scale
             logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
-            for head, rows, query, key, value in call.logits_set:
-                hit = (rows == row[:, None]) & (query == at.query[part][:, None])
-                at_row, entry = hit.nonzero(as_tuple=True)
-                logits[at_row, head, key[entry]] = value[entry].to(logits)
+            for head, value in call.set_logits.items():
+                logits[:, head] = overlay(logits[:, head], value[row, query])
             sums.append((logits + mask[part]).logsumexp(-1))
         rest = torch.cat(sums) if len(sums) > 1 else sums[0]
         return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
 
-    def _logits_set(self, call: Call, plan: Plan, at: _Local, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    def _with_set(self, call: Call, plan: Plan, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
-        if not any(head in plan.heads for head, *_ in call.logits_set):
-            return bias
-        bias = bias.clone()
-        for head, rows, query, key, value in call.logits_set:
-            if head not in plan.heads:
-                continue
-            slot = plan.heads.index(head)
-            kv = plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
+        for head in call.set_logits.keys() & set(plan.heads):
+            slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
             logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
-            hit = (rows == at.row[:, None, None]) & (query == at.query[:, None, None]) & (key == at.keys[..., None])
-            at_row, at_key, entry = hit.nonzero(as_tuple=True)
-            bias[at_row, slot, at_key] += value[entry].to(bias) - logits[at_row, at_key]
+            there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
+            bias = bias.clone()
+            bias[:, slot] = overlay(bias[:, slot], bias[:, slot] + there - logits)
         return bias
-
-    def _into_space(self, call: Call, plan: Plan, at: _Local, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.facts.layers[call.layer]
-        rotary = call.rotary
-        if self.space == "post_rope" or rotary is None or layer.offset is None:
-            return q, k
-        if self.space == "query_frame":
-            return rotary.turn_back(q, k, at.row, at.query, layer.offset)
-        part = slice(layer.offset, layer.offset + rotary.q.shape[-1])
-        # latent attention shares one rotated key among all heads
-        kv = at.index[tuple(plan.kv)].clamp_max(rotary.k.shape[1] - 1)
-        q, k = q.clone(), k.clone()
-        q[..., part] = _choose(rotary.q[at.row, :, at.query], plan.heads, at).float()
-        k[..., part] = rotary.k[at.row[:, None, None], kv[:, None], at.keys[:, None]].float()
-        return q, k
 
     def finish(
         self,
@@ -351,12 +352,10 @@ class Picker:
         logits: Float[Tensor, "b v"] | None = None,
     ) -> Capture:
         """The batch, after the forward."""
-        if not bool(self.q.isfinite().all()):
-            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
+        self.check_finite(self.q)
         if logits is not None and bool(logits.isnan().any()):
             raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
         self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
-        device = self.q.device
         capped = bool(self.softcap.isfinite().any())
         return Capture(
             heads=self.heads,
@@ -364,8 +363,8 @@ class Picker:
             k=self.k,
             kv_of_head=self.kv_of_head,
             key_mask=self.places.key_mask,
-            scale=self.scale.to(device),
-            softcap=self.softcap.to(device) if capped else None,
+            scale=self.scale.to(self.device),
+            softcap=self.softcap.to(self.device) if capped else None,
             bias=self.bias,
             rest=self.rest,
             example=example,
@@ -375,8 +374,3 @@ class Picker:
             logits=logits,
             space=self.space,
         )
-
-
-def _choose(values: Float[Tensor, "b h *r"], heads: list[int], at: _Local) -> Float[Tensor, "b n *r"]:
-    """Some heads of all, without a copy where they are all of them."""
-    return values if heads == list(range(values.shape[1])) else values[:, at.index[tuple(heads)]]

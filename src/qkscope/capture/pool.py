@@ -8,7 +8,6 @@ for each other and are summed up together; turning into the query's frame is lin
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,12 +17,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.capture.encode import Encoding
-from qkscope.capture.pick import Places, Plan, plan_layers
+from qkscope.capture.pick import Gatherer, Plan
 from qkscope.capture.probe import Facts
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
-from qkscope.capture.tap import Call, Stop
-from qkscope.errors import BadInput
+from qkscope.capture.tap import Call
 from qkscope.heads import Head
 
 _HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes of keys that may wait: what stays in a cache, what fills a GPU
@@ -80,15 +78,6 @@ class Pooled:
         """Number of rows."""
         return len(self.example)
 
-    def to(self, device: torch.device | str) -> Pooled:
-        """The same batch on another device."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
-
 
 class _Layout(NamedTuple):
     """Rows laid out as [sequence, slot], so that queries of one text meet its keys in one product."""
@@ -98,14 +87,23 @@ class _Layout(NamedTuple):
     row: Int[Tensor, "b"]  # where each row stands in the table
     nth: Int[Tensor, "b"]
 
+    @classmethod
+    def of(cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
+        m = max(int(torch.bincount(row, minlength=n).max()), 1)
+        nth = (row[:, None] == row[None, :]).tril(-1).sum(dim=1)  # how many rows of the same text came before
+        table = torch.zeros((n, m), dtype=torch.long, device=row.device)
+        table[row, nth] = query
+        used = torch.zeros((n, m), dtype=torch.bool, device=row.device)
+        used[row, nth] = True
+        return cls(table, used, row, nth)
+
     def to(self, device: torch.device) -> _Layout:
         return self if self.query.device == device else _Layout(*(x.to(device) for x in self))
 
 
-class _Seen(NamedTuple):
-    """Masks of the chosen queries, and the keys drawn among those they see; `source` keeps its id from being reused."""
+class _Sight(NamedTuple):
+    """What the chosen queries see: masks, the keys kept and drawn by lot among them, the columns left out."""
 
-    source: Tensor | None
     mask: Float[Tensor, "n x m t"]
     kept: Bool[Tensor, "n x m t"]
     uniform: Float[Tensor, "n x m t"]
@@ -117,26 +115,13 @@ class _Seen(NamedTuple):
     drawn_mask: Bool[Tensor, "n m s"]
 
 
-class _Kind(NamedTuple):
-    """What layers must have in common to be pooled together; `layer` sets one apart from all others."""
-
-    layer: int | None
-    mask: int
-    causal: bool
-    keys: int
-    size: int  # query heads to a key head
-    scale: float
-    softcap: float | None
-    sinkless: bool
-    device: torch.device
-    offset: int | None
-    turned: tuple[Any, ...] | None
-
-
 class _Layer(NamedTuple):
-    """What is left of a call until its turn: queries at their places and every key, also as the space has them."""
+    """What is left of a call until its turn: queries at their places and every key, also as the space has them.
 
-    kind: _Kind
+    `kind` is what layers must have in common to be pooled together.
+    """
+
+    kind: tuple[Any, ...]
     call: Call
     plan: Plan
     q: Float[Tensor, "n m h d"]
@@ -146,118 +131,71 @@ class _Layer(NamedTuple):
     sinks: Float[Tensor, "h"] | None
 
 
-class Pooler:
-    """A visitor of the tap that pools one batch.
+class Pooler(Gatherer):
+    """Pools one batch; layers that are alike wait for each other.
 
     Parameters
     ----------
-    facts : what the model is.
-    heads : which heads, in the order of the result.
-    places : where the queries are; their keys are not read.
-    first, length : first column of each sequence that is not padding, and how many there are.
-    example : index of each row's example, an address for the lot.
-    skip : how many tokens from the first one on are left out.
-    draws : keys drawn by lot for each query.
+    facts, heads, space
+        As of any `Gatherer`.
+    batch : Encoding
+        Where the queries are, and whose; their keys are not read.
+    skip : int
+        How many tokens from the first one on are left out.
+    draws, seed : int
+        Keys drawn by lot for each query, and the seed of the lot.
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        heads: Sequence[Head],
-        places: Places,
-        first: Int[Tensor, "n"],
-        length: Int[Tensor, "n"],
-        example: Int[Tensor, "b"],
-        space: Space = "post_rope",
-        skip: int = 1,
-        draws: int = 2,
-        seed: int = 0,
+        self, facts: Facts, heads: Sequence[Head], batch: Encoding, space: Space, skip: int, draws: int, seed: int
     ) -> None:
-        self.facts, self.heads, self.space, self.skip, self.draws, self.seed = (
-            facts,
-            tuple(heads),
-            space,
-            skip,
-            draws,
-            seed,
-        )
-        widths = {facts.layers[head.layer].d_head for head in heads}
-        if len(widths) > 1:
-            raise BadInput(f"these heads have different widths {sorted(widths)}: pool each width on its own.")
-        for layer in sorted({head.layer for head in heads}):
-            if space in facts.layers[layer].refusals:
-                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.row, self.query, self.example = places.row, places.query, example
-        self.first, self.length = first, length
-        self.layout = _lay_out(places.row, places.query, len(first))
-        self._plans, kv_of_head, groups = plan_layers(facts, self.heads)
-        self.deepest = max(self._plans)
-        self._seen: dict[tuple[int, bool, int, torch.device], _Seen] = {}
+        super().__init__(facts, heads, batch.places, space)
+        self.example, self.skip, self.draws, self.seed = batch.example, skip, draws, seed
+        mask = batch.inputs["attention_mask"]
+        self.first, self.length = mask.argmax(dim=1), mask.sum(dim=1)
+        self.layout = _Layout.of(self.places.row, self.places.query, len(mask))
+        self.found: dict[str, Tensor] = {}
         self._waiting: list[_Layer] = []
-        rows, h, d, device = len(places.row), len(heads), widths.pop(), places.row.device
-        self.q = torch.zeros(rows, h, d, device=device)
-        self.summed = torch.zeros(rows, h, 3, d, device=device)  # attended, mean, top
-        self.numbers = torch.zeros(rows, h, 4, device=device)  # mass, weight of the top, its logit, the whole row
-        self.valid = torch.zeros(rows, h, dtype=torch.bool, device=device)
-        self.top_column = torch.zeros(rows, h, dtype=torch.long, device=device)
-        self.drawn = torch.zeros(rows, groups, draws, d, device=device)
-        self.drawn_columns = torch.zeros(rows, groups, draws, dtype=torch.long, device=device)
-        self.drawn_mask = torch.zeros(rows, groups, draws, dtype=torch.bool, device=device)
-        self.drawn_logits = torch.zeros(rows, h, draws, device=device)
-        self.kv_of_head = torch.tensor(kv_of_head, device=device)
-        self.scale, self.softcap = torch.zeros(h), torch.full((h,), torch.inf)
 
-    def visit(self, call: Call) -> None:
-        """Take what is wanted from one attention call; layers that are alike wait for each other."""
-        plan = self._plans.get(call.layer)
-        if plan is not None:
-            with torch.no_grad():
-                self._take(call, plan)
-                if call.layer == self.deepest:
-                    self._pool()
-        if call.layer == self.deepest:
-            raise Stop
-
-    def _take(self, call: Call, plan: Plan) -> None:
+    def take(self, call: Call, plan: Plan) -> None:
+        """Let the layer wait, after those that wait and are not like it were pooled."""
         kind = self._kind(call)
         held = sum(layer.k.nbytes for layer in self._waiting)
-        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if kind.device.type == "cpu" else "gpu"]):
+        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
             self._pool()
         query = self.layout.to(call.q.device).query
         rows = torch.arange(len(query), device=query.device)[:, None]
         q, k = call.q[rows, :, query].float(), call.k.float()
         own_q, own_k = q, k
-        if self.space == "pre_rope" and call.rotary is not None and kind.offset is not None:
-            part = slice(kind.offset, kind.offset + call.rotary.q.shape[-1])
-            own_q, own_k = q.clone(), k.clone()
-            own_q[..., part] = call.rotary.q[rows, :, query].float()
-            own_k[..., part] = call.rotary.k.float()  # broadcasts where latent attention shares one rotated key
+        offset = self.facts.layers[call.layer].offset
+        if self.space == "pre_rope" and call.rotary is not None and offset is not None:
+            every_q, own_k = call.rotary.unrotated(call.q, call.k, offset)
+            own_q = every_q[rows, :, query]
         # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
         first = self._waiting[0].call if self._waiting else call
         self._waiting.append(_Layer(kind, first, plan, q, k, own_q, own_k, call.sinks))
+        if call.layer == self.deepest:
+            self._pool()
 
-    def _kind(self, call: Call) -> _Kind:
+    def _kind(self, call: Call) -> tuple[Any, ...]:
         alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
-        offset = self.facts.layers[call.layer].offset if call.rotary is not None else None
-        turned = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
-        return _Kind(
-            call.layer if alone else None, id(call.mask), call.causal, call.k.shape[2],
-            call.q.shape[1] // call.k.shape[1], call.scale, call.softcap, call.sinks is None, call.q.device,
-            offset, turned,
-        )  # fmt: skip
+        mask = call.layer if alone else None, id(call.mask), call.causal
+        shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
+        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
+        offset = self.facts.layers[call.layer].offset
+        return *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, offset
 
     def _pool(self) -> None:
         """Pool the layers that wait, as if they were one with many heads: small products cost more than their work."""
         layers, self._waiting = self._waiting, []
-        kind, call = layers[0].kind, layers[0].call
-        plan = _side_by_side(layers)
+        call, plan = layers[0].call, _side_by_side(layers)
         q, own_q = (_together([getattr(layer, name) for layer in layers], 2) for name in ("q", "own_q"))
         k = _together([layer.k for layer in layers], 1)
         keys = k if layers[0].own_k is layers[0].k else _together([layer.own_k for layer in layers], 1)
-        seen, layout = self._look(call), self.layout.to(q.device)
+        seen, layout = self.once_per_mask(call, self._sight), self.layout.to(q.device)
         n, m, heads, _ = q.shape
-        groups = k.shape[1]
-        grouped = q.transpose(1, 2).reshape(n, groups, kind.size * m, -1)
+        groups, size = k.shape[1], heads // k.shape[1]
+        grouped = q.transpose(1, 2).reshape(n, groups, size * m, -1)
         logits = call.cap(call.scale * (grouped @ k.mT)).view(n, heads, m, k.shape[2]) + seen.mask
         resting = logits.gather(-1, seen.resting[:, None, None].expand(-1, heads, m, -1))
         logits = logits.masked_fill_(~seen.kept, -torch.inf)
@@ -274,78 +212,60 @@ class Pooler:
 
         attended = (weights.view(n, groups, -1, k.shape[2]) @ keys).view(n, heads, m, -1)
         if seen.uniform.shape[1] == 1:  # heads that see the same share a mean
-            mean = (seen.uniform @ keys).repeat_interleave(kind.size, dim=1)
+            mean = (seen.uniform @ keys).repeat_interleave(size, dim=1)
         else:
             mean = (seen.uniform.view(n, groups, -1, k.shape[2]) @ keys).view_as(attended)
-        kv = torch.arange(heads, device=q.device) // kind.size
-        lot = seen.drawn[:, None].expand(-1, groups, -1, -1)
-        lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, heads, -1, -1))
 
         # from [sequence, slot] to one row per query
         row, nth = layout.row, layout.nth
         top = top[row, :, nth]
         valid = seen.valid.expand(-1, heads, -1)[row, :, nth]
-        best = keys[row[:, None], kv, top] * valid[..., None]
+        best = keys[row[:, None], torch.arange(heads, device=q.device) // size, top] * valid[..., None]
         summed = torch.stack([attended[row, :, nth], mean[row, :, nth], best], dim=2)  # b h 3 d
-        lots = keys[row[:, None, None], torch.arange(groups, device=q.device)[:, None], lot[row, :, nth]]  # b g s d
-        own_q = own_q[row, nth]
-        if self.space == "query_frame" and call.rotary is not None and kind.offset is not None:
-            place = self.query.to(q.device)
-            own_q, summed = call.rotary.turn_back(own_q, summed, row, place, kind.offset)
-            _, lots = call.rotary.turn_back(own_q[:, :1], lots, row, place, kind.offset)
-        numbers = torch.stack([(total - whole).exp(), top_weight, top_logit, whole], dim=-1)
-        self._put(self.q, plan, own_q)
-        self._put(self.summed, plan, summed)
-        self._put(self.numbers, plan, numbers[row, :, nth])
-        self._put(self.valid, plan, valid)
-        self._put(self.top_column, plan, top)
-        self._put(self.drawn_logits, plan, lot_logits[row, :, nth])
-        self._put(self.drawn, plan, lots, groups=True)
-        for out, value in ((self.drawn_columns, seen.drawn), (self.drawn_mask, seen.drawn_mask)):
-            self._put(out, plan, value[row, nth][:, None].expand(-1, groups, -1), groups=True)
-        self.scale[plan.slots] = call.scale
-        if call.softcap is not None:
-            self.softcap[plan.slots] = float(call.softcap)
+        lot, lot_mask = (value[row, nth][:, None].expand(-1, groups, -1) for value in (seen.drawn, seen.drawn_mask))
+        lots = keys[row[:, None, None], torch.arange(groups, device=q.device)[:, None], lot]  # b g s d
+        lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, heads, -1, -1))[row, :, nth]
+        own_q, offset = own_q[row, nth], self.facts.layers[call.layer].offset
+        if self.space == "query_frame" and call.rotary is not None and offset is not None:
+            place = self.places.query.to(q.device)
+            own_q, summed = call.rotary.turn_back(own_q, summed, row, place, offset)
+            _, lots = call.rotary.turn_back(own_q[:, :1], lots, row, place, offset)
+        numbers = torch.stack([(total - whole).exp(), top_weight, top_logit, whole], dim=-1)[row, :, nth]
+        by_head = {"q": own_q, "summed": summed, "numbers": numbers, "valid": valid, "top_column": top}
+        self._keep(plan.heads, plan.slots, len(self.heads), **by_head, drawn_logits=lot_logits)
+        self._keep(plan.kv, plan.kv_slots, self.groups, drawn=lots, drawn_columns=lot, drawn_mask=lot_mask)
 
-    def _put(self, out: Tensor, plan: Plan, value: Tensor, groups: bool = False) -> None:
-        chosen, slots = (plan.kv, plan.kv_slots) if groups else (plan.heads, plan.slots)
-        if chosen != list(range(value.shape[1])):
-            value = value.index_select(1, torch.tensor(chosen, device=value.device))
-        first, last = slots[0], slots[-1] + 1
-        if slots == list(range(first, last)):
-            out[:, first:last] = value
-        else:
-            out.index_copy_(1, torch.tensor(slots, device=out.device), value.to(out))
+    def _keep(self, chosen: list[int], slots: list[int], width: int, **values: Tensor) -> None:
+        for name, value in values.items():
+            if name not in self.found:
+                shape = (len(value), width, *value.shape[2:])
+                self.found[name] = torch.zeros(shape, dtype=value.dtype, device=self.device)
+            self.put(self.found[name], slots, self.choose(value, chosen))
 
-    def _look(self, call: Call) -> _Seen:
-        key = (id(call.mask), call.causal, call.k.shape[2], call.q.device)
-        if key not in self._seen:
-            query, used, *_ = self.layout.to(call.q.device)
-            n, m = query.shape
-            rows = torch.arange(n, device=query.device)
-            mask = call.mask_rows(rows.repeat_interleave(m), query.flatten()).unflatten(0, (n, m)).transpose(1, 2)
-            columns = torch.arange(mask.shape[-1], device=mask.device)
-            end = (self.first.to(columns.device) + self.skip)[:, None]
-            kept = (mask > -torch.inf) & (columns >= end)[:, None, None] & used[:, None, :, None]
-            uniform = kept / kept.sum(dim=-1, keepdim=True).clamp_min(1)
-            valid = kept.any(dim=-1)
-            resting = end - 1 - columns[: self.skip]
-            seen = kept.any(dim=1)  # where heads differ in what they see, a lot may fall on a key that one does not
-            lot = self._lots(n, m, mask.shape[-1]).to(mask.device).masked_fill(~seen, -1.0)
-            drawn = lot.topk(min(self.draws, lot.shape[-1]), dim=-1).indices
-            if drawn.shape[-1] < self.draws:
-                drawn = torch.nn.functional.pad(drawn, (0, self.draws - drawn.shape[-1]))
-            nth = torch.arange(self.draws, device=mask.device)
-            self._seen[key] = _Seen(
-                call.mask, mask, kept, uniform, valid, bool(valid.all()), resting.clamp(0, mask.shape[-1] - 1),
-                (resting >= 0) & (resting < mask.shape[-1]), drawn, nth < seen.sum(dim=-1, keepdim=True),
-            )  # fmt: skip
-        return self._seen[key]
+    def _sight(self, call: Call) -> _Sight:
+        query, used, *_ = self.layout.to(call.q.device)
+        n, m = query.shape
+        rows = torch.arange(n, device=query.device)
+        mask = call.mask_rows(rows.repeat_interleave(m), query.flatten()).unflatten(0, (n, m)).transpose(1, 2)
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        end = (self.first.to(columns.device) + self.skip)[:, None]
+        kept = (mask > -torch.inf) & (columns >= end)[:, None, None] & used[:, None, :, None]
+        uniform = kept / kept.sum(dim=-1, keepdim=True).clamp_min(1)
+        valid = kept.any(dim=-1)
+        resting = end - 1 - columns[: self.skip]
+        is_resting = (resting >= 0) & (resting < mask.shape[-1])
+        seen = kept.any(dim=1)  # where heads differ in what they see, a lot may fall on a key that one does not
+        lot = self._lots(n, m, mask.shape[-1]).to(mask.device).masked_fill(~seen, -1.0)
+        drawn = lot.topk(min(self.draws, lot.shape[-1]), dim=-1).indices
+        drawn = torch.nn.functional.pad(drawn, (0, self.draws - drawn.shape[-1]))
+        drawn_mask = torch.arange(self.draws, device=mask.device) < seen.sum(dim=-1, keepdim=True)
+        resting = resting.clamp(0, mask.shape[-1] - 1)
+        return _Sight(mask, kept, uniform, valid, bool(valid.all()), resting, is_resting, drawn, drawn_mask)
 
     def _lots(self, n: int, m: int, t: int) -> Float[Tensor, "n m t"]:
         """A number for each query and key, by the example and the place in it: padding and batches do not matter."""
         lots = torch.zeros(n, m, t)
-        examples = dict(zip(self.row.tolist(), self.example.tolist(), strict=True))
+        examples = dict(zip(self.places.row.tolist(), self.example.tolist(), strict=True))
         firsts, lengths, counts = self.first.tolist(), self.length.tolist(), self.layout.used.sum(dim=1).tolist()
         for row, example in examples.items():
             generator = torch.Generator().manual_seed(((self.seed << 32) + example) % 2**64)
@@ -355,16 +275,21 @@ class Pooler:
 
     def finish(self) -> Pooled:
         """The batch, after the forward."""
-        if not bool(self.q.isfinite().all()):
-            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
-        attended, mean, top = self.summed.unbind(2)
-        mass, top_weight, top_logit, whole = self.numbers.unbind(-1)
-        device = self.q.device
+        found = dict(self.found)
+        self.check_finite(found["q"])
+        found |= zip(("attended", "mean", "top"), found.pop("summed").unbind(2), strict=True)
+        found |= zip(("mass", "top_weight", "top_logit", "whole"), found.pop("numbers").unbind(-1), strict=True)
         return Pooled(
-            self.heads, self.q, attended, mean, top, self.valid, mass, self.top_column, top_weight, top_logit, whole,
-            self.drawn, self.drawn_columns, self.drawn_mask, self.drawn_logits, self.kv_of_head,
-            self.scale.to(device), self.softcap.to(device), self.example, self.row, self.query, self.space,
-        )  # fmt: skip
+            heads=self.heads,
+            kv_of_head=self.kv_of_head,
+            scale=self.scale.to(self.device),
+            softcap=self.softcap.to(self.device),
+            example=self.example,
+            row=self.places.row,
+            query_positions=self.places.query,
+            space=self.space,
+            **found,
+        )
 
 
 def _side_by_side(layers: Sequence[_Layer]) -> Plan:
@@ -381,17 +306,6 @@ def _side_by_side(layers: Sequence[_Layer]) -> Plan:
 
 def _together(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _lay_out(row: Int[Tensor, "b"], query: Int[Tensor, "b"], n: int) -> _Layout:
-    counts = torch.bincount(row, minlength=n)
-    m = max(int(counts.max()), 1)
-    nth = (row[:, None] == row[None, :]).tril(-1).sum(dim=1)  # how many rows of the same text came before
-    flat = row * m + nth
-    table = torch.zeros(n * m, dtype=torch.long, device=row.device).index_copy(0, flat, query)
-    used = torch.zeros(n * m, dtype=torch.bool, device=row.device)
-    used[flat] = True
-    return _Layout(table.view(n, m), used.view(n, m), row, nth)
 
 
 @torch.no_grad()
@@ -412,12 +326,9 @@ def pool(
     inputs : from `Scope.encode`: one row per example and query.
     heads, space : as in `Scope.capture`.
     skip : tokens from the first one on that are left out of every sum.
-    draws : keys drawn by lot for each query.
+    draws, seed : keys drawn by lot for each query, and the seed of the lot.
     """
     check_space(space)
-    wanted = scope.parse(heads)
-    mask = inputs.inputs["attention_mask"]
-    pooler = Pooler(scope.facts, wanted, inputs.places, mask.argmax(dim=1), mask.sum(dim=1),
-                    inputs.example, space, skip, draws, seed)  # fmt: skip
+    pooler = Pooler(scope.facts, scope.parse(heads), inputs, space, skip, draws, seed)
     scope.watch(inputs.inputs, pooler.visit, rotary=space != "post_rope")
     return pooler.finish()

@@ -42,6 +42,15 @@ class Rotary:
     q_rotated: Float[Tensor, "b h s r"]
     k_rotated: Float[Tensor, "b g s r"]
 
+    def unrotated(
+        self, q: Float[Tensor, "b h s d"], k: Float[Tensor, "b g t d"], offset: int
+    ) -> tuple[Float[Tensor, "b h s d"], Float[Tensor, "b g t d"]]:
+        """All queries and keys as they were before the rotation of the dimensions from `offset` on."""
+        part = slice(offset, offset + self.q.shape[-1])
+        q, k = (x.to(torch.float32, copy=True) for x in (q, k))
+        q[..., part], k[..., part] = self.q, self.k  # which broadcasts where latent attention shares one rotated key
+        return q, k
+
     def turn_back(
         self,
         q: Float[Tensor, "n h d"],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -35,23 +35,14 @@ class Stop(Exception):
     """Raised by a visitor that has seen enough: the rest of the forward pass is skipped."""
 
 
-class SetLogits(NamedTuple):
-    """Attention logits put in by hand: n entries of one query head, each at a sequence, a query and a key."""
-
-    head: int
-    row: Int[Tensor, "n"]
-    query: Int[Tensor, "n"]
-    key: Int[Tensor, "n"]
-    value: Float[Tensor, "n"]
-
-
 @dataclass
 class Call:
     """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
 
-    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and `logits_set`; it then names
-    the query heads concerned in `redo`, and their output is computed again from this record. `biases` names what else
-    the call adds to its logits: the probe refuses a model where there is any.
+    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
+    (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
+    computed again from this record. `biases` names what else the call adds to its logits: the probe refuses a model
+    where there is any.
     """
 
     module: nn.Module
@@ -67,7 +58,7 @@ class Call:
     biases: tuple[str, ...] = ()
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
-    logits_set: list[SetLogits] = field(default_factory=list)
+    set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
@@ -96,9 +87,9 @@ class Call:
         index = torch.tensor(heads, device=self.q.device)
         group = lambda x: x[:, index // (self.q.shape[1] // x.shape[1])].float()  # noqa: E731
         logits = self.cap(self.scale * self.q[:, index].float() @ group(self.k).transpose(-1, -2))
-        for head, rows, query, key, value in self.logits_set:
-            if head in heads:
-                logits[rows, heads.index(head), query, key] = value.to(logits)
+        for head in self.set_logits.keys() & set(heads):
+            slot = heads.index(head)
+            logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
         every = torch.arange(queries, device=self.q.device)
         mask = self.mask_rows(
             torch.arange(batch, device=every.device).repeat_interleave(queries), every.repeat(batch)
@@ -111,6 +102,11 @@ class Call:
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
         weights = torch.softmax(logits, dim=-1)[..., : self.k.shape[2]].nan_to_num()
         return (weights @ group(self.v)).transpose(1, 2)
+
+
+def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Logits with those put over them that were set by hand; NaN sets nothing."""
+    return torch.where(others.isnan(), logits, others)
 
 
 def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
