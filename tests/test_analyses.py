@@ -20,9 +20,9 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
 from qkscope.analyses.sums import sums_file
 from qkscope.analyses.swap import Features, default_features, swap
-from qkscope.analyses.units import batches_of, capture_units, units_hash, whole_rows
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope

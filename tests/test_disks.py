@@ -16,11 +16,10 @@ import pytest
 from qkscope import BadInput, cli, tasks
 from qkscope.analyses import fit_folder, sums
 from qkscope.analyses.fit_folder import run_decompose
-from qkscope.analyses.safety import only_writer
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.page.report import write_report
-from qkscope.runs.folder import write_text
+from qkscope.runs.folder import only_writer, write_text
 from qkscope.runs.result import Result
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama

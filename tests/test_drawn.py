@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qkscope import tasks
-from qkscope.analyses.units import batches_of, units_hash
+from qkscope.analyses.prompts import batches_of, units_hash
 from qkscope.tasks import drawn
 from qkscope.tasks.drawn import Drawn
 from tiny_llama import write_tiny_llama
@@ -39,7 +39,7 @@ def test_batches_stay_within_a_window_and_short_jobs_have_those_they_always_had(
     one = batches_of(units, 8)
     order = [i for batch in one for i in batch]
     assert order == sorted(range(60), key=lambda i: (max(map(len, units[i])), i))
-    monkeypatch.setattr("qkscope.analyses.units.WINDOW", 20)
+    monkeypatch.setattr("qkscope.analyses.prompts.WINDOW", 20)
     batches = batches_of(units, 8)  # four prompts and their copies each
     assert [batch[0] // 20 for batch in batches] == [batch[-1] // 20 for batch in batches] == sorted([0, 1, 2] * 5)
     assert sorted(i for batch in batches for i in batch) == list(range(60))

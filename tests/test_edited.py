@@ -10,10 +10,10 @@ import pytest
 
 from qkscope import BadInput, tasks
 from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_of
-from qkscope.analyses.made import made
-from qkscope.analyses.shards import merge
+from qkscope.analyses.merge import merge
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
+from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_manifest, read_tensors, write_tensors
 from tiny_llama import write_tiny_llama

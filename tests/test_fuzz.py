@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from qkscope import BadInput
 from qkscope.analyses.fit_folder import read_job, task_of
-from qkscope.analyses.shards import parse_shard
 from qkscope.page.report import report_html, script_json, write_report
 from qkscope.runs.result import Result, plain_value
+from qkscope.runs.shards import parse_shard
 from qkscope.runs.store import read_tensors, write_tensors
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

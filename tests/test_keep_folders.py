@@ -18,14 +18,16 @@ import torch
 from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
-from qkscope.analyses import shards, sums
+from qkscope.analyses import sums
 from qkscope.analyses.fit_folder import load_fit, run_decompose
-from qkscope.analyses.shards import merge, together
+from qkscope.analyses.merge import merge
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
+from qkscope.runs import shards
 from qkscope.runs.folder import check_folder, file_name, only_writer
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.runs.shards import together
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gguf_writer import write_gguf
-from qkscope.analyses.find import check_same_model
+from qkscope.analyses.about import check_same_model
 from qkscope.capture.cache import cache_dir, files_hash, tensors_hash, weights_part
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope

@@ -14,9 +14,8 @@ import pytest
 
 from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
 from qkscope.analyses.fit_folder import load_fit, run_decompose
-from qkscope.analyses.made import made
 from qkscope.capture.scope import Scope
-from qkscope.runs.provenance import provenance
+from qkscope.runs.provenance import made, provenance
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors
 from tiny_llama import write_tiny_llama
@@ -29,6 +28,10 @@ def qkscope(*arguments: object) -> str:
     done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def loaded(model: str, revision: str | None) -> Scope:
+    return Scope.load(model, revision=revision)
 
 
 def facts(rows: list[dict]) -> dict[str, dict]:
@@ -98,7 +101,7 @@ def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
     about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
     about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
     Result("heads", {}, provenance={**about, "threads": 99}).write(tmp_path / "run")
-    found = facts(made(tmp_path / "run", check=True))
+    found = facts(made(tmp_path / "run", load=loaded))
     assert [name for name, row in found.items() if row["same"] is False] == ["weights", "tokenizer", "torch", "threads"]
     assert found["torch"]["there"] == "1.0"
     with monkeypatch.context() as patched:
@@ -115,12 +118,12 @@ def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
     share = tmp_path / "share"
     run_decompose(scope, tasks.binding(4), ["L1H3"], 16, share, contrasts=["order"], batch_size=4, shard=(0, 2))
     for place in (share, share / "order.safetensors"):
-        assert facts(made(place, check=True))["weights"]["same"] is True
+        assert facts(made(place, load=loaded))["weights"]["same"] is True
     assert facts(made(share))["shard"]["there"] == [0, 2]
     assert "command" not in facts(made(share))  # Python made it
 
     Result("toy", {}, provenance=provenance(seeds=3)).write(tmp_path / "toy")
     with pytest.raises(BadInput, match="names no single model"):
-        made(tmp_path / "toy", check=True)
+        made(tmp_path / "toy", load=loaded)
     with pytest.raises(BadInput, match=r"holds no manifest\.json"):
         made(tmp_path)

@@ -13,9 +13,9 @@ import torch
 
 from qkscope import BadInput, Moments, Scope, tasks
 from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_of
-from qkscope.analyses.made import made
-from qkscope.analyses.shards import merge
+from qkscope.analyses.merge import merge
 from qkscope.analyses.sums import Sums, sums_file
+from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.words import OBJECTS

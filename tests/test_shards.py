@@ -22,10 +22,11 @@ from qkscope import BadInput, Head, tasks
 from qkscope.analyses import sums
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit_folder import load_fit, run_decompose
-from qkscope.analyses.safety import only_writer
-from qkscope.analyses.shards import merge, parse_shard, together, torchrun_shard
+from qkscope.analyses.merge import merge
 from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
+from qkscope.runs.folder import only_writer
+from qkscope.runs.shards import parse_shard, together, torchrun_shard
 from qkscope.runs.store import read_tensors, write_tensors
 from tiny_llama import write_tiny_llama
 

@@ -12,9 +12,10 @@ import torch
 
 from qkscope import Head, tasks
 from qkscope.analyses.attribute import attribute
-from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import Ranking, find_heads
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import Features, draw_pairs, swap
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope

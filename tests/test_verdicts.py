@@ -12,7 +12,7 @@ from planted import PlantedHead
 from qkscope import BadInput, Head, tasks
 from qkscope.analyses import sums as sums_module
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.units import Batch, null_units
+from qkscope.analyses.prompts import Batch, null_units
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.maths.controls import rank_above, run_controls

@@ -10,7 +10,7 @@ import pytest
 
 import qkscope as qk
 from qkscope import BadInput, Example, tasks
-from qkscope.analyses.units import capture_units
+from qkscope.analyses.prompts import capture_units
 from qkscope.capture.families import tiny_model
 from qkscope.capture.marks import FIRST_TOKEN
 from qkscope.capture.scope import Scope

@@ -32,7 +32,6 @@ from qkscope.analyses.discover.evidence import example_rows, swap_of
 from qkscope.analyses.discover.relations import main_relation, relation_rows
 from qkscope.analyses.discover.rows import QueryRows, gather
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, text_examples
-from qkscope.analyses.steps import Steps
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_least
@@ -42,6 +41,7 @@ from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.discovery import HeadTest, SelfContrast, head_tests, moving_basis
 from qkscope.maths.svd import checked_svd
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
@@ -75,7 +75,7 @@ def atlas(
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
 ) -> Atlas:
     """Look for directions above the null at every head.
 
@@ -86,7 +86,7 @@ def atlas(
     replicates : null replicates of each head, half of them of each kind; they are pooled over heads, so a few are
         enough.
     draws : random subspaces beside each swap.
-    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
     check_least(1, queries=queries, length=length, draws=draws, batch_size=batch_size)
@@ -114,16 +114,16 @@ def atlas(
         device=scope.device,
     )  # fmt: skip
     options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "seed": seed, "progress": progress}
-    steps = (steps or Steps()).begin(
+    job = (job or Job()).begin(
         scope, examples, verb="atlas", heads=[str(head) for head in chosen], cut=cut, replicates=replicates,
         draws=draws,
         **{name: value for name, value in options.items() if name != "progress"},
     )  # fmt: skip
-    gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, steps=steps, name="sums", **options)
-    tested = gather(scope, examples[cut:], chosen, draws=4, steps=steps, name="test", **options)
+    gather(scope, examples[:cut], chosen, contrast=contrast, keep=False, job=job, name="sums", **options)
+    tested = gather(scope, examples[cut:], chosen, draws=4, job=job, name="test", **options)
     assert tested is not None
     tests = head_tests(contrast)
-    tables = _tables(scope, tested, contrast, tests, draws, seed, steps)
+    tables = _tables(scope, tested, contrast, tests, draws, seed, job)
     above = sum(row["directions"] > 0 for row in tables["atlas"])
     best = tables["atlas"][0]
     return Atlas(
@@ -147,12 +147,12 @@ def _tables(
     tests: Sequence[HeadTest],
     draws: int,
     seed: int,
-    steps: Steps,
+    job: Job,
 ) -> dict[str, list[dict[str, Any]]]:
     deltas = contrast.delta().cpu()
     u = checked_svd(deltas)[0]
     cov_k = contrast.covariances()[1].cpu()
-    relations = steps.once("relations", lambda: relation_rows(scope, tested))
+    relations = job.once("relations", lambda: relation_rows(scope, tested))
 
     def of_head(h: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         head, test = contrast.heads[h], tests[h]
@@ -183,7 +183,7 @@ def _tables(
     examples: list[dict[str, Any]] = []
     for layer in sorted({head.layer for head in contrast.heads}):
         own = [h for h, head in enumerate(contrast.heads) if head.layer == layer]
-        for row, texts in steps.once(f"layer {layer}", partial(of_heads, own)):
+        for row, texts in job.once(f"layer {layer}", partial(of_heads, own)):
             rows.append(row)
             examples += texts
     rows.sort(key=lambda row: (-row["directions"], -row["logit_share"]))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.decompose import Fit
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.units import batches_of
+from qkscope.analyses.prompts import batches_of
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput

@@ -18,8 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.analyses.decompose import Fit
-from qkscope.analyses.steps import Steps
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import Features, Swaps, check_rows, check_swappable, draw_pairs
 from qkscope.capture.marks import answer_ids, check_visible
 from qkscope.capture.patch import Edit
@@ -32,6 +31,7 @@ from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.intervals import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import ANSWER, Unit
 
@@ -49,7 +49,7 @@ def swap_downstream(
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
 ) -> Swaps:
     """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
 
@@ -95,12 +95,12 @@ def swap_downstream(
             answers.append(read.answers(after.logits))
         return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}
 
-    steps = (steps or Steps()).begin(
+    job = (job or Job()).begin(
         scope, list(units), verb="downstream", heads=[str(h) for h in what.heads], features=what.names,
         together=together, kinds=list(projectors), draws=draws, batch_size=batch_size, seed=seed, chat=fit.chat,
         projectors=_hashed(projectors),
     )  # fmt: skip
-    pieces = steps.stream("answers", pairs.batches, run, progress)
+    pieces = job.stream("answers", pairs.batches, run, progress)
     shown = dict.fromkeys(_text(scope, token) for piece in pieces for token in piece["tokens"])
     clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
     table: list[dict[str, Any]] = []

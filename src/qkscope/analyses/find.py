@@ -9,28 +9,26 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.units import batches_of
-from qkscope.capture.cache import weights_part
+from qkscope.analyses.about import made_from, with_notes
+from qkscope.analyses.prompts import batches_of, clusters_of
 from qkscope.capture.encode import Encoding
-from qkscope.capture.marks import check_visible, notes_of
+from qkscope.capture.marks import check_visible
 from qkscope.capture.scope import Scope
-from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.intervals import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.stream import stream
-from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope.tasks.task import ANSWER, Task
 
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 
@@ -60,7 +58,6 @@ def find_heads(
 ) -> Ranking:
     """Score every head on ``n`` prompts of the task that are used for nothing else."""
     start = time.perf_counter()
-    check_scope_and_task(scope, task)
     heads, units = scope.heads(), task.choose(n)
 
     def run(indices: list[int]) -> tuple[Tensor, ...]:
@@ -94,7 +91,7 @@ def find_heads(
     whole = (
         "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
     )
-    about = job(scope, task)
+    about = made_from(scope, task)
     answer = (
         f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
@@ -126,45 +123,3 @@ def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ..
         mass,
         right.sum(-1) / (labels != 0).sum(-1),
     )
-
-
-def job(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
-    """What an analysis was made from, for manifests and for refusing to mix."""
-    notes = notes_of(scope, task)
-    return {
-        "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
-        "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
-        "asked": dict(task.asked), "space": space, **({"notes": notes} if notes else {}),
-    }  # fmt: skip
-
-
-def with_notes(answer: str, about: Mapping[str, Any]) -> str:
-    """An answer, and what its reader must know of the task, where there is anything."""
-    return " ".join([answer, *about.get("notes", ())])
-
-
-def _cluster(unit: Unit, number: int) -> object:
-    return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
-
-
-def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
-    numbers: dict[object, int] = {}
-    own = {i: numbers.setdefault(_cluster(units[i], i), len(numbers)) for i in unit.unique().tolist()}
-    return torch.tensor([own[i] for i in unit.tolist()])
-
-
-def check_scope_and_task(scope: Scope, task: Task) -> None:
-    """Say what the two are made with, where somebody gave their names."""
-    check_kind(scope, Scope, "a verb looks into a Scope, as Scope.load(name) gives")
-    check_kind(task, Task, "a task is what qkscope.tasks makes, as tasks.binding() or tasks.from_jsonl(file)")
-
-
-def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
-    """Refuse to use with a model what says that it was made with another one, or with another tokenizer."""
-    for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
-        there = about.get(part, here)
-        if there != here:
-            same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
-            part = "settings (config.json, with the same weights)" if same else part
-            raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, check_replicates, checked_contrasts, collect, fit_of
-from qkscope.analyses.find import check_same_model
-from qkscope.analyses.find import job as job_of
-from qkscope.analyses.sums import Shard, Sums, is_shard, sums_file
-from qkscope.analyses.units import batches_of, units_hash
+from qkscope.analyses.about import check_same_model, made_from
+from qkscope.analyses.decompose import check_replicates, checked_contrasts, collect
+from qkscope.analyses.fit import Fit, fit_of
+from qkscope.analyses.prompts import batches_of, units_hash
+from qkscope.analyses.sums import Sums, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space, check_space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.runs.folder import (
+    JOB,
     LOCK,
     PAGE,
     RESULTS,
@@ -42,11 +43,9 @@ from qkscope.runs.folder import (
 )
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import plain_value
+from qkscope.runs.shards import SHARDS, Shard, is_shard
 from qkscope.tasks.task import Task
 
-SHARDS = "shards"
-"""Subfolder in which processes that share a job keep their sums until they are merged."""
-JOB = "job.json"
 MADE = ("command", "versions", "threads")
 """What a job's file says besides the job: two shards may differ in it."""
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -149,7 +148,7 @@ def run_decompose(
             sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
         if shard is not None:
             return None
-        fit = fit_of(sums, task, job_of(scope, task, plan["space"]))
+        fit = fit_of(sums, task, made_from(scope, task, plan["space"]))
         fit = replace(fit, seconds=time.perf_counter() - start)
         show(fit)
         write_fit(folder, fit, job)
@@ -211,7 +210,7 @@ def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
         if one.moments.about.get("examples") != units_hash(task.fit(name, job["n"])):
             raise BadInput(f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose "
                            "again into another folder.")  # fmt: skip
-    return fit_of({name: one for name, (one, _) in read.items()}, task, job_of(scope, task, job["space"])), task
+    return fit_of({name: one for name, (one, _) in read.items()}, task, made_from(scope, task, job["space"])), task
 
 
 def finished_sums(

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.find import check_same_model
+from qkscope.analyses.about import check_same_model
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Capture, Places

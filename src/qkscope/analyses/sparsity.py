@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.about import made_from
 from qkscope.analyses.circuits import Edge, check_roles, circuit_of, find_circuit, locate, outside, rows_from
 from qkscope.analyses.circuits import parse_edges as parse_edges
-from qkscope.analyses.find import job
+from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.relative import TOLERANCE, RelativeRows, split_captured
 from qkscope.analyses.singular import singular_basis
-from qkscope.analyses.units import batches_of
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -91,7 +91,7 @@ def sparsity(
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**job(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
+        provenance=provenance(**made_from(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
         edges=tuple(edges),
     )
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qkscope.analyses.safety import patient_interrupt
-from qkscope.analyses.units import Rows, batches_of, capture_units, contrast_rows, null_units, units_hash, whole_rows
+from qkscope.analyses.prompts import Rows, batches_of, capture_units, contrast_rows, null_units, units_hash, whole_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -28,14 +27,13 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.replicates import NULL_KINDS, NullKind
 from qkscope.maths.sums import Covariance
 from qkscope.runs.folder import file_name
+from qkscope.runs.job import patient_interrupt
+from qkscope.runs.shards import Shard, is_shard
 from qkscope.runs.store import check_shapes, read_tensors, write_tensors
 from qkscope.runs.stream import out_of_memory
 from qkscope.tasks.task import Contrast, Task
 
 log = logging.getLogger(__name__)
-
-Shard = tuple[int, int]
-MOST_SHARDS = 10**6
 
 _REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
 _LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
@@ -143,13 +141,6 @@ def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadInput(f"{path} holds the sums of shard {i}/{n} and stands where those of {shard[0]}/{shard[1]} "
                        "belong: put it back, or run the shard again into another folder.")  # fmt: skip
     return tensors, manifest
-
-
-def is_shard(value: Any) -> bool:
-    """Whether a file's word for its shard is one: ``[i, n]`` with 0 <= i < n."""
-    if not isinstance(value, list) or [type(part) for part in value] != [int, int]:
-        return False
-    return 0 <= value[0] < value[1] <= MOST_SHARDS
 
 
 def sums_file(folder: str | Path, contrast: str) -> Path:

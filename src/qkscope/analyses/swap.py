@@ -14,11 +14,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from qkscope.analyses.about import check_same_model, with_notes
 from qkscope.analyses.clouds import Seen, make_clouds
-from qkscope.analyses.decompose import Fit
-from qkscope.analyses.find import check_same_model, clusters_of, with_notes
-from qkscope.analyses.steps import Steps
-from qkscope.analyses.units import batches_of, unit_runner
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.prompts import batches_of, clusters_of, unit_runner
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -30,6 +29,7 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, ASKED, Unit
@@ -68,7 +68,7 @@ def swap(
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
 ) -> Swaps:
     """Swap each feature alone, all together, obliquely, and the baselines of the same size, on held-out units.
 
@@ -92,7 +92,7 @@ def swap(
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
     progress : whether to show a progress bar; by default where one is looking.
-    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples
     --------
@@ -112,11 +112,11 @@ def swap(
             raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
     check_rows(scope, chosen.fit)
     pairs = draw_pairs(units, batch_size, seed, targets)
-    steps = (steps or Steps()).begin(
+    job = (job or Job()).begin(
         scope, list(units), verb="swap", heads=[str(h) for h in chosen.heads], space=chosen.fit.space,
         chat=chosen.fit.chat, batch_size=batch_size,
     )  # fmt: skip
-    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, steps)
+    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, job)
     projectors, numbers = chosen.conditions(draws, seed)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
@@ -411,7 +411,7 @@ def capture_rows(
     heads: Sequence[Head],
     pairs: Pairs,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
     name: str = "rows",
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
@@ -422,6 +422,6 @@ def capture_rows(
         rows = capture(indices).captured.rows()
         return {name: getattr(rows, name) for name in _PARTS}
 
-    parts = (steps or Steps()).stream(name, pairs.batches, run, progress)
+    parts = (job or Job()).stream(name, pairs.batches, run, progress)
     rows = AttentionRows.cat([AttentionRows(**{name: part[name] for name in _PARTS}) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

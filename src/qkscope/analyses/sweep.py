@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from qkscope.analyses.circuits import Edge, Job, check_roles, circuit_of, outside
+from qkscope.analyses.prompts import units_hash
 from qkscope.analyses.sparsity import (
     VALUES,
     Sparsity,
@@ -30,7 +31,6 @@ from qkscope.analyses.sparsity import (
     named_edges,
     sparsity_rows,
 )
-from qkscope.analyses.units import units_hash
 from qkscope.capture.load import folder_hash
 from qkscope.capture.revisions import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows, draw_pairs
-from qkscope.analyses.units import batches_of
 from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope

@@ -89,7 +89,8 @@ def decompose(
     chosen = parse_heads(heads)
     made = make_task(task, form, size, seed, chat, center)
     from qkscope.analyses.fit_folder import is_finished, plan_decompose, run_decompose
-    from qkscope.analyses.shards import merge_together, parse_shard, shard_folder, together, torchrun_shard
+    from qkscope.analyses.merge import merge_together
+    from qkscope.runs.shards import parse_shard, shard_folder, together, torchrun_shard
 
     names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
     process = torchrun_shard() if shard is None else None
@@ -136,7 +137,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
-    from qkscope.analyses.shards import merge as run_merge
+    from qkscope.analyses.merge import merge as run_merge
 
     _write_page(run_merge(folders, out, lambda fit: print_result(fit, as_json)), as_json, out)
 
@@ -151,9 +152,9 @@ def swap(
 ) -> None:  # fmt: skip
     """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
     from qkscope.analyses.fit_folder import load_fit, read_job, task_of
-    from qkscope.analyses.steps import Steps
     from qkscope.analyses.swap import SIZES, check_swappable
     from qkscope.analyses.swap import swap as run_swap
+    from qkscope.runs.job import Job
 
     asked = read_job(folder)
     _check_fitted(heads, asked, folder)
@@ -164,14 +165,14 @@ def swap(
     fit, _ = load_fit(folder, scope)
     sizes = [k for k in SIZES if k <= scope.d_head]
     place = folder if os.access(folder, os.W_OK) else None
-    steps = [Steps(place), Steps(place)]
-    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed, steps=steps[0])
+    job = [Job(place), Job(place)]
+    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed, job=job[0])
     if downstream:
         from dataclasses import replace
 
         from qkscope.analyses.downstream import swap_downstream
 
-        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed, steps=steps[1])
+        more = swap_downstream(scope, units, fit, heads, batch_size=batch_size, seed=seed, job=job[1])
         result = replace(
             result, tables={**result.tables, **more.tables}, answer=f"{result.answer} {more.answer}",
             seconds=result.seconds + more.seconds,
@@ -181,7 +182,7 @@ def swap(
         from qkscope.page.report import write_report
 
         write_report(folder / "report.html", result, fit)
-    for one in steps:
+    for one in job:
         one.clear()
 
 

@@ -76,19 +76,19 @@ def discover(
 
         checked_contrasts(source, named)
     from qkscope.analyses.discover.discover import discover as run
-    from qkscope.analyses.steps import keeping
+    from qkscope.runs.job import keeping
 
     scope = load_scope(model, device, dtype)
-    with keeping(out) as steps:
+    with keeping(out) as job:
         result = run(
             scope, source, chosen, n, directions=directions, space=space, skip=skip,  # type: ignore[arg-type]
-            replicates=replicates, contrasts=named, batch_size=batch_size, seed=seed, steps=steps,
+            replicates=replicates, contrasts=named, batch_size=batch_size, seed=seed, job=job,
         )  # fmt: skip
         _show(result, as_json, {name: result.tables.get(name, []) for name in ("heads", "features", "curve")})
         from qkscope.page.figures.discovery import draw_discovery
 
         result.write(out, files=draw_discovery(result))
-        steps.clear()
+        job.clear()
     if not as_json:
         typer.echo(f"The page: {out / 'report.html'}")
 
@@ -124,19 +124,19 @@ def atlas(
             raise BadInput(f"there is no file {name!r}: an atlas takes text files, or nothing for our corpus.")
     texts = _texts(sources or ["corpus"])
     from qkscope.analyses.atlas import atlas as run
-    from qkscope.analyses.steps import keeping
+    from qkscope.runs.job import keeping
 
     scope = load_scope(model, device, dtype)
-    with keeping(out) as steps:
+    with keeping(out) as job:
         result = run(
             scope, texts, n, test=test, space=space, skip=skip, replicates=replicates,  # type: ignore[arg-type]
-            batch_size=batch_size, seed=seed, steps=steps,
+            batch_size=batch_size, seed=seed, job=job,
         )  # fmt: skip
         _show(result, as_json, {"atlas (the first 20)": result.tables["atlas"][:20]})
         from qkscope.page.figures.discovery import draw_atlas
 
         result.write(out, files=draw_atlas(result))
-        steps.clear()
+        job.clear()
     if not as_json:
         typer.echo(f"The page: {out / 'report.html'}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,9 +35,14 @@ def made(
     as_json: Json = False,
 ) -> None:
     """Say what made a run: the command to say again, model, seed and versions, and whether they are the same here."""
-    from qkscope.analyses.made import made as say_made
+    from qkscope.runs.provenance import made as say_made
 
-    rows = say_made(path, check=check)
+    def load(model: str, revision: str | None) -> Any:
+        from qkscope.capture.scope import Scope
+
+        return Scope.load(model, revision=revision)
+
+    rows = say_made(path, load=load if check else None)
     if as_json:
         print_json({"rows": rows})
         return

@@ -21,7 +21,7 @@ import torch
 
 from qkscope import tasks
 from qkscope.analyses.attribute import split_logits, token_rows
-from qkscope.analyses.decompose import Fit
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.attention import AttentionRows

@@ -27,7 +27,7 @@ from qkscope.errors import BadInput
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-RESULTS, MANIFEST, PAGE = "results.json", "manifest.json", "report.html"
+RESULTS, MANIFEST, JOB, PAGE = "results.json", "manifest.json", "job.json", "report.html"
 LOCK, WORK = ".lock", ".work"
 """Our own besides what is listed: the lock, and the pieces of a run that is not finished."""
 _STAGED = ".qkscope-writing"

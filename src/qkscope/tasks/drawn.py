@@ -1,6 +1,6 @@
 """Units by the million: drawn in order and held a window at a time, so that memory does not grow with their number.
 
-What reads them takes a window's units in any order (`qkscope.analyses.units` sorts them by length), then the next's.
+What reads them takes a window's units in any order (`qkscope.analyses.prompts` sorts them by length), then the next's.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.decompose import Fit
 from qkscope.analyses.discover.evidence import curve_rows, singular_projector
 from qkscope.analyses.discover.rows import QueryRows
-from qkscope.analyses.steps import Steps
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import SIZES as SIZES
 from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
@@ -30,6 +29,7 @@ from qkscope.maths.singular import SingularBasis
 from qkscope.maths.sums import Covariance
 from qkscope.maths.svd import checked_svd
 from qkscope.maths.swap import SwapRows
+from qkscope.runs.job import Job
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def labelled_curve(
     batch_size: int,
     seed: int,
     progress: bool | None,
-    steps: Steps,
+    job: Job,
 ) -> list[dict[str, Any]]:
     """The curve on held-out units of a task: the right key is swapped with a wrong one.
 
@@ -82,7 +82,7 @@ def labelled_curve(
 
     def captured(units: Sequence[Unit], seed: int, name: str) -> SwapRows:
         pairs = draw_pairs(units, 2 * batch_size, seed)
-        return capture_rows(scope, units, fit, heads, pairs, progress, steps, name)
+        return capture_rows(scope, units, fit, heads, pairs, progress, job, name)
 
     rows = captured(task.test(n), seed, "curve test")
     train: SwapRows | None = None
@@ -114,7 +114,7 @@ def labelled_curve(
         projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
         return curve_rows(rows.rows, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
 
-    return [row for k in sizes for row in steps.once(f"curve {k}", partial(of_size, k))]
+    return [row for k in sizes for row in job.once(f"curve {k}", partial(of_size, k))]
 
 
 def _delta(fit: Fit, name: str) -> Float[Tensor, "h d d"]:
@@ -139,7 +139,7 @@ def text_curve(
     sizes: Sequence[int],
     draws: int,
     seed: int,
-    steps: Steps,
+    job: Job,
 ) -> list[dict[str, Any]]:
     """The curve on held-out text: the key with most attention is swapped with one drawn by lot."""
     table: list[dict[str, Any]] = []
@@ -164,5 +164,5 @@ def text_curve(
             return curve_rows(rows, orig, target, tested.example[keep], [head], projectors, k, seed)  # noqa: B023
 
         for k in sizes:
-            table += steps.once(f"curve {head} {k}", partial(of_size, k))
+            table += job.once(f"curve {head} {k}", partial(of_size, k))
     return table

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.discover.curve import SIZES, labelled_curve, text_curve
 from qkscope.analyses.discover.evidence import contributions, example_rows, feature_row, logit_shares
 from qkscope.analyses.discover.relations import main_relation, relation_rows
 from qkscope.analyses.discover.rows import QueryRows, gather
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different, text_examples
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.singular import singular_basis
-from qkscope.analyses.steps import Steps
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput, check_least
@@ -35,6 +35,7 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.components import Components, Pairs, paired_components
 from qkscope.maths.discovery import HeadTest, SelfContrast, directions_in_order, head_tests
 from qkscope.maths.singular import SingularBasis
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, Task
@@ -84,7 +85,7 @@ def discover(
     batch_size: int = 16,
     seed: int = 0,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
 ) -> Discovery:
     """Find what some heads match on.
 
@@ -100,7 +101,7 @@ def discover(
     replicates : null replicates of each head, half of them of each kind (`qkscope.maths.discovery`).
     sizes : dimensions of the curve (``tables["curve"]``) over the rivals; none for no curve.
     contrasts : labelled contrasts of the task to compare with; all by default.
-    steps : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
     """
     start = time.perf_counter()
     check_least(1, queries=queries, length=length, draws=draws, batch_size=batch_size)
@@ -129,7 +130,7 @@ def discover(
     }
     options: Any = {"space": space, "skip": skip, "batch_size": batch_size, "chat": bool(task and task.chat),
                     "seed": seed, "progress": progress}  # fmt: skip
-    steps = (steps or Steps()).begin(
+    job = (job or Job()).begin(
         scope, [fit_on, test_on], verb="discover", heads=[str(head) for head in chosen], n=n, queries=queries,
         length=length, replicates=replicates, directions=directions, draws=draws, sizes=sizes,
         contrasts=None if contrasts is None else list(contrasts), task=None if task is None else dict(task.asked),
@@ -139,38 +140,36 @@ def discover(
         chosen, scope.d_head, kv_of_head=key_heads(scope, chosen), replicates=replicates, seed=seed, about=about,
         device=scope.device,
     )  # fmt: skip
-    fitted = gather(scope, fit_on, chosen, contrast=contrast, draws=8, steps=steps, name="fit", **options)
-    tested = gather(scope, test_on, chosen, draws=4, steps=steps, name="test", **options)
+    fitted = gather(scope, fit_on, chosen, contrast=contrast, draws=8, job=job, name="fit", **options)
+    tested = gather(scope, test_on, chosen, draws=4, job=job, name="test", **options)
     assert fitted is not None
     assert tested is not None
     fit = None
     if task is not None:
         fit = decompose(
             scope, task, chosen, n, contrasts=contrasts, space=space, batch_size=2 * batch_size, seed=seed,
-            out=steps.sub("contrasts"), progress=progress,
+            out=job.sub("contrasts"), progress=progress,
         )  # fmt: skip
     singular = _singular(scope, chosen)
 
     tests = head_tests(contrast, alpha=_HEADS)
     found: dict[Head, Components] = {}
-    relations = steps.once("relations", lambda: relation_rows(scope, tested))
+    relations = job.once("relations", lambda: relation_rows(scope, tested))
     tables: dict[str, list[dict[str, Any]]] = {"heads": [], "features": [], "examples": [], "spectrum": []}
     tables["relations"] = relations
     for h, head in enumerate(chosen):
         make = partial(_one_head, scope, fitted, tested, h, tests[h], directions, contrast, fit, singular, relations,
                        draws, seed)  # fmt: skip
-        made = steps.once(f"head {head}", make)
+        made = job.once(f"head {head}", make)
         if made["components"] is not None:
             found[head] = Components.from_plain(made["components"])
         for name in ("heads", "features", "examples", "spectrum"):
             tables[name] += made[name]
     if sizes:
         tables["curve"] = (
-            text_curve(fitted, tested, contrast, singular, sizes, draws, seed, steps)
+            text_curve(fitted, tested, contrast, singular, sizes, draws, seed, job)
             if task is None or fit is None
-            else labelled_curve(
-                scope, task, fit, contrast, singular, n, sizes, draws, batch_size, seed, progress, steps
-            )
+            else labelled_curve(scope, task, fit, contrast, singular, n, sizes, draws, batch_size, seed, progress, job)
         )
     return Discovery(
         experiment="discover",

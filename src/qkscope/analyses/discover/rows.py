@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.analyses.steps import Steps
 from qkscope.attention import AttentionRows
 from qkscope.capture.pool import Pooled, pool
 from qkscope.capture.scope import Scope
@@ -23,6 +22,7 @@ from qkscope.capture.spaces import Space
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.discovery import SelfContrast
+from qkscope.runs.job import Job
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def gather(
     chat: bool = False,
     seed: int = 0,
     progress: bool | None = None,
-    steps: Steps | None = None,
+    job: Job | None = None,
     name: str = "rows",
 ) -> QueryRows | None:
     """Pool the examples batch by batch into ``contrast``; with ``keep``, also return the rows (on the CPU).
 
-    Batches are sorted by length and fixed, so that a rerun gives the same numbers; with ``steps``, what is done is kept
+    Batches are sorted by length and fixed, so that a rerun gives the same numbers; with ``job``, what is done is kept
     there under ``name``.
     """
     units = unit_numbers(examples)
@@ -112,7 +112,7 @@ def gather(
         return {**_kept(pooled, mask.long().argmax(dim=1)[pooled.row]), **words}
 
     sums = None if contrast is None else contrast.tensors()
-    parts = (steps or Steps()).stream(name, batches, run, progress, sums)
+    parts = (job or Job()).stream(name, batches, run, progress, sums)
     if not keep:
         return None
     ids: dict[int, list[int]] = {}

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.decompose import Fit
+from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import Session, session_of

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import principal
-from qkscope.analyses.decompose import Fit
+from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
 from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis

@@ -15,8 +15,9 @@ from statistics import NormalDist, median
 from typing import Any, Literal, TypeVar
 
 from qkscope import tasks
-from qkscope.analyses.decompose import Fit, decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import Ranking, find_heads
+from qkscope.analyses.fit import Fit
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.intervals import wilson

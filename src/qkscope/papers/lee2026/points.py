@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import principal
-from qkscope.analyses.units import capture_units
+from qkscope.analyses.prompts import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.tasks.task import ANSWER, Task, Unit

@@ -11,10 +11,10 @@ import torch
 
 import qkscope as qk
 from kills import survive, words_file
-from qkscope.analyses import steps as steps_module
 from qkscope.analyses.downstream import swap_downstream
-from qkscope.analyses.steps import Steps, keeping
 from qkscope.capture.scope import Scope
+from qkscope.runs import job as job_module
+from qkscope.runs.job import Job, keeping
 from qkscope.runs.store import write_tensors
 
 
@@ -25,8 +25,8 @@ def scope() -> Scope:
 
 @pytest.fixture(autouse=True)
 def _save_each_batch(monkeypatch):
-    monkeypatch.setattr(steps_module, "_REST", 0)
-    monkeypatch.setattr(steps_module, "_SHORTEST_REST", 0)
+    monkeypatch.setattr(job_module, "_REST", 0)
+    monkeypatch.setattr(job_module, "_SHORTEST_REST", 0)
 
 
 def die_after(monkeypatch, writes: int) -> None:
@@ -39,7 +39,7 @@ def die_after(monkeypatch, writes: int) -> None:
             raise SystemExit("killed")
         write_tensors(*arguments)
 
-    monkeypatch.setattr(steps_module, "write_tensors", dying)
+    monkeypatch.setattr(job_module, "write_tensors", dying)
 
 
 def alike(one, other) -> bool:
@@ -63,9 +63,9 @@ def stopped_and_whole(run, monkeypatch, folder, writes=(1, 3, 4)):
         with monkeypatch.context() as patch:
             die_after(patch, count)
             with pytest.raises(SystemExit):
-                run(Steps(folder))
+                run(Job(folder))
     pieces = sorted(path.stat().st_mtime_ns for path in folder.glob(".work/*/*.safetensors"))
-    resumed = run(Steps(folder))
+    resumed = run(Job(folder))
     assert (
         sorted(path.stat().st_mtime_ns for path in folder.glob(".work/*/*.safetensors"))[: len(pieces) - 1]
         == (pieces[: len(pieces) - 1])
@@ -74,9 +74,9 @@ def stopped_and_whole(run, monkeypatch, folder, writes=(1, 3, 4)):
 
 
 def test_discover_on_a_task_goes_on_where_it_died(scope, monkeypatch, tmp_path):
-    def run(steps):
+    def run(job):
         return qk.discover(scope, qk.tasks.induction(8), "L1H0", n=40, directions=2, sizes=(1,), draws=4,
-                           contrasts=["word"], replicates=39, progress=False, steps=steps)  # fmt: skip
+                           contrasts=["word"], replicates=39, progress=False, job=job)  # fmt: skip
 
     resumed, whole = stopped_and_whole(run, monkeypatch, tmp_path)
     assert alike(resumed.to_json(), whole.to_json())
@@ -87,8 +87,8 @@ def test_discover_on_a_task_goes_on_where_it_died(scope, monkeypatch, tmp_path):
 def test_atlas_goes_on_where_it_died(scope, monkeypatch, tmp_path):
     texts = [unit[0].text for unit in qk.tasks.induction(8).draw("fit", "answer", 60)]
 
-    def run(steps):
-        return qk.atlas(scope, texts, 40, test=12, batch_size=8, progress=False, steps=steps)
+    def run(job):
+        return qk.atlas(scope, texts, 40, test=12, batch_size=8, progress=False, job=job)
 
     resumed, whole = stopped_and_whole(run, monkeypatch, tmp_path)
     assert alike(resumed.to_json(), whole.to_json())
@@ -99,14 +99,14 @@ def test_swaps_go_on_where_they_died_and_say_their_draws(scope, monkeypatch, tmp
     fit = qk.decompose(scope, task, "L1H0", n=48, contrasts=["lexical"], progress=False)
     units = task.test(24)
 
-    def swap(steps):
-        return qk.swap(scope, units, fit, batch_size=8, draws=4, progress=False, steps=steps)
+    def swap(job):
+        return qk.swap(scope, units, fit, batch_size=8, draws=4, progress=False, job=job)
 
     resumed, whole = stopped_and_whole(swap, monkeypatch, tmp_path / "swap", writes=(2,))
     assert alike(resumed.to_json(), whole.to_json())
 
-    def downstream(steps):
-        return swap_downstream(scope, units, fit, batch_size=8, progress=False, steps=steps)
+    def downstream(job):
+        return swap_downstream(scope, units, fit, batch_size=8, progress=False, job=job)
 
     resumed, whole = stopped_and_whole(downstream, monkeypatch, tmp_path / "answers", writes=(2,))
     assert alike(resumed.to_json(), whole.to_json())
@@ -135,17 +135,17 @@ def test_an_interval_of_swaps_is_by_word_and_of_one_word_there_is_none(scope):
 
 def test_nothing_is_written_without_a_folder(scope, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    steps = Steps().begin(scope, ["a"], verb="x")
-    assert steps.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
-    assert steps.stream("rows", [[0, 1], [2]], lambda own: own) == [[0, 1], [2]]
+    job = Job().begin(scope, ["a"], verb="x")
+    assert job.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
+    assert job.stream("rows", [[0, 1], [2]], lambda own: own) == [[0, 1], [2]]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pieces_of_another_job_are_left_alone_and_damaged_ones_made_again(scope, tmp_path, caplog):
-    first = Steps(tmp_path).begin(scope, ["a"], verb="x", n=1)
+    first = Job(tmp_path).begin(scope, ["a"], verb="x", n=1)
     made = first.once("piece", lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(3.0)})
     assert first.once("piece", lambda: pytest.fail("made twice"))["rows"][0]["p"] == made["rows"][0]["p"]
-    other = Steps(tmp_path).begin(scope, ["a"], verb="x", n=2)
+    other = Job(tmp_path).begin(scope, ["a"], verb="x", n=2)
     assert "unfinished work of another job" in caplog.text
     assert other.once("piece", lambda: "mine") == "mine"
     other.clear()
@@ -164,7 +164,7 @@ def test_sums_and_rows_are_kept_together_and_stopping_waits_for_the_batch(scope,
     import os
     import signal
 
-    def run_with(steps, stop_at=None):
+    def run_with(job, stop_at=None):
         sums = {"total": torch.zeros(1, dtype=torch.float64)}
 
         def run(own):
@@ -173,14 +173,14 @@ def test_sums_and_rows_are_kept_together_and_stopping_waits_for_the_batch(scope,
             sums["total"] += sum(0.1 * i for i in own)
             return {"own": torch.tensor(own)}
 
-        parts = steps.stream("rows", [[0, 1], [2, 3], [4], [5, 6]], run, False, sums)
+        parts = job.stream("rows", [[0, 1], [2, 3], [4], [5, 6]], run, False, sums)
         return [part["own"].tolist() for part in parts], float(sums["total"])
 
-    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO), keeping(tmp_path) as steps:
-        run_with(steps.begin(scope, [], verb="x"), stop_at=3)
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO), keeping(tmp_path) as job:
+        run_with(job.begin(scope, [], verb="x"), stop_at=3)
     assert "What is done is kept in" in caplog.text
-    seen = Steps(tmp_path).begin(scope, [], verb="x")
-    assert run_with(seen) == run_with(Steps())
+    seen = Job(tmp_path).begin(scope, [], verb="x")
+    assert run_with(seen) == run_with(Job())
     assert "Going on from what is done" in caplog.text or seen.folder is not None
     with keeping(tmp_path), pytest.raises(qk.BadInput, match="another run is writing"), keeping(tmp_path):
         pass

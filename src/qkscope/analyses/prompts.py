@@ -179,3 +179,14 @@ def contrast_rows(batch: Batch, contrast: Contrast) -> Rows:
     right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
     pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
     return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
+
+
+def _cluster(unit: Unit, number: int) -> object:
+    return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
+
+
+def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
+    numbers: dict[object, int] = {}
+    own = {i: numbers.setdefault(_cluster(units[i], i), len(numbers)) for i in unit.unique().tolist()}
+    return torch.tensor([own[i] for i in unit.tolist()])

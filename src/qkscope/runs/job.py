@@ -12,19 +12,20 @@ import hashlib
 import json
 import logging
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkscope.analyses.safety import patient_interrupt
-from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, Terminated
 from qkscope.runs.folder import WORK, clear_left_over, file_name, only_writer, write_text, writing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.store import read_tensors, write_tensors
@@ -39,15 +40,15 @@ _FIRST = 0.01  # seconds that the first save is taken to cost
 _TENSOR = "tensor"
 
 
-class Steps:
+class Job:
     """Where a run keeps its pieces; without a folder nothing is written, and every piece is made anew."""
 
     def __init__(self, out: str | Path | None = None) -> None:
         self.work = None if out is None else Path(out) / WORK
         self.folder: Path | None = None
-        self.job = ""
+        self.name = ""
 
-    def begin(self, scope: Scope, examples: Any, **asked: Any) -> Steps:
+    def begin(self, scope: Any, examples: Any, **asked: Any) -> Job:
         """Say which job the pieces are of; those of other jobs are left alone, and said to be there."""
         if self.work is None:
             return self
@@ -57,8 +58,8 @@ class Steps:
             "versions": provenance()["versions"],
         }  # fmt: skip
         text = json.dumps(said, sort_keys=True, default=str)
-        self.job = _hash(text)
-        self.folder = self.work / self.job
+        self.name = _hash(text)
+        self.folder = self.work / self.name
         with writing(self.folder):
             others = [path.name for path in self.work.iterdir() if path != self.folder] if self.work.is_dir() else []
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +177,7 @@ class Steps:
     def _write(self, path: Path, value: Any) -> None:
         tensors: dict[str, Tensor] = {}
         plain = _apart(value, tensors)
-        write_tensors(path, "piece", tensors, {"job": self.job, "value": plain})
+        write_tensors(path, "piece", tensors, {"job": self.name, "value": plain})
 
     def _read(self, path: Path) -> Any:
         """A piece of this job; None where there is none that can be read."""
@@ -184,7 +185,7 @@ class Steps:
             return None
         try:
             tensors, manifest = read_tensors(path, "piece")
-            if manifest.get("job") != self.job:
+            if manifest.get("job") != self.name:
                 raise BadInput(f"{path} is of another job.")
             return _together(manifest["value"], tensors)
         except (BadInput, KeyError) as error:
@@ -193,19 +194,47 @@ class Steps:
 
 
 @contextmanager
-def keeping(out: Path) -> Iterator[Steps]:
+def patient_interrupt() -> Iterator[Callable[[], bool]]:
+    """Whether to stop, asked between batches: sums are never half added. Asked twice, it stops now.
+
+    Ctrl-C asks for it, and so does a scheduler (SIGTERM), which ends in `Terminated`.
+    """
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    except KeyboardInterrupt:
+        if signal.SIGTERM in asked:
+            raise Terminated from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def keeping(out: Path) -> Iterator[Job]:
     """Hold a run folder while a long run writes to it, and say where its pieces are when it is stopped."""
-    steps = Steps(out)
+    job = Job(out)
     try:
         with only_writer(out):
-            yield steps
+            yield job
     except KeyboardInterrupt:
-        if steps.folder is not None and any(steps.folder.glob("*.safetensors")):
-            log.info("What is done is kept in %s: say the same again, and it goes on from there.", steps.folder)
+        if job.folder is not None and any(job.folder.glob("*.safetensors")):
+            log.info("What is done is kept in %s: say the same again, and it goes on from there.", job.folder)
         raise
     except BadInput:
-        if steps.folder is not None and not any(steps.folder.glob("*.safetensors")):
-            steps.clear()
+        if job.folder is not None and not any(job.folder.glob("*.safetensors")):
+            job.clear()
         raise
 
 

@@ -1,0 +1,103 @@
+"""One job in many processes: each takes its shard of the batches into a folder of its own, and the sums are added.
+
+``--shard i/n`` is for schedulers, `merge` puts the folders together; under ``torchrun`` a process is a shard, and the
+first one merges when all are done. Batches are whole and sums are float64, so the numbers are those of one process to
+rounding, however many there were.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from qkscope.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+Shard = tuple[int, int]
+SHARDS = "shards"
+"""Subfolder in which processes that share a job keep their sums until they are merged."""
+MOST_SHARDS = 10**6
+
+_LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
+_MEETING = timedelta(minutes=5)  # until all processes have started
+
+
+def parse_shard(text: str) -> Shard:
+    """``i/n``, counted from 0 or from 1: shard n of n is shard 0, so that both ways of counting cover all of them.
+
+    >>> parse_shard("0/4"), parse_shard("3/4"), parse_shard("4/4")
+    ((0, 4), (3, 4), (0, 4))
+    """
+    found = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", text)
+    i, n = (int(found[1]), int(found[2])) if found else (0, 0)
+    if n < 1 or i > n:
+        raise BadInput(f"a shard is i/n, as 0/4 to 3/4 or 1/4 to 4/4, but got {text!r}.")
+    return i % n, n
+
+
+def is_shard(value: Any) -> bool:
+    """Whether a file's word for its shard is one: ``[i, n]`` with 0 <= i < n."""
+    if not isinstance(value, list) or [type(part) for part in value] != [int, int]:
+        return False
+    return 0 <= value[0] < value[1] <= MOST_SHARDS
+
+
+def torchrun_shard() -> Shard | None:
+    """Which process of how many this is, where torchrun started it; it also says where the processes meet."""
+    rank, world, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    numbered = rank.isdecimal() and world.isdecimal() and port.isdecimal() and "MASTER_ADDR" in os.environ
+    if not numbered or not int(rank) < int(world) > 1:
+        return None
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # left over from something else: nobody would come to meet us
+        log.warning(
+            "RANK and WORLD_SIZE are set, but torchrun did not start this process: it does the whole job alone."
+        )
+        return None
+    return int(rank), int(world)
+
+
+def shard_folder(out: str | Path, shard: Shard) -> Path:
+    """Where a process under torchrun keeps its share until it is merged."""
+    return Path(out) / SHARDS / f"{shard[0]}-of-{shard[1]}"
+
+
+@contextmanager
+def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
+    """Join the other processes of torchrun, and wait for them at the end; gives the device of this one's own."""
+    if shard is None:
+        yield device
+        return
+    import torch
+    from torch import distributed
+
+    gpu = torch.cuda.is_available() and device in (None, "cuda")
+    if gpu:
+        local = os.environ.get("LOCAL_RANK", "")
+        device = f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    try:
+        store, rank, world = next(distributed.rendezvous("env://", timeout=_MEETING))
+    except (RuntimeError, ValueError) as error:  # nobody is there, or they are too few
+        raise BadInput(f"the {shard[1]} processes of torchrun did not meet within {_MEETING.seconds // 60} minutes "
+                       f"({str(error).splitlines()[0]}): start them all again.") from None  # fmt: skip
+    store.set_timeout(_LONGEST_WAIT)
+    distributed.init_process_group(
+        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT
+    )
+    try:
+        yield device
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved, and nothing else could end the wait
+        try:
+            distributed.barrier()
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    finally:
+        distributed.destroy_process_group()
