@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qkscope.maths.controls import rank_above
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import NullKind
-from qkscope.maths.tails import head_p_values
+from qkscope.maths.nulls import NullKind
+from qkscope.maths.significance import head_p_values
 
 AT_ONCE = 50
 D_HEAD = 8

@@ -27,8 +27,8 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.examples import Draft, Example, Key
-from qkscope.maths.intervals import wilson
 from qkscope.maths.moments import Moments
+from qkscope.maths.significance import wilson
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swapped_keys
 from qkscope.runs.store import read_tensors

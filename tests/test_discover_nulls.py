@@ -20,7 +20,7 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.components import _correlations, _match_bound
 from qkscope.maths.discovery import SelfContrast, above_rounding, directions_in_order, head_tests
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.significance import clustered_bootstrap
 
 HEADS, DIM, PROMPTS = 500, 8, 48
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkscope.maths.relative import relative_logit
+from qkscope.maths.relative import key_difference
 from qkscope.papers.franco2026.anisotropy import anisotropy_row
 from qkscope.papers.franco2026.cells import WORK, ToyWork
 from qkscope.papers.franco2026.decomposition import strengths
@@ -86,7 +86,8 @@ def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
     toy, pairs = aligned_toy(), draw_token_pairs(Superposition(), "two", 100, seed=2)
     terms = coordinates(toy, pairs).terms
     logits = toy.logits(pairs.x_q, pairs.x_k)
-    torch.testing.assert_close(terms.sum(1), relative_logit(logits, torch.zeros(100, dtype=torch.int64)))
+    relative = key_difference(logits[..., None], torch.zeros(100, dtype=torch.int64))[:, 0]
+    torch.testing.assert_close(terms.sum(1), relative)
     for i, (query, key, logit) in enumerate(toy.task.pairs):
         difference = pairs.x_k[:, 0, key] - pairs.x_k[:, 1:, key].mean(1)
         torch.testing.assert_close(terms[:, i], logit * pairs.x_q[:, query] * difference, rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ import qkscope as qk
 from qkscope.capture.nano import nano_folder, nano_names, nano_steps
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.maths.intervals import wilson
+from qkscope.maths.significance import wilson
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import Rows, Texts
 from qkscope.nano.train import train_nano

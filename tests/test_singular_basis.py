@@ -11,7 +11,7 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.weights import head_weights
 from qkscope.heads import Head
 from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual, omega_svd
-from qkscope.maths.weights import thin_svd
+from qkscope.maths.svd import thin_svd
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.relative import key_coordinates, key_difference, relative_logit, relative_terms
-from qkscope.maths.sparsity import (
+from qkscope.maths.relative import (
     cancellation,
+    key_difference,
     null_count,
     random_rotations,
     reconstruction_count,
@@ -16,7 +16,8 @@ from qkscope.maths.sparsity import (
     shared_terms,
     sparsity,
 )
-from qkscope.maths.weights import thin_svd
+from qkscope.maths.singular import singular_coordinates
+from qkscope.maths.svd import thin_svd
 from qkscope.papers.franco2026 import model_sparsity
 from qkscope.papers.franco2026.model_sparsity import relabelled
 
@@ -37,17 +38,17 @@ def split():
 
 def test_terms_sum_to_the_relative_logit():
     logits = torch.einsum("bd,de,bte->bt", QUERIES, W_Q.mT @ W_K, KEYS)
-    torch.testing.assert_close(relative_terms(*split()).sum(-1), relative_logit(logits, ATTENDED))
+    query, s, difference = split()
     rows = torch.arange(50)
     others = (logits.sum(1) - logits[rows, ATTENDED]) / 5
-    torch.testing.assert_close(relative_logit(logits, ATTENDED), logits[rows, ATTENDED] - others)
+    torch.testing.assert_close((query * s * difference).sum(-1), logits[rows, ATTENDED] - others)
 
 
 def test_relative_attention_is_positive_wherever_attention_beats_its_share():
     logits = 2 * drawn(500, 6, seed=5)
     share = logits.softmax(1)
     for key in range(6):
-        relative = relative_logit(logits, torch.full((500,), key))
+        relative = key_difference(logits[..., None], torch.full((500,), key))[:, 0]
         assert bool((relative[share[:, key] > 1 / 6] > 0).all())
         assert bool((relative < 0).any())
 
@@ -61,10 +62,11 @@ def test_masked_keys_do_not_count():
     torch.testing.assert_close(key_difference(changed, attended, mask), key_difference(KEYS[:, :5], attended))
 
 
-def test_in_the_head_space_the_same_coordinates_come_from_w_q():
-    u, s, _ = thin_svd(W_Q, W_K)
-    head = key_difference(KEYS @ W_K.mT, ATTENDED)
-    torch.testing.assert_close(key_coordinates(W_Q, u, s, head), split()[2])
+def test_in_the_head_space_the_same_terms_come_from_w_q():
+    u, _, _ = thin_svd(W_Q, W_K)
+    query, s, difference = split()
+    alpha, gamma = singular_coordinates(W_Q @ u, QUERIES @ W_Q.mT, key_difference(KEYS @ W_K.mT, ATTENDED))
+    torch.testing.assert_close(alpha * gamma, query * s * difference)
 
 
 def test_sparsity_runs_from_one_over_n_to_one_and_ignores_scale():
@@ -97,7 +99,7 @@ def test_rotations_are_orthogonal_and_keep_spectrum_or_logits():
     torch.testing.assert_close(turns @ turns.mT, torch.eye(5, dtype=torch.float64).expand(8, 5, 5))
     query, s, difference = split()
     head_q, head_k = query * s.sqrt(), difference * s.sqrt()
-    total = relative_terms(query, s, difference).sum(-1)
+    total = (query * s * difference).sum(-1)
     torch.testing.assert_close(shared_terms(head_q, head_k, 7).sum(-1), total.expand(7, -1))
     turned = rotated_terms(query, s, difference, 7)
     assert turned.shape == (7, 50, 4)
@@ -110,7 +112,7 @@ def test_a_rotated_basis_loses_the_sparsity_of_an_aligned_one():
     query = torch.nn.functional.one_hot(which, 10).double() + 0.01 * drawn(200, 10)
     difference = torch.nn.functional.one_hot(which, 10).double() + 0.01 * drawn(200, 10, seed=1)
     s = torch.ones(10, dtype=torch.float64)
-    aligned = sparsity(relative_terms(query, s, difference)).mean()
+    aligned = sparsity(query * s * difference).mean()
     rotated = sparsity(rotated_terms(query, s, difference)).mean()
     assert float(aligned) < 0.11
     assert float(rotated) > 0.3

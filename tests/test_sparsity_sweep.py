@@ -18,8 +18,8 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.revisions import checkpoints
 from qkscope.cli import main
 from qkscope.heads import Head
-from qkscope.maths import sparsity as measure
-from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
+from qkscope.maths import relative as measure
+from qkscope.maths.relative import rotated_sparsity, shared_sparsity
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS

@@ -13,8 +13,7 @@ from qkscope import BadInput, Head
 from qkscope.maths import svd
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.svd import checked_svd, energy_rank
-from qkscope.maths.weights import thin_svd
+from qkscope.maths.svd import checked_svd, energy_rank, thin_svd
 
 seeds = st.integers(0, 10**6)
 

@@ -15,10 +15,9 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import Batch, null_units
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
-from qkscope.maths.controls import rank_above, run_controls
-from qkscope.maths.folds import cross_validated_rank
+from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
 from qkscope.maths.moments import Moments
-from qkscope.maths.tails import false_discovery, head_p_values
+from qkscope.maths.significance import false_discovery, head_p_values
 from qkscope.page.blocks import blocks_of
 from qkscope.tasks.task import ANSWER, Contrast, Task
 

@@ -31,7 +31,7 @@ _HOME = {
     "sparsity": "qkscope.analyses.sparsity",
     "swap": "qkscope.analyses.swap",
     "swap_downstream": "qkscope.analyses.downstream",
-    "thin_svd": "qkscope.maths.weights",
+    "thin_svd": "qkscope.maths.svd",
     "view": "qkscope.explorer.opening",
     "write_report": "qkscope.page.report",
 }
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from qkscope.maths.bridge import alignment
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
-    from qkscope.maths.weights import thin_svd
+    from qkscope.maths.svd import thin_svd
     from qkscope.page.report import write_report
     from qkscope.papers.registry import reproduce
     from qkscope.runs.result import Result

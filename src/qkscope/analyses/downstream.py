@@ -29,7 +29,7 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import Projector
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance

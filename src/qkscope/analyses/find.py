@@ -24,7 +24,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.intervals import clustered_bootstrap, wilson
+from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.stream import stream

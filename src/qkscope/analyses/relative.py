@@ -25,10 +25,16 @@ from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.relative import key_difference
-from qkscope.maths.rotations import rotated_sparsity, shared_sparsity
+from qkscope.maths.relative import (
+    cancellation,
+    key_difference,
+    null_count,
+    reconstruction_count,
+    rotated_sparsity,
+    shared_sparsity,
+    sparsity,
+)
 from qkscope.maths.singular import SingularBasis, singular_coordinates
-from qkscope.maths.sparsity import cancellation, null_count, reconstruction_count, sparsity
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 

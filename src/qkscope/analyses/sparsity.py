@@ -29,8 +29,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths import sparsity as measure
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths import relative as measure
+from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.singular import SingularBasis
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result

@@ -24,7 +24,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import NULL_KINDS, NullKind
+from qkscope.maths.nulls import NULL_KINDS, NullKind
 from qkscope.maths.sums import Covariance
 from qkscope.runs.folder import file_name
 from qkscope.runs.job import patient_interrupt

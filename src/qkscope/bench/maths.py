@@ -7,7 +7,7 @@ import torch
 from qkscope.bench.harness import Row, compare, faster, row, wait
 from qkscope.heads import Head
 from qkscope.maths.moments import Moments
-from qkscope.maths.weights import thin_svd
+from qkscope.maths.svd import thin_svd
 from qkscope.papers.fleet import one_thread
 
 

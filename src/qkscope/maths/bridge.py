@@ -29,8 +29,9 @@ from qkscope.errors import BadInput, check_least
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.bases import principal_angles
+from qkscope.maths.relative import random_rotations, reconstruction_count, sparsity
+from qkscope.maths.significance import p_value
 from qkscope.maths.singular import SingularBasis, dual
-from qkscope.maths.sparsity import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.svd import checked_svd
 
@@ -176,9 +177,12 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
             f"key{name}": _mean(key := overlap(v, _columns(write, best))),
         }
         if name == "_block":  # how often the block's vectors, turned among themselves, are as sparse
-            numbers |= {"block": float(block), "p_block": _tail(-sparsity(parts), -numbers["sparsity"])}
+            numbers |= {"block": float(block), "p_block": p_value(-sparsity(parts), -numbers["sparsity"])}
         elif name in ("_rotated", "_random"):  # how often a meaningless basis does as well
-            numbers |= {f"p_query{name}": _tail(query, numbers["query"]), f"p_key{name}": _tail(key, numbers["key"])}
+            numbers |= {
+                f"p_query{name}": p_value(query, numbers["query"]),
+                f"p_key{name}": p_value(key, numbers["key"]),
+            }
     leading = own.S.argsort(descending=True)[:r]
     numbers |= {"query_leading": _mean(overlap(u, m[:, leading])), "key_leading": _mean(overlap(v, n[:, leading]))}
     chosen = shares.argsort(descending=True)[:r]
@@ -226,7 +230,3 @@ def _columns(x: Float[Tensor, "*n d m"], index: Int[Tensor, "*n k"]) -> Float[Te
 
 def _mean(values: Tensor) -> float:
     return float(values.nanmean())
-
-
-def _tail(null: Tensor, value: float) -> float:
-    return float((1 + (null >= value).sum()) / (1 + null.numel()))

@@ -7,8 +7,9 @@ value is compared with the largest one of null replicates from which the compone
 
 Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
 differ, but not in a way that depends on the query* (``interaction``, on the query-centred ΔC). How many directions are
-**detected** grows with the data; how many predict units that were left out is in `qkscope.maths.folds`. Mean dominance
-is the share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query sees alike.
+**detected** grows with the data; how many **predict units that were left out** does not, when words are what is scarce
+(`cross_validated_rank`). Mean dominance is the share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query
+sees alike.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.augmented import Center
-from qkscope.maths.folds import cross_validated_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.replicates import NullKind
+from qkscope.maths.nulls import NullKind
+from qkscope.maths.significance import Statistic, false_discovery, head_p_values
+from qkscope.maths.sums import Center, centred_delta
 from qkscope.maths.svd import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.tails import Statistic, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
 _AS_IT_IS: Center = "none"
+_FEWEST_FOLDS = 3  # with both signs
+_ENOUGH = 0.99
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def run_controls(
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
-    The verdict takes the p-value of the whole matrix (`qkscope.maths.tails`) after Benjamini-Hochberg over the heads
+    The verdict takes the p-value of the whole matrix (`head_p_values`) after Benjamini-Hochberg over the heads that are
     asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
     difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
     mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
@@ -321,3 +323,35 @@ def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
     """
     whole, centred = (moments.delta(contrast, center).square().sum(dim=(1, 2)) for center in ("none", "query"))
     return torch.where(whole > 0, 1 - centred / whole, torch.zeros_like(whole))
+
+
+def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: Sequence[int]) -> list[int]:
+    """How many directions predict units that took no part in finding them, of the heads in these rows of the sums.
+
+    The sums are kept in folds of units (of words, where words are the unit). Each fold is left out in turn: the others
+    give singular vectors, and the fold says how well the first r of them, with their singular values, rebuild its own
+    ΔC; the fewest that rebuild 99% of what any number of them can are the rank (the paper's 99%, of data that took no
+    part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
+    has rank 0.
+    """
+    folds = moments.fold_sums(contrast)[:, list(rows)]
+    whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
+    gains = []
+    for own in folds:
+        count, rest = own[:, -1, :, -1], whole - own
+        if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
+            continue
+        # the mean query and key of the other folds, with the weights of the fold that was left out
+        left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
+        u, s, v = checked_svd(centred_delta(rest, center))
+        s = torch.where(s > ROUNDING * sizes[:, None], s, torch.zeros_like(s))
+        held = (u.mT @ centred_delta(own, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
+        gain = (2 * held - s) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
+        share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
+        gains.append(gain.cumsum(dim=1) * share[:, None])
+    if len(gains) < _FEWEST_FOLDS:
+        return [0] * len(rows)
+    rebuilt = torch.stack(gains).sum(dim=0)  # heads, components; each fold by its share of the data
+    rebuilt = torch.cat([torch.zeros_like(rebuilt[:, :1]), rebuilt], dim=1)
+    enough = rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)
+    return enough.int().argmax(dim=1).tolist()  # the first

@@ -33,9 +33,9 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.controls import rank_above
 from qkscope.maths.draws import shuffled_rows
+from qkscope.maths.significance import false_discovery, left_out
 from qkscope.maths.sums import Accumulator, Covariance, augmented
 from qkscope.maths.svd import ROUNDING
-from qkscope.maths.tails import false_discovery, left_out
 
 _KINDS = 2  # of replicates, by turns: whole, and directions alone
 _AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU

@@ -25,9 +25,8 @@ from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
-from qkscope.maths.augmented import Center, centred_delta, interaction_deltas
 from qkscope.maths.batches import check_batch
-from qkscope.maths.replicates import (
+from qkscope.maths.nulls import (
     BUCKETS,
     DEALS,
     FLIPS,
@@ -38,12 +37,13 @@ from qkscope.maths.replicates import (
     carried,
     count_units,
     fold_of,
+    interaction_deltas,
     key_sums,
     replicate_sums,
     row_scale,
     signed_weights,
 )
-from qkscope.maths.sums import Accumulator, add_outer, augmented
+from qkscope.maths.sums import Accumulator, Center, add_outer, augmented, centred_delta
 
 SIGNS = ("positive", "negative")
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
@@ -68,7 +68,7 @@ class Moments(Accumulator):
     contrasts : names of the contrasts.
     d_head : width of queries and keys.
     group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
-    nulls : the nulls to carry replicates for (see `qkscope.maths.replicates`); with them, the sums are also kept in
+    nulls : the nulls to carry replicates for (see `qkscope.maths.nulls`); with them, the sums are also kept in
         folds of units, for cross-validation.
     null_heads : the heads that carry them; all by default. Each costs ``2 · replicates · (d_head + 1)² · 8`` bytes
         per contrast, and as much again where labels are dealt besides.

@@ -1,16 +1,26 @@
-"""Relative attention, split over a singular basis: why this key rather than the others.
+"""Relative attention, split over a basis: why this key rather than the others, and how few terms say so.
 
 For an attended key i: ``r = ℓ_i − mean_{j≠i} ℓ_j = qᵀ Δk`` with ``Δk = k_i − mean_{j≠i} k_j``, positive whenever the
 attention on i beats its share. With ``Ω = Σ_m σ_m u_m v_mᵀ`` the terms are ``c_m = σ_m (u_mᵀ x_q)(v_mᵀ Δx)`` and sum to
 r. Under RoPE no single Ω holds, but in the query's frame the same split stays exact: ``σ_m v_mᵀ Δx`` becomes
-``(W_Q u_m)ᵀ Δk``.
+``(W_Q u_m)ᵀ Δk`` (`qkscope.maths.singular`).
+
+Sparsity is ``(mean |c|)² / mean c²``: 1 when all terms are equal in size, 1/n when one carries it all. The
+reconstruction count is the size of the smallest set of terms whose sum reaches r. Neither is flat under a meaningless
+basis: a spectrum alone makes terms unequal, and random terms of the same sum need few as well. So beside each stand
+`null_count` and a rotated basis at the same weights: its terms (`rotated_terms`, `shared_terms`), or their sparsity
+with rotations of its own for every prompt (`rotated_sparsity`, `shared_sparsity`).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
 
 from qkscope.errors import BadInput
 
@@ -43,31 +53,124 @@ def key_difference(
     return keys.gather(-2, index[..., None].expand(*index.shape, keys.shape[-1])).squeeze(-2) - mean
 
 
-def relative_logit(
-    logits: Float[Tensor, "*b n"], attended: Int[Tensor, "*b"], mask: Bool[Tensor, "*b n"] | None = None
-) -> Float[Tensor, "*b"]:
-    """``r``: the attended key's logit minus the mean of the others'."""
-    return key_difference(logits[..., None], attended, mask).squeeze(-1)
+def sparsity(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
+    """``(mean |c|)² / mean c²``; NaN where all terms are 0.
 
-
-def relative_terms(
-    query: Float[Tensor, "*b m"], s: Float[Tensor, "*b m"], difference: Float[Tensor, "*b m"]
-) -> Float[Tensor, "*b m"]:
-    """``c_m = σ_m (u_mᵀ x_q)(v_mᵀ Δx)`` from the coordinates ``Uᵀ x_q`` and ``Vᵀ Δx``.
-
-    Under RoPE take ``key_coordinates`` for the latter.
+    Examples
+    --------
+    >>> sparsity(torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 3.0, 0.0]]))
+    tensor([1.0000, 0.2500])
     """
-    return query * s * difference
+    return terms.abs().mean(-1).square() / terms.square().mean(-1)
 
 
-def key_coordinates(
-    w_q: Float[Tensor, "*h d_head d"],
-    u: Float[Tensor, "*h d m"],
-    s: Float[Tensor, "*h m"],
-    difference: Float[Tensor, "*b d_head"],
-) -> Float[Tensor, "*b m"]:
-    """``(W_Q u_m)ᵀ Δk / σ_m``: equal to ``v_mᵀ Δx`` without RoPE, and exact with it when Δk is in the query's frame."""
-    projected = (difference[..., None, :] @ (w_q @ u).to(difference)).squeeze(-2)
-    sigma = s.to(difference)
-    floor = torch.finfo(sigma.dtype).eps * sigma.amax(-1, keepdim=True)
-    return torch.where(sigma > floor, projected / sigma.clamp_min(torch.finfo(sigma.dtype).tiny), 0.0)
+def reconstruction_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0) -> Float[Tensor, "*b"]:
+    """How many of the largest terms it takes to reach ``tolerance · r``; NaN where ``r = Σ c ≤ 0``.
+
+    Examples
+    --------
+    >>> reconstruction_count(torch.tensor([[5.0, 3.0, -2.0], [1.0, -4.0, 1.0]]))
+    tensor([2., nan])
+    """
+    if not 0 < tolerance <= 1:
+        raise BadInput(f"tolerance is a share of the relative logit in (0, 1], but got {tolerance}.")
+    total = terms.sum(-1, keepdim=True)
+    reached = terms.sort(dim=-1, descending=True).values.cumsum(-1)
+    # the sum in another order may miss the total by rounding: without slack an exact fit would need all terms
+    slack = 8 * torch.finfo(terms.dtype).eps * terms.abs().sum(-1, keepdim=True)
+    count = (reached < tolerance * total - slack).sum(-1) + 1
+    return torch.where(total.squeeze(-1) > 0, count.to(terms), torch.nan)
+
+
+def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
+    """``r / Σ |c|``: 1 when all terms point the same way, near 0 when they cancel."""
+    return terms.sum(-1) / terms.abs().sum(-1)
+
+
+def null_count(
+    terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0
+) -> Float[Tensor, "*b"]:
+    """Mean reconstruction count of random terms with the same sum and the same norm."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn((draws, *terms.shape), generator=generator, dtype=torch.float64).to(terms)
+    noise = noise - noise.mean(-1, keepdim=True)
+    mean = terms.mean(-1, keepdim=True)
+    spread = (terms - mean).norm(dim=-1, keepdim=True)
+    random = mean + noise / noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny) * spread
+    return reconstruction_count(random, tolerance).mean(0)
+
+
+def rotated_terms(
+    query: Float[Tensor, "*b m"],
+    s: Float[Tensor, "*b m"],
+    difference: Float[Tensor, "*b m"],
+    draws: int = 20,
+    seed: int = 0,
+) -> Float[Tensor, "draws *b m"]:
+    """Terms over ``U R_1`` and ``V R_2``, independent random rotations: spectrum and rank stay, the directions do not.
+
+    They rotate within the head's own subspaces, the strictest form: only which direction meets which is lost.
+    """
+    r_1, r_2 = random_rotations(s.shape[-1], 2 * draws, seed).to(query).chunk(2)
+    return _turned(query, r_1) * s * _turned(difference, r_2)
+
+
+def shared_terms(
+    query: Float[Tensor, "*b d"], difference: Float[Tensor, "*b d"], draws: int = 20, seed: int = 0
+) -> Float[Tensor, "draws *b d"]:
+    """Terms of ``qᵀ Δk`` along the axes of a randomly rotated head space: every logit stays as it is."""
+    rotation = random_rotations(query.shape[-1], draws, seed).to(query)
+    return _turned(query, rotation) * _turned(difference, rotation)
+
+
+def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"]:
+    """Haar-random orthogonal matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    q, r = torch.linalg.qr(torch.randn(draws, d, d, generator=generator, dtype=torch.float64))
+    return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+
+
+def _turned(x: Float[Tensor, "*b m"], rotation: Float[Tensor, "draws m m"]) -> Float[Tensor, "draws *b m"]:
+    return torch.einsum("...m,rmn->r...n", x, rotation)
+
+
+def rotated_sparsity(
+    query: Float[Tensor, "b h m"], s: Float[Tensor, "h m"], draws: int, prompts: Sequence[int], seed: int = 0
+) -> Float[Tensor, "b h"]:
+    """Mean sparsity of ``s · (R_1 α) · (R_2 β)``, independent rotations: what the spectrum alone would show.
+
+    A random rotation sends a vector to a uniform direction, and sparsity does not see its length: no matrix has to be
+    drawn. Rotations shared by all prompts would leave their luck in every mean, where no interval over prompts could
+    show it.
+
+    Parameters
+    ----------
+    query : the coordinates; only their shape counts, and NaN stays NaN.
+    prompts : numbers of the prompts, which address their draws.
+    """
+    one, other = _normal(query, draws, prompts, seed)
+    return torch.where(query.isnan().any(-1), torch.nan, sparsity(one * s.to(one) * other).mean(0))
+
+
+def shared_sparsity(
+    q: Float[Tensor, "b h d"], difference: Float[Tensor, "b h d"], draws: int, prompts: Sequence[int], seed: int = 0
+) -> Float[Tensor, "b h"]:
+    """Mean sparsity of the products of coordinates after one rotation of both vectors: every logit stays.
+
+    A pair of vectors goes to a uniform pair at the same angle.
+    """
+    one, other = (normalize(x, dim=-1) for x in _normal(q, draws, prompts, seed))
+    across = normalize(other - (other * one).sum(-1, keepdim=True) * one, dim=-1)
+    cosine = cosine_similarity(q, difference, dim=-1)[..., None]
+    turned = cosine * one + (1 - cosine.square()).clamp_min(0).sqrt() * across
+    return sparsity(one * turned).mean(0)
+
+
+def _normal(like: Float[Tensor, "b h m"], draws: int, prompts: Sequence[int], seed: int) -> Float[Tensor, "2 r b h m"]:
+    """Gaussian vectors, addressed by seed and prompt: batches do not change them."""
+    drawn = []
+    for prompt in prompts:
+        address = int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
+        generator = torch.Generator().manual_seed(address)
+        drawn.append(torch.randn(2, draws, *like.shape[1:], generator=generator, dtype=torch.float64))
+    return torch.stack(drawn, dim=2)

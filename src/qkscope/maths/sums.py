@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,8 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.runs.store import check_shapes, read_tensors, write_tensors
+
+Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
 
 
 @checked_class
@@ -198,3 +200,22 @@ def add_outer(
         return
     product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
     flat[where] += product
+
+
+def centred_delta(
+    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
+) -> Float[Tensor, "*n d d"]:
+    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
+    if center not in get_args(Center):
+        raise BadInput(f"center is one of {', '.join(get_args(Center))}, but got {center!r}.")
+    reference = sums if reference is None else reference
+    count = reference[..., -1:, :, -1:]
+    conditional = sums / count
+    delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
+    if center == "none":
+        return delta[..., :-1, :-1]
+    means = reference / count
+    mean_query = means[..., :-1, :, -1:].mean(dim=-2)  # d × 1, halfway between the conditions
+    mean_key = means[..., -1:, :, :-1].mean(dim=-2)  # 1 × d
+    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]

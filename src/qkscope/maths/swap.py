@@ -23,7 +23,7 @@ from qkscope.attention import AttentionRows
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.significance import clustered_bootstrap
 
 Method = Callable[[int | Sequence[int]], Projector]
 """A way to choose k directions of every head; see `qkscope.maths.methods`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.capture.encode import Encoder
 from qkscope.errors import BadInput
-from qkscope.maths.intervals import wilson
+from qkscope.maths.significance import wilson
 from qkscope.tasks.induction import induction
 from qkscope.tasks.ioi import ioi
 from qkscope.tasks.task import ANSWER, Task

@@ -20,7 +20,7 @@ from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, principal_cosines, random_bases
 from qkscope.maths.components import Components, Feature
 from qkscope.maths.discovery import SelfContrast
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.singular import SingularBasis, omega_svd
 from qkscope.maths.swap import SwapEffect, swap_attention, swap_table
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope.analyses.discover.rows import QueryRows
 from qkscope.capture.scope import Scope
-from qkscope.maths.intervals import clustered_bootstrap
+from qkscope.maths.significance import clustered_bootstrap
 
 _BLANK, _NO_TEXT = 0, -1
 _LEAST = 0.2  # share of picks under which a relation does not describe a head

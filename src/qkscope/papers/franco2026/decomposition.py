@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.sparsity import rotated_terms, sparsity
+from qkscope.maths.relative import rotated_terms, sparsity
 from qkscope.page.figures.style import INK, ORIGINAL, REST, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs

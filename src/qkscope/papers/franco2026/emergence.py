@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.intervals import clustered_bootstrap
-from qkscope.maths.sparsity import (
+from qkscope.maths.relative import (
     cancellation,
     null_count,
     reconstruction_count,
@@ -19,6 +18,7 @@ from qkscope.maths.sparsity import (
     shared_terms,
     sparsity,
 )
+from qkscope.maths.significance import clustered_bootstrap
 from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, toy_figure, train
 from qkscope.papers.franco2026.dynamics import checkpoints

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.analyses.sparsity import group_difference
-from qkscope.maths.sparsity import sparsity
+from qkscope.maths.relative import sparsity
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.plots import Files, files_of, model_name

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.relative import key_difference, relative_terms
+from qkscope.maths.relative import key_difference
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 
 Present = Literal["one", "two", "none"]
@@ -58,7 +58,7 @@ class Coordinates(NamedTuple):
     @property
     def terms(self) -> Float[Tensor, "c m"]:
         """``c_k = σ_k (u_kᵀ t_q)(v_kᵀ Δt)``; they sum to the relative logit."""
-        return relative_terms(self.query, self.s, self.difference)
+        return self.query * self.s * self.difference
 
 
 def coordinates(toy: Toy, pairs: TokenPairs) -> Coordinates:

@@ -20,7 +20,7 @@ from qkscope.analyses.find import Ranking, find_heads
 from qkscope.analyses.fit import Fit
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.maths.intervals import wilson
+from qkscope.maths.significance import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
 from qkscope.papers.rows import Row
 from qkscope.tasks.filter import POOLED

@@ -24,7 +24,7 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.maths.draws import derived_seed
-from qkscope.maths.weights import thin_svd
+from qkscope.maths.svd import thin_svd
 
 Reading = Literal["C", "B"]
 READINGS: tuple[Reading, ...] = ("C", "B")

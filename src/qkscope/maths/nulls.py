@@ -6,7 +6,7 @@ A null changes only those sums, so replicates stream beside the data and nothing
 - ``sign_flip``: multiply a unit's sums by one random sign. H0: the conditions do not differ.
 - ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, exact for unpaired keys.
 - ``interaction``: the same signs, on what is left of ``(q − q̄) s`` when the difference that every query sees alike, in
-  the row's own scale, is taken out. H0: a difference that ignores the query (`qkscope.maths.augmented`).
+  the row's own scale, is taken out. H0: a difference that ignores the query (`interaction_deltas`).
 
 The random unit is whatever ``prompts`` numbers: the **prompt**, or all prompts that share a word or are copies. Signs
 per (query, key) pair would inflate the significance tenfold, and signs per prompt where six words are used again and
@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.maths.draws import draw_bits, draw_signs
+from qkscope.maths.sums import Center, centred_delta
 
 NullKind = Literal["sign_flip", "label_permutation", "interaction"]
 NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
@@ -118,3 +119,51 @@ def _deal_labels(
     givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
     dealt = labels.expand_as(receivers).gather(-1, givers)
     return torch.zeros_like(dealt).scatter(-1, receivers, dealt)
+
+
+def interaction_deltas(
+    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
+) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
+    """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
+
+    First the part that is the same in all of them, then the replicates, that part included.
+
+    The last column of the sums is ``Σ [q; 1] a±`` with ``a±`` a row's scale times its weight. A row's part
+    ``(q − q̄) (s⁺ − a⁺ m⁺)ᵀ / Σw⁺``, less the same of −, with ``m± = Σ s± / Σ a±``, has mean 0 under H0, also where
+    queries and keys share their scale: it may as well have the other sign. The rest of ΔC is left as it is.
+
+    ``q̄`` and ``m±`` are estimated. A difference ``m⁺ − m⁻`` that is no larger than chance makes it nine times in ten is
+    not taken out: it would be noise of the very rows, and leave the parts of large ones too small. For each of the
+    two that is taken out, the parts grow as a sample's deviations do, by ``√(units / (units − 1))``.
+    """
+    d = observed.shape[-1] - 2
+    scale = observed[-1, :, d + 1 :]
+
+    def mean_difference(sums: Tensor) -> Tensor:
+        means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
+        return means[..., 0, :] - means[..., 1, :]
+
+    chance = mean_difference(flipped).norm(dim=-1).quantile(0.9)
+    sure = bool(mean_difference(observed).norm() > chance)
+    grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
+    fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
+    return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
+
+
+def _interaction_part(
+    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], center: Center, sure: bool
+) -> Float[Tensor, "*n d d"]:
+    d = sums.shape[-1] - 2
+    count = observed[-1, :, d, None]
+    mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
+    queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    keys, total = queries[..., :d], observed[-1, :, :d]
+    if center == "both":
+        mean_key = (total / count).mean(dim=0)
+        keys, total = keys - queries[..., d : d + 1] * mean_key, total - count * mean_key
+    scale = observed[-1, :, d + 1 :]
+    expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
+    level = expected.mean(dim=0)
+    expected = level + sure * (expected - level)
+    left = (keys - queries[..., d + 1 :] * expected) / count
+    return left[..., 0, :] - left[..., 1, :]
