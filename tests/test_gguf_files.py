@@ -43,6 +43,11 @@ def load(path: Path | str) -> Scope:
         ({"extra": {"blk.1.attn_q.weight": (32, 32)}}, r"has 1 layers, but holds weights such as blk.1.attn_q.weight"),
         ({"layers": 2, "blocks": 1}, r"has 1 layers, but holds weights such as blk.1"),
         ({"extra": {"blk.0.attn_q.bias": (32,)}}, r"holds 9,088 numbers, but the model .* has 9,056"),
+        (
+            {"values": {"blk.0.attn_q.weight": torch.zeros(32, 16)}},
+            r"x.gguf has 1 weights of another shape than its config says, "
+            r"such as model.layers.0.self_attn.q_proj.weight \(\[32, 16\] instead of \[32, 32\]\)",
+        ),
         ({"extra": {"rope_freqs.weight": (4,)}}, "stretches RoPE"),
         ({"more": lambda writer: writer.add_string("llama.rope.scaling.type", "linear")}, "stretches RoPE"),
         ({"blocks": 10**9}, "asks for 1,000,000,000 layers, but holds 11 tensors"),
@@ -139,9 +144,9 @@ def test_what_a_killed_process_left_is_swept_away(own_cache: Path, tmp_path: Pat
     write_gguf(tmp_path / "x.gguf")
     code = (
         "import os, sys, time\n"
-        "from qkscope.capture import dequantise\n"
-        "dequantise._make = lambda file, folder: (print(folder, flush=True), time.sleep(600))\n"
-        "dequantise.dequantised(__import__('pathlib').Path(sys.argv[1]), 'ab' * 32)\n"
+        "from qkscope.capture import gguf\n"
+        "gguf._make = lambda file, folder: (print(folder, flush=True), time.sleep(600))\n"
+        "gguf.dequantised(__import__('pathlib').Path(sys.argv[1]), 'ab' * 32)\n"
     )
     running = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "x.gguf")], stdout=subprocess.PIPE, text=True

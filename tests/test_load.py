@@ -180,6 +180,8 @@ def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
     again = Scope.load(tmp_path / "tiny.gguf", device="cpu")
     assert (kept / "model.safetensors").stat().st_mtime_ns == stamp
     assert torch.equal(again.model.model.layers[0].mlp.up_proj.weight, up)
+    with pytest.raises(BadInput, match=r"tiny.gguf is one model, .*: leave out the revision 'main'"):
+        Scope.load(tmp_path / "tiny.gguf", revision="main")
     (tmp_path / "broken.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:300])
     with pytest.raises(BadInput, match=r"broken.gguf could not be read as GGUF"):
         Scope.load(tmp_path / "broken.gguf", device="cpu")

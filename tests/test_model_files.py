@@ -112,6 +112,13 @@ def test_weights_that_the_config_has_no_place_for_are_refused(folder: Path) -> N
     assert load(folder).n_layers == 2  # what old files carry, and a head on top, change no attention
 
 
+def test_weights_of_another_shape_are_refused_by_name(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"1 weights of another shape .* model.norm.weight \(\[7\] instead of \[64\]\)"):
+        load(folder)
+
+
 def test_a_config_that_asks_for_more_than_there_can_be_is_refused_at_once(folder: Path) -> None:
     whole = (folder / "config.json").read_text()
     for changes, said in (

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import qkscope as qk
-from qkscope.capture.nano import nano_folder, nano_names, nano_steps
+from qkscope.capture.names import locate, nano_names, nano_steps
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.significance import wilson
@@ -67,7 +67,7 @@ def test_shipped_checkpoints_are_small_different_and_load_by_name(last):
     assert len(steps) >= 12
     sizes = []
     for step in steps:
-        _, _, folder = nano_folder(f"nano:mixed@{step}")
+        folder = locate(f"nano:mixed@{step}").path
         sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
         assert (folder / "model.safetensors").stat().st_size <= 2_000_000
     assert sum(sizes) <= 20_000_000

@@ -15,7 +15,7 @@ from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import group_difference, sparsity
 from qkscope.analyses.sweep import plan_sweep, sweep
 from qkscope.capture.families import tiny_model
-from qkscope.capture.revisions import checkpoints
+from qkscope.capture.names import checkpoints
 from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.maths import relative as measure

@@ -31,8 +31,7 @@ from qkscope.analyses.sparsity import (
     named_edges,
     sparsity_rows,
 )
-from qkscope.capture.load import folder_hash
-from qkscope.capture.revisions import Checkpoint, checkpoints, refuse_copy
+from qkscope.capture.names import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -121,7 +120,7 @@ def sweep(
 
     Parameters
     ----------
-    model, revisions : as in `qkscope.capture.revisions.checkpoints`.
+    model, revisions : as in `qkscope.capture.names.checkpoints`.
     heads, n, controls, draws : as in `qkscope.sparsity`.
     show : told the result before it is written, as the disk may be full.
     """
@@ -171,7 +170,7 @@ def _measured(
         if kept is not None and set(VALUES) <= set(kept[0]):  # a file of an older version may lack a column
             arrays, manifest = kept
             digest = manifest["about"]["weights"]
-            if _weights_now(checkpoint) not in (None, digest):
+            if checkpoint.weights not in (None, digest):
                 raise BadInput(f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "
                                "to measure them again.")  # fmt: skip
             refuse_copy(model, checkpoint.label, digest, weights)
@@ -186,13 +185,6 @@ def _measured(
             write_tensors(path, _KIND, arrays, manifest, new_folder=False)
         stored[checkpoint.label] = arrays
     return _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
-
-
-def _weights_now(checkpoint: Checkpoint) -> str | None:
-    """The hash of local weights, which may have been trained on since; of a hub's, none without loading them."""
-    folder = Path(checkpoint.model).expanduser()
-    local = checkpoint.weights is None and (folder / "config.json").is_file()
-    return folder_hash(folder) if local else checkpoint.weights
 
 
 def _stored_at(folder: Path, label: str) -> Path:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from qkscope.capture.cache import files_hash, model_hash
 from qkscope.errors import BadInput
 
@@ -31,14 +33,7 @@ _NO_PART = re.compile(  # tensors that a model does well without: old buffers, a
 
 
 def folder_hash(folder: Path) -> str:
-    """Fingerprint of a model folder, without loading it; what is missing is refused."""
-    check_folder(folder)
-    config = read_config(folder / "config.json")
-    return model_hash(files_hash(weight_files(folder, config)), config)
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder with something in it that cannot be read to its end, or is no model by itself."""
+    """Fingerprint of a model folder, without loading it; one that is no whole model by itself is refused."""
     if not (folder / "config.json").exists():
         raise BadInput(f"{folder} is not a model folder: it has no config.json.")
     inner = folder / "additional_chat_templates"
@@ -50,9 +45,21 @@ def check_folder(folder: Path) -> None:
         )
     if any(re.match(r"shard-\d+-model-", path.name) for path in folder.iterdir()):
         raise BadInput(f"{folder} holds the parts of a distributed run: save the whole model, and give that folder.")
+    config = read_config(folder / "config.json")
+    files = _weight_files(folder, config)
+    digest = files_hash(files)
+    check_config(config, str(folder / "config.json"), _count_tensors(files))
+    return model_hash(digest, config)
+
+
+def local_hash(model: str) -> str | None:
+    """Fingerprint of a model that is a folder; None for any other name."""
+    folder = Path(model).expanduser()
+    return folder_hash(folder) if (folder / "config.json").is_file() else None
 
 
 def _check_file(path: Path) -> None:
+    """Refuse what cannot be read to its end."""
     try:
         status = path.stat()
     except OSError:  # a link that leads nowhere is as good as missing
@@ -96,54 +103,46 @@ def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, i
             yield str(key), value
 
 
-def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
     """The files transformers will load, or what is missing."""
-    for name in _candidates(config, folder):
-        path = folder / name
-        if not path.is_file():
-            continue
-        if not name.endswith(".index.json"):
-            return [path]
-        names = indexed(path)
-        if any(Path(part).name != part for part in names):
-            raise BadInput(f"{path} names files outside of its folder: {_AGAIN}")
-        missing = [part for part in names if not (folder / part).is_file()]
-        if missing:
+    whole = ("model.safetensors", "pytorch_model.bin")
+    names = [name + end for name in whole for end in ("", ".index.json")]
+    if (named := config.get("transformers_weights")) is not None:
+        ends = (".safetensors", ".safetensors.index.json")
+        if not isinstance(named, str) or Path(named).name != named or not named.endswith(ends):
             raise BadInput(
-                f"{folder} is incomplete: {missing[0]} is missing ({len(missing)} of {len(names)} weight files):"
-                f" {_AGAIN}"
+                f"{folder} has a config that names {named!r:.80} as its weights: name a safetensors file beside it."
             )
-        return [folder / part for part in names]
-    raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
-
-
-def _candidates(config: Mapping[str, Any], place: Path | str) -> Sequence[str]:
-    named = config.get("transformers_weights")
-    if named is None:
-        return [name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
-    ends = (".safetensors", ".safetensors.index.json")
-    if not isinstance(named, str) or Path(named).name != named or not named.endswith(ends):
+        names = [named]
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if name is None:
+        raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
+    if not name.endswith(".index.json"):
+        return [folder / name]
+    parts = _indexed(folder / name)
+    missing = [part for part in parts if not (folder / part).is_file()]
+    if missing:
         raise BadInput(
-            f"{place} has a config that names {named!r:.80} as its weights: name a safetensors file beside it."
+            f"{folder} is incomplete: {missing[0]} is missing ({len(missing)} of {len(parts)} weight files): {_AGAIN}"
         )
-    return [named]
+    return [folder / part for part in parts]
 
 
-def indexed(index: Path) -> list[str]:
-    """The files that an index of weights names."""
+def _indexed(index: Path) -> list[str]:
+    """The files that an index of weights names, all of them beside it."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         names = {None}
     if not all(isinstance(name, str) for name in names):
         raise BadInput(f"{index} is damaged: {_AGAIN}")
+    if any(Path(name).name != name for name in names):
+        raise BadInput(f"{index} names files outside of its folder: {_AGAIN}")
     return sorted(names)
 
 
-def count_tensors(files: Sequence[Path]) -> int | None:
+def _count_tensors(files: Sequence[Path]) -> int | None:
     """How many tensors the files hold; None where that cannot be known without loading them."""
-    from safetensors import SafetensorError, safe_open
-
     total = 0
     for path in files:
         if path.suffix != ".safetensors":
@@ -151,31 +150,9 @@ def count_tensors(files: Sequence[Path]) -> int | None:
         try:
             with safe_open(path, "pt") as opened:
                 total += len(opened.keys())
-        except (OSError, SafetensorError):  # damaged: loading will say so
+        except (OSError, SafetensorError, MemoryError):  # loading will say what is wrong
             return None
     return total
-
-
-def hub_hash(name: str, revision: str) -> str | None:
-    """Fingerprint of a hub model, of its files in the local cache; None where they are not found there."""
-    place = _cached(name, "config.json", revision)
-    if place is None:
-        return None
-    config = read_config(place)
-    for candidate in _candidates(config, name):
-        path = _cached(name, candidate, revision)
-        if path is None:
-            continue
-        parts = [path.parent / part for part in indexed(path)] if candidate.endswith(".index.json") else [path]
-        return model_hash(files_hash(parts), config) if all(part.is_file() for part in parts) else None
-    return None
-
-
-def _cached(name: str, file: str, revision: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, file, revision=revision)
-    return Path(found) if isinstance(found, str) else None
 
 
 def check_report(name: str, report: Mapping[str, Any]) -> None:
@@ -183,12 +160,17 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
     missing = sorted(report["missing_keys"])
     if missing:
         raise BadInput(f"{name} is incomplete: {len(missing)} weights such as {missing[0]} are missing from its files.")
-    mismatched = sorted(map(str, report.get("mismatched_keys") or ()))
+    mismatched = sorted(report["mismatched_keys"])
     if mismatched:
-        raise BadInput(f"{name} has {len(mismatched)} weights of another shape than its config says, such as "
-                       f"{mismatched[0]}: {_AGAIN}")  # fmt: skip
-    unused = sorted(key for key in report.get("unexpected_keys") or () if not _NO_PART.search(key))
+        weight, theirs, ours = mismatched[0]
+        raise BadInput(
+            f"{name} has {len(mismatched)} weights of another shape than its config says, such as {weight} "
+            f"({list(theirs)} instead of {list(ours)}): {_AGAIN}"
+        )
+    unused = sorted(key for key in report["unexpected_keys"] if not _NO_PART.search(key))
     if unused:
-        raise BadInput(f"{name} holds {len(unused)} weights such as {unused[0]} that have no place in the model its "
-                       "config describes, so it would compute something else: mend the config (its number of layers, "
-                       "its biases), or download the model again.")  # fmt: skip
+        raise BadInput(
+            f"{name} holds {len(unused)} weights such as {unused[0]} that have no place in the model its config "
+            "describes, so it would compute something else: mend the config (its number of layers, its biases), or "
+            "download the model again."
+        )

