@@ -9,14 +9,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qkscope.capture.families import tiny_model
-from qkscope.capture.inputs import short_inputs
+from qkscope.capture.inputs import PaddingSide, model_pad_id, pad_rows, short_ids, short_inputs
 from qkscope.tasks.binding import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, Tensor]:
     """Two sequences, the second one padded on the side on which the family pads; or two images."""
-    return short_inputs(model, (11, 7), "right" if type(model).__name__.endswith("MaskedLM") else "left")
+    if model.main_input_name == "pixel_values":
+        return short_inputs(model, (11, 7))
+    side: PaddingSide = "right" if type(model).__name__.endswith("MaskedLM") else "left"
+    return pad_rows(short_ids(model, (11, 7)), model_pad_id(model) or 0, side, positions=False)
 
 
 def write_tiny_llama(path: Path, seed: int = 0) -> Path:

@@ -7,7 +7,7 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from qkscope.capture.inputs import SIDES, PaddingSide, pad_rows
+from qkscope.capture.inputs import PaddingSide, pad_rows
 from qkscope.capture.marks import FIRST_TOKEN, check_own_query, has_first_token
 from qkscope.capture.pick import Places
 from qkscope.errors import BadInput, check_kind
@@ -138,7 +138,7 @@ class Encoder:
         return list(whole[:1]) != list(bare[:1])
 
     @cached_property
-    def _unknown(self) -> int | None:
+    def unknown(self) -> int | None:
         """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in pieces."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
@@ -155,21 +155,19 @@ class Encoder:
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
-        if token not in ("first", "last"):
-            raise BadInput(f"a word is stood for by its 'first' or its 'last' token, not by {token!r}.")
-        texts = [self._render(example.text, chat) for example in examples if example.text is not None]
-        encoded = self._encode([text for text, _ in texts], chat)
-        shifts = iter(shift for _, shift in texts)
+        rendered = [None if example.text is None else self.render(example.text, chat) for example in examples]
+        encoded = self.ids_and_offsets([text for text, _ in filter(None, rendered)], chat)
         result = []
-        for example in examples:
-            if example.ids is not None:
-                if chat:
-                    raise BadInput("a chat template needs text, but an example has ids: give its text.")
-                ids, offsets, shift = example.ids, [(i, i + 1) for i in range(len(example.ids))], 0
-            else:
+        for example, text in zip(examples, rendered, strict=True):
+            if text is not None:
                 ids, offsets = next(encoded)
-                shift = next(shifts)
-            result.append(self._place(example, ids, offsets, shift, token))
+                offsets = [(start - text[1], stop - text[1]) for start, stop in offsets] if text[1] else offsets
+            elif chat:
+                raise BadInput("a chat template needs text, but an example has ids: give its text.")
+            else:
+                ids, offsets = example.ids or (), [(i, i + 1) for i in range(len(example.ids or ()))]
+            self._check_ids(example, ids, offsets)
+            result.append(self._place(example, ids, offsets, token))
         self._say_first([tokens.ids[0] for tokens in result])
         return result
 
@@ -184,32 +182,21 @@ class Encoder:
             "attention there is not what it was trained for", self._show((self.first,)), without, len(starts),
         )  # fmt: skip
 
-    def _encode(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
-        if not texts:
-            return
-        if self.tokenizer is None:
+    def ids_and_offsets(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
+        """The ids of each text, and which characters each covers."""
+        if texts and self.tokenizer is None:
             raise BadInput("this scope has no tokenizer: give examples as ids, or load the model with a tokenizer.")
-        if not getattr(self.tokenizer, "is_fast", False):
+        if texts and not getattr(self.tokenizer, "is_fast", False):
             raise BadInput(
                 f"{type(self.tokenizer).__name__} does not say which characters a token covers:"
                 " load a fast tokenizer, or give examples as ids."
             )
+        options = {"return_offsets_mapping": True, "padding": False, "truncation": False, "verbose": False}
         for start in range(0, len(texts), _CHUNK):  # offsets of many texts at once would take more room than their ids
-            yield from self._encode_chunk(texts[start : start + _CHUNK], chat)
+            batch = self.tokenizer(texts[start : start + _CHUNK], add_special_tokens=not chat, **options)  # type: ignore[misc]
+            yield from zip(map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True)
 
-    def _encode_chunk(self, texts: list[str], chat: bool) -> Iterable[tuple[tuple[int, ...], list[Span]]]:
-        assert self.tokenizer is not None
-        batch = self.tokenizer(
-            texts,
-            add_special_tokens=not chat,
-            return_offsets_mapping=True,
-            padding=False,
-            truncation=False,
-            verbose=False,
-        )
-        return zip((tuple(ids) for ids in batch["input_ids"]), batch["offset_mapping"], strict=True)
-
-    def _render(self, text: str, chat: bool) -> tuple[str, int]:
+    def render(self, text: str, chat: bool) -> tuple[str, int]:
         """The text the tokenizer sees, and by how much the template moves the prompt in it."""
         if not chat:
             return text, 0
@@ -232,9 +219,8 @@ class Encoder:
         messages = [{"role": "user", "content": content}]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def _place(
-        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], shift: int, token: Token
-    ) -> Tokens:
+    def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
+        """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
         if not ids:
             raise BadInput("the prompt is empty: give at least one token.")
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
@@ -249,28 +235,23 @@ class Encoder:
                 f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
                 f" ({example.show(80)})."
             )
-
-        if self._unknown in ids:
-            start, stop = offsets[ids.index(self._unknown)]
+        if self.unknown in ids:
+            only = "this model has a token only for the words it was trained on, and"
             if example.text is None:
-                raise BadInput(
-                    "this model has a token only for the words it was trained on, and this text has others: take words"
-                    " of the tasks, or another model."
-                )
-            raise BadInput(
-                "this model has a token only for the words it was trained on, and none for"
-                f" {example.text[start - shift : stop - shift]!r}: take words of the tasks ({example.show(80)})."
-            )
+                raise BadInput(f"{only} this text has others: take words of the tasks, or another model.")
+            word = example.text[slice(*offsets[ids.index(self.unknown)])]
+            raise BadInput(f"{only} none for {word!r}: take words of the tasks ({example.show(80)}).")
 
+    def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], token: Token) -> Tokens:
         def find(span: Span) -> int:
             start, stop = _trim(example, span)
-            hits = [i for i, (a, b) in enumerate(offsets) if a < stop + shift and b > start + shift]
+            hits = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
             if not hits:
                 raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
             return hits[0 if token == "first" else -1]
 
         for role, span in example.roles.items():
-            self._check_whole(example, ids, offsets, shift, role, span)
+            self._check_whole(example, ids, offsets, role, span)
         keys = tuple(find(key.span) for key in example.keys)
         shared = next((a for a, b in pairwise(sorted(keys)) if a == b), None)
         if shared is not None:
@@ -285,21 +266,21 @@ class Encoder:
         return Tokens(ids, queries, keys)
 
     def _check_whole(
-        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], shift: int, role: str, span: Span
+        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], role: str, span: Span
     ) -> None:
         """Refuse a token that holds more than (a part of) the place a role names, blanks aside."""
+        if example.text is None:
+            return
         start, stop = _trim(example, span)
         for token, (a, b) in zip(ids, offsets, strict=True):
-            inside = a < stop + shift and b > start + shift
-            if not inside or example.text is None:
-                continue
-            a, b = _trim(example, (max(a - shift, 0), min(b - shift, len(example.text))))
-            if a < start or b > stop:
-                raise BadInput(
-                    f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token "
-                    f"{example.text[a:b]!r}: take another word, or other words around it ({example.show(120)};"
-                    f" token {self._show((token,))})."
-                )
+            if a < stop and b > start:
+                a, b = _trim(example, (max(a, 0), min(b, len(example.text))))
+                if a < start or b > stop:
+                    raise BadInput(
+                        f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token "
+                        f"{example.text[a:b]!r}: take another word, or other words around it ({example.show(120)};"
+                        f" token {self._show((token,))})."
+                    )
 
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
@@ -316,8 +297,6 @@ def _trim(example: Example, span: Span) -> Span:
 
 def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:
     """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
-    if wanted is not None and wanted not in SIDES:
-        raise BadInput(f"padding_side is 'left' or 'right', not {wanted!r}.")
     if not padded or wanted in harmless:
         return wanted or "left"
     if not harmless:

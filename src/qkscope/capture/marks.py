@@ -102,19 +102,17 @@ def _first_tokens(encoder: Encoder, example: Example, chat: bool) -> tuple[list[
     if len(example.queries) > 1:
         raise BadInput(f"an answer follows one query, but there are {len(example.queries)} in {example.show(80)}.")
     (tokens,) = encoder.tokenise([example], chat)
-    rendered = encoder._render(example.text, chat)[0]
+    rendered = encoder.render(example.text, chat)[0]
     query = tokens.queries[0]
-    ((_, offsets),) = encoder._encode([rendered], chat)
+    ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
     before = rendered[: offsets[query][1]]
     sides: list[list[int]] = []
     for side in (example.answers.right, example.answers.wrong):
         found: list[int] = []
-        for answer, (ids, _) in zip(side, encoder._encode([before + answer for answer in side], chat), strict=True):
-            if (
-                ids[: query + 1] != tokens.ids[: query + 1]
-                or len(ids) < query + 2
-                or ids[query + 1] == encoder._unknown
-            ):
+        for answer, (ids, _) in zip(
+            side, encoder.ids_and_offsets([before + answer for answer in side], chat), strict=True
+        ):
+            if ids[: query + 1] != tokens.ids[: query + 1] or len(ids) < query + 2 or ids[query + 1] == encoder.unknown:
                 raise BadInput(
                     f"the answer {answer!r} has no token of its own after {example.show(80)}: begin it with a blank, or"
                     " name another."

@@ -20,7 +20,7 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Gatherer, Plan
 from qkscope.capture.probe import Facts
 from qkscope.capture.scope import Scope
-from qkscope.capture.spaces import Space, check_space
+from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call
 from qkscope.heads import Head
 
@@ -328,7 +328,6 @@ def pool(
     skip : tokens from the first one on that are left out of every sum.
     draws, seed : keys drawn by lot for each query, and the seed of the lot.
     """
-    check_space(space)
     pooler = Pooler(scope.facts, scope.parse(heads), inputs, space, skip, draws, seed)
     scope.watch(inputs.inputs, pooler.visit, rotary=space != "post_rope")
     return pooler.finish()

@@ -43,8 +43,6 @@ class Layer:
     d_head: int
     offset: int | None
     refusals: dict[Space, str]
-    softcap: bool
-    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -131,52 +129,45 @@ class Shape:
         return [self.check(head) for head in parse_heads(heads)]
 
 
+def refusal(model: Any, why: str) -> BadInput:
+    """What is raised about a model that cannot be looked into."""
+    return BadInput(f"{model.config.model_type} cannot be looked into: {why}.")
+
+
 @torch.no_grad()
 def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
-    kind = model.config.model_type
     _check_kind(model)
-    if model.training:
-        model.eval()
+    model.eval()
     inputs = short_inputs(model)
     implementation = model.config._attn_implementation
     calls = _calls(model, inputs, lambda call: _check_honoured(implementation, call))
     if not calls:
-        raise BadInput(
-            f"{kind} cannot be looked into: its layers never call transformers' attention interface"
-            f" ({_replaced(model) or 'they hold their own attention code, or none'})."
-        )
+        why = _replaced(model) or "they hold their own attention code, or none"
+        raise refusal(model, f"its layers never call transformers' attention interface ({why})")
     modules = [id(call.module) for call in calls]
     if len(set(modules)) < len(modules):
-        raise BadInput(f"{kind} cannot be looked into: one attention module is called several times in a pass.")
+        raise refusal(model, "one attention module is called several times in a pass")
     _check_every_layer(model, calls)
     if calls[0].biases:
-        raise BadInput(
-            f"{kind} cannot be looked into: its attention call adds a learned {calls[0].biases[0]} to its logits, so"
-            " they are not scale q·k + mask."
-        )
+        added = f"its attention call adds a learned {calls[0].biases[0]} to its logits"
+        raise refusal(model, f"{added}, so they are not scale q·k + mask")
     family = _family_refusals(model, inputs, calls)
     takes_positions, first_position, sides = _counting(model, inputs, calls)
-    return Facts(
-        layers=tuple(_layer(call, family) for call in calls),
-        layer_of={module: layer for layer, module in enumerate(modules)},
-        takes_positions=takes_positions,
-        first_position=first_position,
-        sides=sides,
-    )
+    layer_of = {module: layer for layer, module in enumerate(modules)}
+    return Facts(tuple(_layer(call, family) for call in calls), layer_of, takes_positions, first_position, sides)
 
 
 def _check_kind(model: Any) -> None:
     """Refuse what cannot be fed: two stacks of layers, or neither ids nor pixels."""
-    kind, read = model.config.model_type, model.main_input_name
+    read = model.main_input_name
     has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
     if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
+        kind = model.config.model_type
         raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
     if read not in ("input_ids", "pixel_values"):
-        raise BadInput(
-            f"{kind} cannot be looked into: {type(model).__name__} reads {read}, and qkscope can give a model only"
-            " token ids or an image."
-        )
+        given = "qkscope can give a model only token ids or an image"
+        raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
 
 
 def _calls(
@@ -198,8 +189,7 @@ def _calls(
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        reason = _replaced(model) or f"a short forward failed with {error!r}"
-        raise BadInput(f"{model.config.model_type} cannot be looked into: {reason}.") from error
+        raise refusal(model, _replaced(model) or f"a short forward failed with {error!r}") from error
     return calls
 
 
@@ -219,32 +209,20 @@ def _replaced(model: Any) -> str | None:
 
 def _check_every_layer(model: Any, calls: list[Call]) -> None:
     """Refuse a model some of whose layers did not call: what they do is no attention, or needs what was not given."""
-    kind = model.config.model_type
     names = {id(module): name for name, module in model.named_modules()}
     stack = _stack(model, names.get(id(calls[0].module), ""))
-    if stack is None:
-        expected = getattr(text_config(model), "num_hidden_layers", len(calls))
-        silent = []
-    else:
-        expected = len(stack)
-        called = {id(call.module) for call in calls}
-        silent = [block for block in stack if not any(id(part) in called for part in block.modules())]
+    known = getattr(text_config(model), "num_hidden_layers", len(calls))
+    expected, called = len(stack) if stack is not None else known, {id(call.module) for call in calls}
+    silent = [block for block in stack or () if not any(id(part) in called for part in block.modules())]
     if len(calls) == expected and not silent:
         return
     if any("cross" in name for block in silent for name, _ in block.named_children()):
-        raise BadInput(
-            f"{kind} cannot be looked into: its cross-attention layers ({len(silent)} of {expected}) run only beside an"
-            " image, and qkscope gives it text alone."
-        )
+        why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
+        raise refusal(model, f"{why}, and qkscope gives it text alone")
     if len(calls) > expected:
-        raise BadInput(
-            f"{kind} cannot be looked into: {len(calls)} attention calls come from {expected} layers, so which layer is"
-            " which is not known."
-        )
-    raise BadInput(
-        f"{kind} cannot be looked into: only {len(calls)} of its {expected} layers call transformers' attention"
-        " interface."
-    )
+        why = f"{len(calls)} attention calls come from {expected} layers"
+        raise refusal(model, f"{why}, so which layer is which is not known")
+    raise refusal(model, f"only {len(calls)} of its {expected} layers call transformers' attention interface")
 
 
 def _stack(model: Any, name: str) -> nn.ModuleList | None:
@@ -293,15 +271,7 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
             refusals |= {"pre_rope": reason, "query_frame": reason}
         elif not _turns_back(call, call.rotary, offset):
             refusals["query_frame"] = "the rotary function is more than a rotation, so it cannot be turned back"
-    return Layer(
-        n_heads=call.q.shape[1],
-        n_kv_heads=call.k.shape[1],
-        d_head=call.q.shape[-1],
-        offset=offset,
-        refusals=refusals,
-        softcap=call.softcap is not None,
-        sinks=call.sinks is not None,
-    )
+    return Layer(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
 
 
 def _offset(call: Call, rotary: Rotary) -> int | None:

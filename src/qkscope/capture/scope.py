@@ -32,12 +32,12 @@ from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Picker, Places
 from qkscope.capture.probe import Shape, probe
 from qkscope.capture.selfcheck import Check, check_model, check_once
-from qkscope.capture.spaces import Space, check_space
+from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call, tap
-from qkscope.errors import BadInput, check_least
+from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import checked_class
+from qkscope.kinds import Count, checked_class
 from qkscope.runs.stream import stream
 
 
@@ -208,7 +208,7 @@ class Scope(Shape):
         heads: str | Head | Sequence[str | Head] | None = None,
         *,
         space: Space = "post_rope",
-        batch_size: int = 32,
+        batch_size: Count = 32,
         rest: bool = True,
         logits: bool = False,
         chat: bool = False,
@@ -246,9 +246,8 @@ class Scope(Shape):
             One batch at a time; nothing is kept.
         """
         wanted = self.parse(heads)
-        check_space(space)
-        if batch_size < 1 or not 0 <= shard[0] < shard[1]:
-            raise BadInput(f"batch_size is at least 1 and shard is (i, n) with 0 <= i < n, not {batch_size}, {shard}.")
+        if not 0 <= shard[0] < shard[1]:
+            raise BadInput(f"shard is (i, n) with 0 <= i < n, but got {shard}.")
         prompts = self.encoder.prompts(examples, chat, token)
         # sorted by length, so that little is padded; the list is fixed, so that shards agree on it
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts.tokens[i].ids), i))
@@ -286,7 +285,6 @@ class Scope(Shape):
             Replacements that are in force during the run.
         """
         wanted = self.parse(heads)
-        check_space(space)
         if isinstance(inputs, Encoding):
             given, example, labels = inputs.inputs, inputs.example, inputs.labels
             if places is None:
@@ -366,7 +364,7 @@ class Scope(Shape):
 
     @torch.no_grad()
     def generate(
-        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: int = 16
+        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: Count = 16
     ) -> Int[Tensor, "b n"]:
         """Greedy continuation of each sequence, with edits in force at every step; new ids only.
 
@@ -379,7 +377,6 @@ class Scope(Shape):
         max_new_tokens : int
             How far to go.
         """
-        check_least(1, max_new_tokens=max_new_tokens)
         given = dict(inputs.inputs if isinstance(inputs, Encoding) else inputs)
         if "input_ids" not in given:
             raise BadInput("generation needs input_ids: give a batch from encode.")

@@ -24,6 +24,7 @@ from qkscope.capture import cache
 from qkscope.capture.inputs import short_ids, short_inputs
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Picker, Places
+from qkscope.capture.probe import refusal
 from qkscope.capture.spaces import SPACES, Space
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
@@ -90,7 +91,7 @@ def check_model(scope: Scope) -> Check:
         tapped = _output(scope, inputs)
     output_error = float((tapped - plain).abs().max())
     if output_error > allowed:
-        raise BadInput(f"{kind} cannot be looked into: its output changes by {output_error:.2g} under the tap.")
+        raise refusal(scope.model, f"its output changes by {output_error:.2g} under the tap")
 
     # rounding in half precision grows from layer to layer, so there both sides come from one and the same pass
     views = _Views(scope, places, (_OWN,))
@@ -100,10 +101,8 @@ def check_model(scope: Scope) -> Check:
     captures = views.finish(places.row)
     attention_error = _largest([own.attention() - _reported(own, reported) for own in captures.values()])
     if not attention_error <= _attention_tolerance(scope, captures):
-        raise BadInput(
-            f"{kind} cannot be looked into: its attention is not softmax(scale q·k + mask) of the vectors its attention"
-            f" call is given (off by {attention_error:.2g})."
-        )
+        why = "its attention is not softmax(scale q·k + mask) of the vectors its attention call is given"
+        raise refusal(scope.model, f"{why} (off by {attention_error:.2g})")
     padding_error = _check_batches(scope) if "input_ids" in inputs else 0.0
     return Check(output_error, attention_error, padding_error, _write_effect(scope, inputs, places, plain, allowed))
 
@@ -216,7 +215,6 @@ def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor |
 
 def _check_batches(scope: Scope) -> float:
     """The largest error of attention in padded batches; refuses a model whose prompts change in a batch."""
-    kind = scope.model.config.model_type
     keys = tuple(Key((i, i + 1)) for i in range(3))
     prompts = [
         Example(ids=tuple(row.tolist()), queries=((2, 3), (len(row) - 1, len(row))), keys=keys)
@@ -238,19 +236,15 @@ def _check_batches(scope: Scope) -> float:
             if what is None and logits is not None and single.logits is not None:
                 what = _logits_difference(scope, logits[encoded.example == i], single.logits)
             if what is not None:
-                raise BadInput(
-                    f"{kind} cannot be looked into: padded on the {side} beside a longer prompt, its {what} are not"
-                    " those of the same prompt alone, so it counts positions or hides padding in a way of its own."
-                )
+                why = f"padded on the {side} beside a longer prompt, its {what} are not those of the same prompt alone"
+                raise refusal(scope.model, f"{why}, so it counts positions or hides padding in a way of its own")
     if scope.facts.takes_positions and any(layer.offset is not None for layer in scope.facts.layers):
         inputs = singles[0].inputs | {"position_ids": singles[0].inputs["position_ids"] + _SHIFT}
         shifted = _captures(scope, replace(singles[0], inputs=inputs), ("query_frame",))
         what = _difference(scope, shifted, alone[0].captures, 0)
         if what is not None:
-            raise BadInput(
-                f"{kind} cannot be looked into: with every position {_SHIFT} further on, its {what} change, although"
-                " only offsets should count there."
-            )
+            why = f"with every position {_SHIFT} further on, its {what} change"
+            raise refusal(scope.model, f"{why}, although only offsets should count there")
     return worst
 
 
