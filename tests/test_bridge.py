@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, decompose, tasks
-from qkscope.analyses.bridge import bridge
 from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.heads import Head
@@ -16,6 +15,7 @@ from qkscope.maths.bases import Projector
 from qkscope.maths.bridge import alignment, carried, overlap
 from qkscope.maths.singular import basis_of_weights, components
 from qkscope.maths.subspace import Subspace
+from qkscope.papers.franco2026.bridge import bridge
 
 HEAD = Head(0, 0)
 
@@ -165,18 +165,18 @@ def test_all_singular_vectors_swap_the_whole_key(fitted):
 
 def test_the_bridge_of_the_embedded_model(fitted):
     scope, task, fit, basis = fitted
-    found = bridge(scope, fit, basis, task.test(16), sizes=(1, 8), draws=3, batch_size=16)
-    row = found.tables["alignment"][0]
+    tables, arrays = bridge(scope, fit, basis, task.test(16), sizes=(1, 8), draws=3, batch_size=16)
+    row = tables["alignment"][0]
     assert row["vectors"] < row["vectors_rotated"] / 1.5  # few singular vectors, many rotated ones
     assert row["key"] > row["key_random"]
     # keys know the prompts: their axes are the control that random ones are not
     assert row["vectors_key_pca"] < row["vectors_random"] / 1.5
     assert row["key_key_pca"] > row["key_random"]
     torch.testing.assert_close(fit["lexical", "L18H6"].cov_k, fit.sums["lexical"].cov_k.matrix()[0])
-    methods = {(r["method"], r["k"]): r["shift"] for r in found.tables["curve"] if r["head"] == "L18H6"}
+    methods = {(r["method"], r["k"]): r["shift"] for r in tables["curve"] if r["head"] == "L18H6"}
     assert methods["singular", 8] > methods["random", 8]
     assert methods["singular", 8] > methods["singular", 1]
-    assert "singular vectors carry" in found.answer
+    assert float(arrays["carried/lexical/L18H6"].sum()) == pytest.approx(row["total"])
 
 
 def test_a_rotated_fit_is_told_to_take_the_querys_frame(fitted):

@@ -24,7 +24,6 @@ from qkscope.analyses.attribute import split_logits, token_rows
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.swap import check_swappable, default_features
-from qkscope.attention import AttentionRows
 from qkscope.capture.cache import cache_dir
 from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
@@ -32,9 +31,10 @@ from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.bases import Projector, joint_basis, random_bases
+from qkscope.maths import methods
+from qkscope.maths.bases import Projector, joint_basis
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import swap_attention, swapped_keys
+from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.runs.folder import file_name
 from qkscope.tasks.task import Task
 
@@ -228,14 +228,10 @@ class Session:
 
     def _random(self, captured: Capture, column: int, a: int, b: int, rank: int) -> dict[str, float]:
         """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
-        one = slice(column, column + 1)
-        rows = AttentionRows(
-            q=captured.q[:, one], k=captured.k, scale=captured.scale[one], kv_of_head=captured.kv_of_head[one],
-            softcap=None if captured.softcap is None else captured.softcap[one], bias=captured.bias[:, one],
-            rest=None if captured.rest is None else captured.rest[:, one], key_mask=captured.key_mask,
-        )  # fmt: skip
-        projector = Projector.orthogonal(random_bases(self.scope.d_head, rank, _DRAWS, 0)[:, None])
-        effect = swap_attention(rows, torch.tensor([a]), torch.tensor([b]), projector)
+        head = captured.heads[column]
+        a_row, b_row = torch.tensor([a]), torch.tensor([b])
+        rows = SwapRows(captured.rows().of_head(column), a_row, b_row, torch.zeros(1), [head])
+        effect = rows.swap(methods.random(1, self.scope.d_head, _DRAWS, 0)(rank))
         return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
 
     def _next(self, before: Capture, after: Capture | None = None) -> list[dict[str, Any]]:

@@ -52,6 +52,8 @@ class Projector(NamedTuple):
     @classmethod
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
         """One per head, padded with zero columns to a common rank."""
+        if len(projectors) == 1:
+            return cls(*(factor[None] for factor in projectors[0]))
         width = max(p.left.shape[-1] for p in projectors)
         return cls(
             *(torch.stack([_padded(factor, width) for factor in factors]) for factors in zip(*projectors, strict=True))

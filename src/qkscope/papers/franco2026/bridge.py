@@ -1,7 +1,11 @@
-"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights?
+"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No paper asks this.
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.analyses.bridge` asks which
-singular vectors carry them and how much of their swaps the singular vectors alone reproduce. Neither paper asks this.
+Heads are found on the binding task, features fitted in the query's frame; `qkscope.maths.bridge` says which singular
+vectors carry them. How much of their swaps the singular vectors alone reproduce is seen on held-out prompts, for each
+number k of dimensions: the first k directions of the contrast; the k singular vectors that carry most of it
+(`singular`, chosen on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
+from the weights alone); the best k of rotated singular vectors, by the same choice (`rotated`); key PCA; and random
+subspaces. Singular vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
 """
 
 from __future__ import annotations
@@ -11,20 +15,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
+from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.bridge import SIZES, bridge
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
+from qkscope.analyses.fit import Fit
 from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.maths import methods
+from qkscope.maths.bridge import Alignment, alignment
+from qkscope.maths.singular import SingularBasis
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import Condition, SwapRows
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.rows import Row
 from qkscope.runs.claims import Claim
+from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.tasks.task import Unit
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,9 @@ WORK = {
     "default": BridgeWork(128, 256, 192, 4, 20),
     "paper": BridgeWork(256, 1000, 1000, 9, 50),
 }
+SIZES = (1, 2, 4, 8, 12, 16)
 _CONTRASTS = ("lexical", "order")
+_VECTORS = 8  # singular vectors of a feature in the table
 
 
 @figure("franco2026", "bridge", "Contrasts against singular vectors")
@@ -56,26 +73,111 @@ def run(settings: Settings) -> Result:
     ranking = find_heads(scope, task, work.choose)
     heads = [row["head"] for row in ranking.top("row_accuracy")[: work.heads]]
     fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
-    found = bridge(
-        scope,
-        fit,
-        singular_basis(scope, heads),
-        task.test(work.test),
-        draws=work.draws,
-        seed=settings.seed,
-        sizes=[k for k in SIZES if k <= scope.d_head],
-    )
-    lexical = [dict(row) for row in found.tables["alignment"] if row["contrast"] == "lexical"]
+    units = task.test(work.test)
+    tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
     return Result(
         experiment=f"franco2026/{settings.figure}",
-        answer=found.answer,
-        tables={**found.tables, "heads": ranking.top("row_accuracy")[: work.heads]},
-        arrays=found.arrays,
-        claims=_claims(lexical),
+        answer=_answer(tables["alignment"]),
+        tables={**tables, "heads": ranking.top("row_accuracy")[: work.heads]},
+        arrays=arrays,
+        claims=_claims([row for row in tables["alignment"] if row["contrast"] == "lexical"]),
         preset=settings.preset,
         model=settings.model,
         seed=settings.seed,
-        provenance=found.provenance,
+        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}),
+    )
+
+
+def bridge(
+    scope: Scope,
+    fit: Fit,
+    basis: SingularBasis,
+    units: Sequence[Unit],
+    *,
+    sizes: Sequence[int] = SIZES,
+    draws: int = 20,
+    batch_size: int = 32,
+    seed: int = 0,
+) -> tuple[dict[str, list[Row]], dict[str, Tensor]]:
+    """Tables of how every fitted feature lies on the singular vectors of its head, and of swaps of both; and arrays.
+
+    Parameters
+    ----------
+    scope : the model.
+    fit : fitted in ``query_frame``, where one basis serves all positions (or in a model without RoPE).
+    basis : the singular vectors of its heads.
+    units : from ``task.test(n)``: words that nothing was fitted on.
+    sizes : numbers of dimensions swapped; those that fit into a head.
+    draws : random subspaces and rotations per size.
+    batch_size : prompts that run together.
+    seed : of everything that is drawn.
+    """
+    if fit.space != "query_frame" and any(basis[head].rotary for head in fit.heads):
+        raise BadInput(
+            f"the bridge needs queries and keys in the query's frame, but this fit is in {fit.space}: fit with "
+            "space='query_frame'."
+        )
+    rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed))
+    found = [alignment(basis, fit[name, head], seed=seed) for name in fit.contrasts for head in fit.heads]
+    fitting = [k for k in sizes if k <= scope.d_head]
+    curve = [row for name in fit.contrasts for row in _curve(rows, fit, basis, name, fitting, draws, seed)]
+    vectors = [
+        {"head": str(one.head), "contrast": one.contrast, **row} for one in found for row in one.table()[:_VECTORS]
+    ]
+    tables = {"alignment": [_with_swaps(one, curve) for one in found], "curve": curve, "vectors": vectors}
+    return tables, {f"carried/{one.contrast}/{one.head}": one.carried for one in found}
+
+
+def _curve(
+    rows: SwapRows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
+) -> list[Row]:
+    heads = list(fit.heads)
+    features = [fit[name, head] for head in heads]
+    deltas = torch.stack([_delta(feature) for feature in features])
+    cov_k = [feature.cov_k for feature in features if feature.cov_k is not None]  # a fit has it
+    known: dict[str | Condition, methods.Method] = {
+        "contrast": methods.leading([feature.V.double().cpu() for feature in features]),
+        "singular": methods.singular(basis, heads, deltas),
+        "omega_svd": methods.omega_svd(basis, heads),
+        "rotated": methods.rotated(basis, heads, deltas, draws, seed),
+        "key_pca": methods.key_pca(torch.stack(cov_k).cpu()),
+        "random": methods.random(len(heads), features[0].d_head, draws, seed),
+    }
+    against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
+    return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]
+
+
+def _delta(feature: Subspace) -> Tensor:
+    u, v = feature.basis("query").double().cpu(), feature.basis("key").double().cpu()
+    return u @ torch.diag(feature.S[: feature.rank].double().cpu()) @ v.mT
+
+
+def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
+    """The feature's row, with the swaps of as many dimensions as its rank (the next size of the curve)."""
+    own = [row for row in curve if (row["head"], row["contrast"]) == (str(one.head), one.contrast)]
+    k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(row["k"] for row in own))
+    at = {row["method"]: row for row in own if row["k"] == k}
+    whole = at["contrast"]["shift"]
+    return {
+        **one.row(), "k": k, **{f"shift_{method}": row["shift"] for method, row in at.items()},
+        "gain_singular": at["singular"]["gain"], "gain_singular_low": at["singular"]["gain_low"],
+        "gain_singular_high": at["singular"]["gain_high"],
+        "reproduced": at["singular"]["shift"] / whole if whole > 0 else None,
+        "reproduced_rotated": at["rotated"]["shift"] / whole if whole > 0 else None,
+    }  # fmt: skip
+
+
+def _answer(table: Sequence[Row]) -> str:
+    """The answer at the head and contrast whose own swap moves most, whatever it is."""
+    row = max(table, key=lambda row: row["shift_contrast"])
+    return (
+        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} singular vectors carry 90% of "
+        f"it where rotated ones need {row['vectors_rotated']:.0f} and principal axes of the keys "
+        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its keys (key PCA "
+        f"{row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts "
+        f"attention by {row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
+        f"{row['shift_contrast']:.2f}, rotated vectors {row['shift_rotated']:.2f}, key PCA "
+        f"{row['shift_key_pca']:.2f} and random {row['shift_random']:.2f}."
     )
 
 

@@ -20,12 +20,12 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
-from qkscope.maths.baselines import cov_qk, key_pca
-from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, principal_cosines, random_bases
+from qkscope.maths import methods
+from qkscope.maths.bases import Projector, principal_cosines
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.sums import Covariance
-from qkscope.maths.swap import SwapEffect, draw_targets, swap_attention
+from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
@@ -36,7 +36,7 @@ from qkscope.papers.rows import Row
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
-Condition = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
+Swap = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
 _DRAWS = 20
 _WIDE = ((4, 4), (4, 8), (6, 6), (6, 8), (8, 8))
 _NARROW = ((2, 2), (2, 4), (3, 3), (3, 4), (4, 4))
@@ -74,45 +74,42 @@ def swap_rows(trained: TrainedHead, pairs: int, n: int, seed: int) -> tuple[list
     """Every condition on the same contexts and the same targets: rows of the table, and how the subspaces lie."""
     task, head = trained.cell.task, trained.head
     projectors, overlap = _projectors(head, pairs, seed)
-    conditions: dict[str, Condition] = {name: _subspace_swap(p) for name, p in projectors.items()}
+    swaps: dict[Condition, Swap] = {condition: _subspace_swap(p) for condition, p in projectors.items()}
     variables = range(len(task.ranks))
-    conditions |= {f"z{k + 1}_oracle": _oracle_swap(head, [k]) for k in variables}
-    conditions["both_oracle"] = _oracle_swap(head, list(variables))
+    swaps |= {Condition(f"z{k + 1}", "oracle"): _oracle_swap(head, [k]) for k in variables}
+    swaps[Condition("both", "oracle")] = _oracle_swap(head, list(variables))
     where = {"variant": task.variant, "d_head": head.d_head, **{f"r{k + 1}": r for k, r in enumerate(task.ranks)}}
-    rows = [{**where, **row} for row in measure(head, conditions, n, seed)]
+    rows = [{**where, **row} for row in measure(head, swaps, n, seed)]
     untrained = trained.cell.untrained()
-    joint, _ = _projectors(untrained, pairs, seed)
-    rows += [{**where, **row} for row in measure(untrained, {"untrained_both": _subspace_swap(joint["both"])}, n, seed)]
+    joint = _projectors(untrained, pairs, seed)[0][Condition("both")]
+    swaps = {Condition("both", "untrained"): _subspace_swap(joint)}
+    rows += [{**where, **row} for row in measure(untrained, swaps, n, seed)]
     return rows, {**where, **overlap}
 
 
-def _projectors(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[str, Projector], Row]:
+def _projectors(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condition, Projector], Row]:
     """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts of their own."""
     task, d = head.encoders.task, head.d_head
     names = [f"z{k + 1}" for k in range(len(task.ranks))]
-    features = [
-        Subspace.from_delta(head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d), contrast=names[k])
-        for k, rank in enumerate(task.ranks)
-    ]
-    bases = {name: feature.basis("key") for name, feature in zip(names, features, strict=True)}
-    sizes = {name: basis.shape[1] for name, basis in bases.items()}
-    found = {name: Projector.orthogonal(basis) for name, basis in bases.items()}
-    joint = joint_basis(list(bases.values()))
-    found["both"], sizes["both"] = Projector.orthogonal(joint), joint.shape[1]
-    together = torch.cat(list(bases.values()), dim=1)
-    found["both_summed"] = Projector(together, together)
-    condition_number = math.nan
-    if together.shape[1] <= d:
-        oblique, condition_number = oblique_projectors(list(bases.values()))
-        found |= {f"{name}_oblique": p for name, p in zip(names, oblique, strict=True)}
-    cov_q, cov_k = _covariances(head, seed)
-    for name, size in sizes.items():
-        draws = random_bases(d, size, _DRAWS, derived_seed(seed, 13, size))
-        found[f"random_{name}"] = Projector.orthogonal(draws)
-        found[f"key_pca_{name}"] = Projector.orthogonal(key_pca(cov_k, size))
-        found[f"cov_qk_{name}"] = Projector.orthogonal(cov_qk(cov_q, cov_k, size))
-    cosine = float(principal_cosines(bases["z1"], bases["z2"])[0])
-    return found, {"joint_rank": sizes["both"], "top_cosine": cosine, "oblique_condition": condition_number}
+    bases = {
+        name: Subspace.from_delta(head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d)).basis("key")[None]
+        for k, (name, rank) in enumerate(zip(names, task.ranks, strict=True))
+    }
+    every, (number,) = methods.conditions(
+        bases,
+        dict.fromkeys([*names, "both"], _covariances(head, seed)),
+        lambda sizes: methods.random(1, d, _DRAWS, derived_seed(seed, 13, *sizes))(sizes),  # type: ignore[misc]
+    )
+    found: dict[Condition, Projector] = {}
+    for condition, projector in every.items():
+        if condition.kind != "oblique" or number is not None:
+            found[condition] = projector
+        if condition == Condition("both"):
+            together = torch.cat(list(bases.values()), dim=-1)
+            found[Condition("both", "summed")] = Projector.orthogonal(together)
+    cosine = float(principal_cosines(bases["z1"][0], bases["z2"][0])[0])
+    joint_rank = int(found[Condition("both")].rank)
+    return found, {"joint_rank": joint_rank, "top_cosine": cosine, "oblique_condition": number or math.nan}
 
 
 def _covariances(head: RetrievalHead, seed: int) -> tuple[Tensor, Tensor]:
@@ -120,20 +117,14 @@ def _covariances(head: RetrievalHead, seed: int) -> tuple[Tensor, Tensor]:
     streams = [Covariance(1, head.d_head) for _ in range(2)]
     streams[0].update(head.queries(x_q)[:, None])
     streams[1].update(head.keys(x_k).flatten(0, 1)[:, None])
-    cov_q, cov_k = (stream.matrix()[0] for stream in streams)
-    return cov_q, cov_k
+    return streams[0].matrix(), streams[1].matrix()
 
 
-def _subspace_swap(projector: Projector) -> Condition:
-    left, right = (f[:, None] if f.ndim == 3 else f[None] for f in projector)  # one head; draws before it
-
-    def swap(rows: AttentionRows, contexts: Contexts, target: Tensor) -> SwapEffect:
-        return swap_attention(rows, contexts.asked, target, Projector(left, right))
-
-    return swap
+def _subspace_swap(projector: Projector) -> Swap:
+    return lambda rows, contexts, target: swap_attention(rows, contexts.asked, target, projector)
 
 
-def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Condition:
+def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Swap:
     """Exchange the true latents in the two keys; noise and payload stay."""
     slices = head.encoders.task.latent_slices()
     columns = torch.cat([torch.arange(slices[k].start, slices[k].stop) for k in variables])
@@ -164,20 +155,20 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Condition:
     return swap
 
 
-def measure(head: RetrievalHead, conditions: dict[str, Condition], n: int, seed: int) -> list[Row]:
+def measure(head: RetrievalHead, swaps: dict[Condition, Swap], n: int, seed: int) -> list[Row]:
     """Attention before and after, for every condition on the same pairs of keys."""
-    parts: dict[str, list[SwapEffect]] = {name: [] for name in conditions}
+    parts: dict[Condition, list[SwapEffect]] = {condition: [] for condition in swaps}
     for part, start in enumerate(range(0, n, _ROWS_AT_ONCE)):
         contexts = head.encoders.contexts(min(_ROWS_AT_ONCE, n - start), derived_seed(seed, 15, part))
         rows = AttentionRows(head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)[:, None], scale=head.scale)
         allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
         target = draw_targets(contexts.asked, allowed, derived_seed(seed, 16, part))
-        for name, condition in conditions.items():
-            parts[name].append(condition(rows, contexts, target))
-    return [_row(name, effects) for name, effects in parts.items()]
+        for condition, swap in swaps.items():
+            parts[condition].append(swap(rows, contexts, target))
+    return [_row(condition, effects) for condition, effects in parts.items()]
 
 
-def _row(name: str, effects: list[SwapEffect]) -> Row:
+def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
     """Means, and 95% intervals from independent contexts (a context's value is its mean over draws)."""
     joined = {
         field: torch.cat([getattr(e, field)[..., 0] for e in effects], dim=-1)
@@ -191,7 +182,7 @@ def _row(name: str, effects: list[SwapEffect]) -> Row:
     shift_low, shift_high = _interval(shift)
     effect = effects[0]
     return {
-        "condition": name, "rank": int(effect.rank[0]),
+        "condition": condition.name, "feature": condition.feature, "kind": condition.kind, "rank": int(effect.rank[0]),
         **{field: float(value.double().mean()) for field, value in joined.items()},
         "low": low, "high": high,
         "shift": float(shift.double().mean()), "shift_low": shift_low, "shift_high": shift_high,
