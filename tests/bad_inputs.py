@@ -264,10 +264,9 @@ CALLS: list[tuple[str, str]] = [
     ('qk.relative_attention(scope, "hat: A", "L9H0")', "L9H0 does not exist"),
     ('qk.relative_attention(scope, "hat: A", "L1H3", query=99)', "there is no token 99"),
     ('qk.relative_attention(scope, "hat: A", "L1H3", key="jam")', "the example has no role 'jam'"),
-    ('qk.relative_attention(scope, "hat: A", "L1H3", draws=0)',
-     "draws is the number of rotated bases, at least 1, but got 0."),
+    ('qk.relative_attention(scope, "hat: A", "L1H3", draws=0)', "draws is at least 1, but got 0."),
     ('qk.sparsity(scope, task, "L0H0:END>NOWHERE", 4)', "L0H0"),
-    ('qk.sparsity(scope, task, "L0H0", 4, draws=0)', "--draws is at least 1, but got 0."),
+    ('qk.sparsity(scope, task, "L0H0", 4, draws=0)', "draws is at least 1, but got 0."),
     ('qk.sparsity(scope, task, "L0H0", 0)', "the number of examples should be a whole number at least 1,"),
     # ------------------------------------------------------------ without labels
     ('qk.discover(scope, [], "L1H3")', "0 passages of text are too few to tell a feature from chance"),

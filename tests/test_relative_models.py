@@ -42,6 +42,12 @@ def everywhere(model):
     return inputs, Places(row, last, columns, mask)
 
 
+def split(scope, inputs, places, attended, basis):
+    """The relative attention of every head on one key of each row."""
+    captured = scope.capture_inputs(inputs, places=places, heads=list(basis.heads), space="query_frame")
+    return relative_rows(captured, attended[:, None], basis)
+
+
 def model_logits(model, inputs, places):
     """What the attention call itself was given: scale · q·k before cap and mask, and which keys the query sees."""
     calls = []
@@ -64,7 +70,7 @@ def test_terms_sum_to_the_relative_logit_of_the_models_own_call(family):
     inputs, places = everywhere(model)
     basis = singular_basis(scope, cache=False)
     attended = places.query - 2
-    found = relative_rows(scope, inputs, places, attended, basis)
+    found = split(scope, inputs, places, attended, basis)
     logits, seen, hidden = model_logits(model, inputs, places)
     at = attended[:, None, None].expand(-1, logits.shape[1], 1)
     others = seen.scatter(-1, at, False)
@@ -95,7 +101,7 @@ def test_without_rotation_keys_are_read_by_the_right_singular_vectors(family):
     inputs, places = everywhere(model)
     basis = singular_basis(scope, cache=False)
     attended = places.query - 2
-    found = relative_rows(scope, inputs, places, attended, basis)
+    found = split(scope, inputs, places, attended, basis)
     _, seen, hidden = model_logits(model, inputs, places)
     for i, head in enumerate(basis.heads):
         x = normalised_input(scope, head.layer, hidden[head.layer]).double()
@@ -110,13 +116,13 @@ def test_without_rotation_keys_are_read_by_the_right_singular_vectors(family):
 
 @pytest.mark.parametrize("family", NOT_SPLIT)
 def test_families_without_one_matrix_or_frame_are_refused_with_the_reason(family):
-    def split():
+    def refused():
         scope = Scope.from_model(tiny_model(family), check=False)
         inputs, places = everywhere(scope.model)
-        return relative_rows(scope, inputs, places, places.query - 1, singular_basis(scope, cache=False))
+        return split(scope, inputs, places, places.query - 1, singular_basis(scope, cache=False))
 
     with pytest.raises(BadInput, match=NOT_SPLIT[family]):
-        split()
+        refused()
 
 
 def test_a_key_outside_the_window_has_no_relative_attention():
@@ -155,7 +161,7 @@ def test_rotating_every_position_leaves_the_terms():
     basis = singular_basis(scope, cache=False)
     positions = torch.cumsum(inputs["attention_mask"], -1).clamp_min(1) - 1
     here, there = (
-        relative_rows(scope, {**inputs, "position_ids": positions + shift}, places, places.query - 2, basis).terms
+        split(scope, {**inputs, "position_ids": positions + shift}, places, places.query - 2, basis).terms
         for shift in (0, 37)
     )
     assert float((here - there).abs().max()) < 1e-4 * float(here.abs().max())

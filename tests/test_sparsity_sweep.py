@@ -320,7 +320,7 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
         (["--revisions", "step9"], "has no revision 'step9'"),
         (["--revisions", "step0", "--heads", "L0H0:END>S9"], "a role 'S9'"),
         (["--revisions", "step0", "--heads", "L8H0:END>IO"], "L8H0 does not exist"),
-        (["--revisions", "step0", "--draws", "0"], "--draws is at least 1"),
+        (["--revisions", "step0", "--draws", "0"], "draws is at least 1"),
         (["--revisions", "step100,copy3"], "hold the same weights"),
         (["--form", "question"], "form is one of both, ABBA, BABA"),
     ):

@@ -134,11 +134,6 @@ def _job_between(query: str, key: str, task: str) -> Job:
     return next(known, Job(f"{query} to {key}", query, key))
 
 
-def jobs_of(edges: Sequence[Edge]) -> list[Job]:
-    """The different ways to look among some edges; jobs that differ in name alone count once."""
-    return list({(edge.job.query, edge.job.key): edge.job for edge in reversed(edges)}.values())[::-1]
-
-
 def check_roles(task: Task, edges: Sequence[Edge]) -> None:
     """Refuse a role that the task's prompts do not have, before a model is loaded."""
     example = task.test(1)[0][0]
@@ -157,7 +152,8 @@ def span_of(example: Example, role: str) -> Span | None:
         return example.queries[0] if example.queries else None
     right = [key.span for key in example.keys if key.label(ANSWER) > 0]
     if role != ANSWER or not right:
-        raise BadInput(f"the example has no role {role!r}: {example.show(80)}.")
+        there = ", ".join([*example.roles, QUERY, *([ANSWER] if right else [])])
+        raise BadInput(f"the example has no role {role!r}: there is {there}; or give a token's position.")
     return right[0]
 
 
@@ -193,31 +189,12 @@ def find_circuit(
     that a head which looks at every name is not taken for one that looks at this one.
     """
     jobs = JOBS.get(task.name, (_ANSWERING,))
-    examples = [unit[0] for unit in task.choose(n)]
-    scores = job_scores(scope, examples, jobs, task.chat, batch_size, progress)
-    heads = scope.heads()
-    return [
-        Edge(heads[i], job)
-        for job, own in zip(jobs, scores, strict=True)
-        for i in own.argsort(descending=True)[: min(top, len(heads))].tolist()
-    ]
-
-
-def job_scores(
-    scope: Scope,
-    examples: Sequence[Example],
-    jobs: Sequence[Job],
-    chat: bool = False,
-    batch_size: int = 32,
-    progress: bool | None = None,
-) -> Float[Tensor, "jobs h"]:
-    """How much more of its attention every head gives the key role than the other named places."""
-    units: list[Unit] = [(example,) for example in examples]
+    units: list[Unit] = [unit[:1] for unit in task.choose(n)]
     queries = list(dict.fromkeys(job.query for job in jobs))
-    keys = list(dict.fromkeys([*(job.key for job in jobs), *examples[0].roles]))
+    keys = list(dict.fromkeys([*(job.key for job in jobs), *units[0][0].roles]))
 
-    def run(indices: list[int]) -> Tensor:
-        inputs, columns = locate(scope, [examples[i] for i in indices], [*queries, *keys], chat)
+    def run(indices: list[int]) -> Float[Tensor, "n jobs h"]:
+        inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
         attention = scope.capture_inputs(inputs, places=rows_from(inputs, columns[:, : len(queries)])).attention()
         by_query = attention.cpu().unflatten(0, (len(indices), len(queries)))
         slots = columns[:, None, len(queries) :].expand(-1, by_query.shape[2], -1)
@@ -230,7 +207,9 @@ def job_scores(
             out.append(own[..., keys.index(job.key)] - rest)
         return torch.stack(out, dim=1)
 
-    return torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+    scores = torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+    best = scores.argsort(dim=-1, descending=True)[:, :top]
+    return [Edge(scope.heads()[i], job) for job, own in zip(jobs, best.tolist(), strict=True) for i in own]
 
 
 def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> list[Edge]:
@@ -238,8 +217,9 @@ def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> l
     inside = {edge.head for edge in edges}
     free = [head for head in scope.heads() if head not in inside]
     generator = torch.Generator().manual_seed(seed)
+    ways = list(dict.fromkeys((edge.job.query, edge.job.key) for edge in reversed(edges)))[::-1]
     return [
-        Edge(free[i], Job("control", job.query, job.key), circuit=False)
-        for job in jobs_of(edges)
+        Edge(free[i], Job("control", query, key), circuit=False)
+        for query, key in ways
         for i in sorted(torch.randperm(len(free), generator=generator)[:count].tolist())
     ]

@@ -20,25 +20,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.about import made_from
-from qkscope.analyses.circuits import Edge, check_roles, circuit_of, find_circuit, locate, outside, rows_from
-from qkscope.analyses.circuits import parse_edges as parse_edges
+from qkscope.analyses.circuits import (
+    Edge,
+    check_roles,
+    circuit_of,
+    find_circuit,
+    locate,
+    outside,
+    parse_edges,
+    rows_from,
+)
 from qkscope.analyses.prompts import batches_of
-from qkscope.analyses.relative import TOLERANCE, RelativeRows, split_captured
+from qkscope.analyses.relative import VALUES, relative_rows
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_call, checked_class
-from qkscope.maths import relative as measure
+from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.maths.singular import SingularBasis
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.stream import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
-
-VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
-          "count_tol_null", "cancellation", "sigma_correlation")  # fmt: skip
 
 
 @checked_class
@@ -60,8 +64,8 @@ def sparsity(
     heads: str | Head | Sequence[str | Head | Edge] | None = None,
     n: int = 128,
     *,
-    controls: int = 12,
-    draws: int = 20,
+    controls: Natural = 12,
+    draws: Count = 20,
     batch_size: int = 32,
     seed: int = 0,
     step: int | str | None = None,
@@ -79,7 +83,6 @@ def sparsity(
     step : what to call this checkpoint.
     """
     start = time.perf_counter()
-    check_counts(controls, draws)
     edges = [*(own := edges_for(scope, task, heads, batch_size, progress)), *outside(scope, own, controls, seed)]
     arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed, progress=progress)
     rows = sparsity_rows(edges, arrays, scope.name, step, seed)
@@ -94,13 +97,6 @@ def sparsity(
         provenance=provenance(**made_from(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
         edges=tuple(edges),
     )
-
-
-def check_counts(controls: int, draws: int) -> None:
-    """Refuse numbers of controls or rotations that make no sense."""
-    for what, value, least in (("controls", controls, 0), ("draws", draws, 1)):
-        if value < least:
-            raise BadInput(f"--{what} is at least {least}, but got {value}.")
 
 
 def edges_for(
@@ -148,7 +144,6 @@ def measure_edges(
     basis = singular_basis(scope, heads)
     queries = list(dict.fromkeys(edge.job.query for edge in edges))
     keys = list(dict.fromkeys(edge.job.key for edge in edges))
-    index = basis.index([edge.head for edge in edges])
     out = {name: torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64) for name in VALUES}
     first = torch.full((len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
     turned = first.clone()
@@ -162,9 +157,8 @@ def measure_edges(
             own = [e for e, edge in enumerate(edges) if edge.job.query == query]
             slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].job.key)] for e in own], dim=1)
             rows = list(range(q, len(places.row), len(queries)))
-            found = split_captured(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
-            values = _values(found, basis, [index[e] for e in own], draws, seed, indices)
-            for name, value in values.items():
+            found = relative_rows(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
+            for name, value in found.values(draws, seed, indices).items():
                 out[name][torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
             seen = found.terms.isfinite().all(-1)
             sums[own] += torch.where(seen[..., None], found.terms, 0.0).sum(0)
@@ -172,17 +166,18 @@ def measure_edges(
             if 0 in indices:
                 at = indices.index(0)
                 first[own] = found.terms[at]
-                s = basis.S[[index[e] for e in own]].double()
-                turned[own] = measure.rotated_terms(found.query[at], s, found.key[at], 1, seed)[0]
+                turned[own] = rotated_terms(found.query[at], found.s, found.key[at], 1, seed)[0]
 
     for _ in stream(batches_of(units, batch_size), run, progress):
         pass
     blind = next((edge for edge, seen in zip(edges, counts.tolist(), strict=True) if edge.circuit and not seen), None)
     if blind is not None:
-        raise BadInput(f"{blind} cannot be measured: in no prompt does {blind.job.query} see {blind.job.key} and one "
-                       "token more; heads look back, so name the later place first.")  # fmt: skip
+        raise BadInput(
+            f"{blind} cannot be measured: in no prompt does {blind.job.query} see {blind.job.key} and one token more; "
+            "heads look back, so name the later place first."
+        )
     mean = sums / counts[:, None].clamp_min(1)
-    sigma = basis.S[index].double()
+    sigma = basis.S[basis.index([edge.head for edge in edges])].double()
     return {**out, "terms_first": first, "terms_rotated": turned, "terms_mean": mean, "sigma": sigma}
 
 
@@ -211,31 +206,6 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
     return right
 
 
-def _values(
-    found: RelativeRows, basis: SingularBasis, index: list[int], draws: int, seed: int, prompts: list[int]
-) -> dict[str, Float[Tensor, "b h"]]:
-    terms = found.terms
-    rotated, shared = found.nulls(basis.S[index], draws, seed, prompts)
-    return {
-        "sparsity": measure.sparsity(terms), "rotated": rotated, "rotated_shared": shared,
-        "relative": found.relative, "attention": found.attention,
-        "count": measure.reconstruction_count(terms),
-        "count_tol": measure.reconstruction_count(terms, TOLERANCE),
-        "count_null": measure.null_count(terms, draws=draws, seed=seed),
-        "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
-        "cancellation": measure.cancellation(terms),
-        "sigma_correlation": _rank_correlation(terms.abs(), basis.S[index].double().expand_as(terms)),
-    }  # fmt: skip
-
-
-def _rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
-    """Spearman's: whether the largest terms sit at the largest singular values."""
-    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
-    one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
-    found = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
-    return torch.where(a.isnan().any(-1), torch.nan, found)
-
-
 def sparsity_rows(
     edges: Sequence[Edge], arrays: Mapping[str, Tensor], model: str, step: int | str | None, seed: int = 0
 ) -> list[dict[str, Any]]:
@@ -248,16 +218,12 @@ def sparsity_rows(
         low = high = torch.tensor(torch.nan)
         if bool(kept.any()):
             low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
-        means = {name: float(values.nanmean()) for name, values in own.items()}
         rows.append({
             "model": model, "head": str(edge.head), "step": step, "role": edge.job.role, "from": edge.job.query,
-            "to": edge.job.key, "circuit": edge.circuit, "sparsity": means["sparsity"], "rotated": means["rotated"],
-            "rotated_shared": means["rotated_shared"], "difference": float(gap.nanmean()), "low": float(low),
-            "high": float(high), "count": means["count"], "count_tol": means["count_tol"],
-            "count_null": means["count_null"], "count_tol_null": means["count_tol_null"],
-            "positive": float((own["relative"] > 0).double().mean()),
-            "relative": means["relative"], "attention": means["attention"], "cancellation": means["cancellation"],
-            "sigma_correlation": means["sigma_correlation"], "n": int(kept.sum()),
+            "to": edge.job.key, "circuit": edge.circuit,
+            **{name: float(values.nanmean()) for name, values in own.items()},
+            "difference": float(gap.nanmean()), "low": float(low), "high": float(high),
+            "positive": float((own["relative"] > 0).double().mean()), "n": int(kept.sum()),
         })  # fmt: skip
     return rows
 
@@ -283,23 +249,6 @@ def group_difference(
     own = torch.arange(len(gap)) if clusters is None else clusters
     low, high = clustered_bootstrap(gap[kept], own[kept])
     return float(gap[kept].mean()), float(low), float(high)
-
-
-def head_changes(
-    arrays: Mapping[str, Tensor], edges: Sequence[Edge], baseline: Mapping[str, Tensor] | None = None
-) -> list[dict[str, Any]]:
-    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a ``baseline``.
-
-    With heads as the units a statement is about heads like these, not about these.
-    """
-    gap = (arrays["sparsity"] - arrays["rotated"]).nanmean(1)
-    if baseline is not None:
-        gap = gap - (baseline["sparsity"] - baseline["rotated"]).nanmean(1)
-    own: dict[tuple[Head, bool], list[int]] = {}
-    for i, edge in enumerate(edges):
-        own.setdefault((edge.head, edge.circuit), []).append(i)
-    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
-            for (head, circuit), index in own.items()]  # fmt: skip
 
 
 def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:

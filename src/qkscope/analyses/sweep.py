@@ -24,7 +24,6 @@ from qkscope.analyses.sparsity import (
     Sparsity,
     answer_of,
     answers_right,
-    check_counts,
     edges_for,
     group_difference,
     measure_edges,
@@ -35,6 +34,7 @@ from qkscope.capture.names import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import Count, Natural, checked_call
 from qkscope.runs.folder import (
     RESULTS,
     SCHEMA,
@@ -61,6 +61,7 @@ _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at 
 _MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "count_tol_null", "attention")
 
 
+@checked_call
 def plan_sweep(
     model: str,
     task: Task,
@@ -69,8 +70,8 @@ def plan_sweep(
     n: int = 128,
     *,
     out: str | Path,
-    controls: int = 12,
-    draws: int = 20,
+    controls: Natural = 12,
+    draws: Count = 20,
     seed: int = 0,
     dtype: str | None = None,
 ) -> dict[str, Any]:
@@ -79,7 +80,6 @@ def plan_sweep(
     Heads that are looked for are those of the last checkpoint: with another one as the last it is another job.
     """
     found = checkpoints(model, revisions)
-    check_counts(controls, draws)
     if heads is not None:
         named_edges(heads, task)
     elif (known := circuit_of(model, task.name)) is not None:
@@ -108,8 +108,8 @@ def sweep(
     n: int = 128,
     *,
     out: str | Path,
-    controls: int = 12,
-    draws: int = 20,
+    controls: Natural = 12,
+    draws: Count = 20,
     seed: int = 0,
     batch_size: int = 32,
     device: str | None = None,

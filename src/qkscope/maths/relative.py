@@ -87,6 +87,14 @@ def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     return terms.sum(-1) / terms.abs().sum(-1)
 
 
+def rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
+    """Spearman's: whether the largest terms sit at the largest singular values; NaN where a term is."""
+    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
+    one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
+    found = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
+    return torch.where(a.isnan().any(-1), torch.nan, found)
+
+
 def null_count(
     terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0
 ) -> Float[Tensor, "*b"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -21,7 +21,9 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.sparsity import group_difference, head_changes
+from qkscope.analyses.circuits import Edge
+from qkscope.analyses.sparsity import group_difference
+from qkscope.heads import Head
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Sweep, swept
 from qkscope.papers.plots import Files, column, files_of, model_name, slanted
@@ -53,6 +55,23 @@ def run(settings: Settings) -> Result:
         model=settings.model,
         about=found.about(),
     )
+
+
+def head_changes(
+    arrays: Mapping[str, Tensor], edges: Sequence[Edge], baseline: Mapping[str, Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a ``baseline``.
+
+    With heads as the units a statement is about heads like these, not about these.
+    """
+    gap = (arrays["sparsity"] - arrays["rotated"]).nanmean(1)
+    if baseline is not None:
+        gap = gap - (baseline["sparsity"] - baseline["rotated"]).nanmean(1)
+    own: dict[tuple[Head, bool], list[int]] = {}
+    for i, edge in enumerate(edges):
+        own.setdefault((edge.head, edge.circuit), []).append(i)
+    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
+            for (head, circuit), index in own.items()]  # fmt: skip
 
 
 def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
