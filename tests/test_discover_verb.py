@@ -16,8 +16,9 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
 from qkscope.maths.discovery import SelfContrast
-from qkscope.page.cards import add_section
+from qkscope.page.blocks import blocks_of
 from qkscope.page.figures.discovery import draw_atlas, draw_discovery
+from qkscope.runs.result import Result, plain_value
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,14 @@ def test_examples_mark_the_tokens_they_name(found):
 
 def test_the_page_holds_a_card_per_feature_and_escapes_text(found):
     tables = {**found.tables, "examples": [dict(row, text="<qk>" + row["text"]) for row in found.tables["examples"]]}
-    page = draw_discovery(replace(found, tables=tables))["report.html"]
-    assert page.count('<article class="card') == len(found.tables["features"])
+    changed = replace(found, tables=tables)
+    page = draw_discovery(changed)["report.html"]
     assert "<qk>" not in page
-    assert "mark class=" in page
-    with pytest.raises(ValueError, match="answer"):
-        add_section("<html></html>", "x")
+    assert page.count('<section class="block cards">') == len(found.tables["heads"])
+    cards = [block for block in blocks_of(changed) if block.kind == "cards"]
+    assert sum(len(block.options["cards"]) for block in cards) == len(found.tables["features"])
+    assert [row for block in cards for row in block.options["examples"]] == plain_value(tables["examples"])
+    assert page.index("block cards") < page.index('<figure class="picture">') < page.index("block curve")
 
 
 def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
@@ -80,11 +83,14 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
     assert rows["L14H3"]["relation_rate"] > 0.3 > 3 * rows["L14H3"]["relation_chance"]
     assert rows["L17H5"]["relation"] == "what followed it"
     assert (rows["L18H8"]["verdict"], rows["L18H8"]["directions"]) == ("rests on the first token", 0)
+    (block,) = blocks_of(found)
+    assert block.kind == "atlas"
+    assert block.rows == plain_value(found.tables["atlas"])
+    assert block.options["relations"]["L14H3"].startswith("the same token (")
+    assert set(block.options["examples"]) <= set(heads)
     page = draw_atlas(found)["report.html"]
-    assert page.count("<tr data-verdict") == len(heads)
-    assert page.count(">the same token (") == 1
-    assert "script-src 'sha256-" in page
     found.write(tmp_path / "run")
+    assert draw_atlas(Result.read(tmp_path / "run"))["report.html"] == page
     assert json.loads((tmp_path / "run" / "results.json").read_text())["experiment"] == "atlas"
 
 
@@ -243,27 +249,23 @@ def test_the_legend_of_the_curve_fits_its_figure(found, count):
 
 
 def test_pages_say_once_what_is_marked_and_what_the_bars_are(found):
-    page = draw_discovery(found)["report.html"]
-    assert page.count('<mark class="query">query</mark> the token that asks') == 1
-    assert page.count('<mark class="key">key</mark> the one') == 1
-    assert 'class="both"' not in page  # no token of this task attends to itself
-    assert page.count("<figcaption>Logit between two keys") == len(found.tables["features"])
-    for row in found.tables["features"]:
-        assert f">{row['carried']:.2f} [{row['carried_low']:.2f}, {row['carried_high']:.2f}]</text>" in page
+    cards = [block for block in blocks_of(found) if block.kind == "cards"]
+    assert [block.options["marks"] for block in cards] == [["query", "key"], *[[]] * (len(cards) - 1)]
+    bars = [card["bars"][0] for block in cards for card in block.options["cards"]]
+    assert [bar[1:] for bar in bars] == [
+        [row["carried"], row["carried_low"], row["carried_high"]] for row in found.tables["features"]
+    ]
     head = {name: found.tables["heads"][0][name] for name in ("head", "directions", "q", "mass", "top_weight")}
     row = {**head, "layer": 18, "index": 6, "logit_share": 0.1, "carried": 0.1, "carried_key_pca": 0.1,
            "carried_random": 0.1, "relation": None, "verdict": "above the null"}  # fmt: skip
     itself = {**found.tables["examples"][0]}
     itself |= {f"key_{end}": itself[f"query_{end}"] for end in ("start", "stop")}
     atlas = replace(found, experiment="atlas", tables={"atlas": [row], "examples": [itself]})
-    page = draw_atlas(atlas)["report.html"]
-    assert page.count('<mark class="query">query</mark> the token that asks') == 1
-    assert page.count('<mark class="both">both</mark> one that attends to itself') == 1
+    assert blocks_of(atlas)[0].options["marks"] == ["query", "key", "both"]
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_what_could_not_be_measured_is_a_dash(found, missing):
-    whole = draw_discovery(found)["report.html"]
     tables = {
         **found.tables,
         "heads": _missing(found.tables["heads"], missing, "diagonal", "mass"),
@@ -271,18 +273,16 @@ def test_what_could_not_be_measured_is_a_dash(found, missing):
         "curve": [*_missing(found.tables["curve"][:3], missing, "carried", "shift", "low", "high"),
                   *found.tables["curve"][3:]],
     }  # fmt: skip
-    page = draw_discovery(replace(found, tables=tables))["report.html"]
-    cards = page[page.index('class="words marks"') : page.index('<figure class="picture">')]
-    assert "query and key agree – (chance –)" in cards
-    assert "stability –" in cards
-    assert "– of its attention is off the first token" in cards
-    assert cards.count(">–</text>") == 4 * len(found.tables["features"])
-    assert "Like meets like" not in cards
-    assert "nan" not in cards.lower()
-    assert "None" not in cards
+    block = next(block for block in blocks_of(replace(found, tables=tables)) if block.kind == "cards")
+    for card in block.options["cards"]:
+        assert "query and key agree – (chance –)" in card["facts"]
+        assert "stability –" in card["facts"]
+        assert [value for _, *values in card["bars"] for value in values] == [None] * 12  # which are drawn as dashes
+    assert "– of its attention is off the first token" in block.words
+    assert "Like meets like" not in block.words
+    assert "nan" not in str(block.options["cards"]).lower() + block.words
     known = {**found.tables, "heads": [{**row, "diagonal": 0.5, "diagonal_null": 0.4} for row in found.tables["heads"]]}
-    assert "Like meets like: 50%" in draw_discovery(replace(found, tables=known))["report.html"]
-    assert whole.count(">–</text>") == 0
+    assert "Like meets like: 50%" in blocks_of(replace(found, tables=known))[0].words
 
 
 _CONTRAST = """([what, property]) => {
@@ -312,7 +312,9 @@ def test_every_method_has_a_colour_of_its_own_that_is_seen(found, tmp_path, dark
             found.tables["curve"] if row["method"] == "random"),
             *({**row, "method": "order"} for row in found.tables["curve"] if row["method"] == "lexical")]  # fmt: skip
     rows[0] = {**rows[0], "shift": None, "low": None, "high": None}
-    path.write_text(draw_discovery(replace(found, tables={**found.tables, "curve": rows}))["report.html"])
+    features = [{**row, "carried_random": None} for row in found.tables["features"]]
+    changed = replace(found, tables={**found.tables, "curve": rows, "features": features})
+    path.write_text(draw_discovery(changed)["report.html"])
     methods = list(dict.fromkeys(row["method"] for row in rows))
     with chromium() as browser:
         watched = Watched(browser, path.as_uri(), dark=dark)
@@ -320,6 +322,9 @@ def test_every_method_has_a_colour_of_its_own_that_is_seen(found, tmp_path, dark
         lines = page.evaluate(_CONTRAST, ["section.curve .legend line", "stroke"])
         bars = page.evaluate(_CONTRAST, [".card rect", "fill"])
         before = page.locator("section.curve polyline").count()
+        texts = page.locator(".card text.soft").all_text_contents()
+        shown = page.locator(".card blockquote").all_text_contents()
+        marked = page.locator(".card mark").count()
         page.locator('section.curve [data-method="cov_qk_all"]').click()
         page.locator('section.curve [data-method="random"]').click()
         page.locator('section.curve [data-method="lexical_moving"]').click()
@@ -327,7 +332,11 @@ def test_every_method_has_a_colour_of_its_own_that_is_seen(found, tmp_path, dark
         assert "NaN" not in page.locator("section.curve .chart").inner_html()
         assert watched.errors == []
     assert len({colour for colour, _ in lines}) == len(lines) == len(methods)
-    assert len(bars) == 4 * len(found.tables["features"])
+    assert len(bars) == 3 * len(features)  # one of the four was not measured
+    assert texts.count("–") == len(features)
+    assert f"{features[0]['carried']:.2f} [{features[0]['carried_low']:.2f}, " in texts[0]
+    assert shown == [row["text"] for row in found.tables["examples"]]
+    assert marked == 2 * len(shown)
     assert min(contrast for _, contrast in [*lines, *bars]) >= 3
     variants = [
         name for name in methods if name.endswith(("_all", "_moving", "_uncentred")) or name == "self_contrast_svd"
@@ -347,17 +356,14 @@ def test_an_atlas_sorts_what_is_missing_as_smallest(found, tmp_path, missing):
             enumerate((0.2, missing, -0.3, 0.4))]  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(draw_atlas(replace(found, experiment="atlas", tables={"atlas": rows}))["report.html"])
-    table = path.read_text()
-    table = table[table.index('<section class="block atlas">') : table.index("</table>")]
-    assert "nan" not in table.lower()
-    assert "None" not in table
     with chromium() as browser:
         page = Watched(browser, path.as_uri()).page
         orders = []
         for _ in range(2):
             page.get_by_role("button", name="first two").click()
             orders.append(page.locator(".atlas tbody tr td:first-child").all_inner_texts())
-        assert page.locator(".atlas tbody td:nth-child(8)").all_inner_texts() == ["–", "-0.30", "0.20", "0.40"]
+        assert page.locator(".atlas tbody td:nth-child(8)").all_inner_texts() == ["–", "−0.30", "0.20", "0.40"]
+        assert "nan" not in page.locator(".atlas table").inner_text().lower()
     assert orders == [["L0H3", "L0H0", "L0H2", "L0H1"], ["L0H1", "L0H2", "L0H0", "L0H3"]]
 
 

@@ -168,7 +168,8 @@ def test_a_page_of_any_tokens_holds_its_data_and_no_script_of_theirs(tmp_path, r
         name or "odd", {"tokens": rows, name: [odd]}, answer=name, provenance={"asked": odd, "command": name}
     )
     page = _Page(report_html([result]))
-    assert page.scripts == _Page(report_html([Result("plain", {})])).scripts
+    plain = [{"position": 0, "token": "a", "attention": 1.0, "logit": 1.0}]
+    assert page.scripts == _Page(report_html([Result("plain", {"tokens": plain})])).scripts
     assert plain_value(rows) in [json.loads(text)["rows"] for text in page.data]
     assert write_report(tmp_path / "page.html", result).read_text(encoding="utf-8").rstrip().endswith("</html>")
 

@@ -1,29 +1,29 @@
 """What there is to look at in a result, as blocks: words, rows, and the kind of chart that the page draws from them.
 
-A table is drawn by its columns, whoever made it: heads with an accuracy are a map, conditions with attention before and
-after are bars, tokens with a logit are a prompt. So a run folder that is read back gives the page it gave at first.
+A table is drawn by its columns, whoever made it (`TABLES`): heads with an accuracy are a map, conditions with attention
+before and after are bars, tokens with a logit are a prompt. Blocks are made of tables and arrays alone, so that a run
+folder that is read back gives the page it gave at first. Words are said here; scripts only draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.analyses.clouds import Cloud, clouds_of
+from qkscope.analyses.clouds import clouds_of
+from qkscope.analyses.discover.discover import counted
 from qkscope.heads import Head
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, plain_value
 
 Row = Mapping[str, Any]
+Tables = Mapping[str, Sequence[Row]]
 
-_MAP = {"head", "accuracy", "row_accuracy", "chance"}
-_SWAP = {"head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", "shift_low",
-         "shift_high"}  # fmt: skip
-_CURVE = {"head", "method", "k", "shift", "low", "high"}
-_TOKENS = {"position", "token", "attention", "logit"}
-_SPECTRUM = {"head", "contrast", "component", "value", "null_median", "null_high", "kept"}
+_TOKEN = ("position", "token", "attention", "logit")
+_SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
+_CONTROLS = {"random": "random, as {}", "key_pca": "key PCA, as {}", "cov_qk": "Cov q Cov k, as {}", "sham": "sham, {}"}
 _PANELS = 24
-_CLOUDS = 8
 
 
 @dataclass(frozen=True)
@@ -35,97 +35,232 @@ class Block:
     words: str
     rows: Sequence[Row]
     options: Mapping[str, Any] = field(default_factory=dict)
+    table: str = ""  # whose rows these are
+    leads: bool = False  # told before the pictures
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
-    return [*_tables(result), *_cloud_block(clouds_of(result))]
+    tables = plain_value(result.tables)
+    drawn = [
+        block
+        for name, rows in tables.items()
+        for columns, draw in TABLES
+        if rows and columns <= set(rows[0])
+        for block in draw(name, rows, tables)
+    ]
+    return [*drawn, *_points(result)]
 
 
-def drawn_tables(result: Result) -> set[str]:
-    """Names of the tables that a chart shows whole."""
-    return {name for name, rows in result.tables.items() if _kind(rows)}
+def number(value: Any, how: str = "") -> str:
+    """A value as text, to four digits or as ``how`` says; a dash where there is none.
 
-
-def _kind(rows: Sequence[Row]) -> str:
-    """Which chart shows these rows; a few heads of many are a table, and no map."""
-    columns = set(rows[0]) if rows else set()
-    if columns >= _MAP:
-        heads = [Head.parse(row["head"]) for row in rows]
-        grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
-        return "map" if 2 * len(rows) >= grid else ""
-    if columns >= _SWAP:
-        return "swaps"
-    if columns >= _CURVE:
-        return "curve"
-    if columns >= _SPECTRUM:
-        return "spectra"
-    return "tokens" if columns >= _TOKENS else ""
-
-
-def _tables(result: Result) -> Iterator[Block]:
-    for name, rows in result.tables.items():
-        kind = _kind(rows)
-        if kind == "map":
-            scores = [s for s in ("row_accuracy", "accuracy", "ratio", "mass") if s in rows[0]]
-            yield Block("map", "Every head", "How often each head attends to the right key. Point at a head, or use "
-                        "the arrow keys; the interval is of the accuracy.", rows, {"scores": scores})  # fmt: skip
-        elif kind == "swaps":
-            yield Block("swaps", _titled("Swapping features", name, "swap"),
-                        "Attention on the right key and on the one it was swapped with, after the feature's "
-                        "coordinates were exchanged between them. Random subspaces of the same size stand beside "
-                        "each feature; the shift has its 95% interval by prompt.", rows)  # fmt: skip
-        elif kind == "curve":
-            yield Block("curve", _titled("How many dimensions it takes", name, "curve"),
-                        "Attention shifted when only the first k directions are swapped, with 95% intervals.",
-                        rows)  # fmt: skip
-        elif kind == "spectra":
-            yield from _spectra(rows, result.tables.get("ranks", ()))
-        elif kind == "tokens":
-            parts = [c for c in rows[0] if c not in _TOKENS and isinstance(rows[0][c], float)]
-            yield Block("tokens", _titled("One prompt, split", name, "tokens"),
-                        "The prompt as it reads. Under each token: the parts of its attention logit, up for and down "
-                        "against; grey is what no feature explains. The last token asks.", rows,
-                        {"parts": parts})  # fmt: skip
+    >>> number(0.12345), number(-0.5, ".2f"), number(float("nan")), number(None), number(True), number(1.5e-7)
+    ('0.1235', '−0.50', '–', '–', 'yes', '1.50e-7')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if how or isinstance(value, int):
+        return format(value, how).replace("-", "−")
+    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}".replace("-", "−") if isinstance(value, float) else str(value)
 
 
 def _titled(title: str, name: str, usual: str) -> str:
     return title if name == usual else f"{title} ({name.replace('_', ' ')})"
 
 
-def _spectra(rows: Sequence[Row], ranks: Sequence[Row]) -> Iterator[Block]:
-    facts = {(row["contrast"], row["head"]): row for row in ranks}
+# ---------------------------------------------------------------------- contrasts
+
+
+def _map(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """A few heads of many are a table, and no map."""
+    heads = [Head.parse(row["head"]) for row in rows]
+    grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
+    if 2 * len(rows) >= grid:
+        words = (
+            "How often each head attends to the right key. Point at a head, or use the arrow keys; the interval is of "
+            "the accuracy."
+        )
+        yield Block("map", "Every head", words, rows, {"scores": [s for s in _SCORES if s in rows[0]]}, name)
+
+
+def _swaps(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    words = (
+        "Attention on the right key and on the one it was swapped with, after the feature's coordinates were exchanged "
+        "between them. Random subspaces of the same size stand beside each feature; the shift has its 95% interval by "
+        "prompt."
+    )
+    said = {row["condition"]: _condition(row) for row in rows}
+    yield Block("swaps", _titled("Swapping features", name, "swap"), words, rows, {"conditions": said}, name)
+
+
+def _condition(row: Row) -> dict[str, Any]:
+    """What a condition is called, and whether it is a control; folders of before have no columns for it."""
+    feature, kind = row.get("feature", row["condition"]).replace("_", " "), row.get("kind", "feature")
+    other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
+    return {"name": _CONTROLS.get(kind, other).format(feature), "control": kind in _CONTROLS}
+
+
+def _curve(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    words = "Attention shifted when only the first k directions are swapped, with 95% intervals."
+    yield Block("curve", _titled("How many dimensions it takes", name, "curve"), words, rows, table=name)
+
+
+def _tokens(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    words = (
+        "The prompt as it reads. Under each token: the parts of its attention logit, up for and down against; grey is "
+        "what no feature explains. The last token asks."
+    )
+    parts = [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
+    yield Block("tokens", _titled("One prompt, split", name, "tokens"), words, rows, {"parts": parts}, name)
+
+
+def _spectra(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    facts = {(row["contrast"], row["head"]): row for row in tables.get("ranks", ())}
     names = list(dict.fromkeys((row["contrast"], row["head"]) for row in rows))
-    panels = [{**facts[name], "name": f"{name[0]} at {name[1]}"} for name in names[:_PANELS] if name in facts]
+    panels = [{**facts[at], "name": f"{at[0]} at {at[1]}"} for at in names[:_PANELS] if at in facts]
+    more = f" {len(names) - len(panels)} more are in the table." if len(names) > len(panels) else ""
+    words = (
+        "Singular values of the contrast at each head, centred where it says so. The band is the same under its null, "
+        "from the median to the 95% quantile, as far as components were tested; filled dots are the directions that "
+        "were kept. Detected are those above the band, the more the more data there is; predictive those that rebuild "
+        f"the contrast of words or prompts that were left out.{more}"
+    )
+    shown = [row for row in rows if (row["contrast"], row["head"]) in names[:_PANELS]]
     if panels:
-        more = len(names) - len(panels)
-        shown = [row for row in rows if (row["contrast"], row["head"]) in names[:_PANELS]]
-        yield Block("spectra", "How many directions", "Singular values of the contrast at each head, centred where "
-                    "it says so. The band is the same under its null, from the median to the 95% quantile, as far as "
-                    "components were tested; filled dots are the directions that were kept. Detected are those above "
-                    "the band, the more the more data there is; predictive those that rebuild the contrast of words "
-                    "or prompts that were left out."
-                    + (f" {more} more are in the table." if more else ""), shown, {"panels": panels})  # fmt: skip
+        yield Block("spectra", "How many directions", words, shown, {"panels": panels}, name)
 
 
-def _cloud_block(clouds: Sequence[Cloud]) -> Iterator[Block]:
+def _points(result: Result) -> Iterator[Block]:
+    """Points that can be turned: a row for each, with its label in every colouring."""
     rows: list[Row] = []
     panels = []
-    for cloud in clouds[:_CLOUDS]:
+    for cloud in clouds_of(result):
         for side, points in (("key", cloud.keys), ("query", cloud.queries)):
             labels = {
-                by: [colouring.names[i] if 0 <= i < len(colouring.names) else None for i in
-                     (colouring.keys if side == "key" else colouring.queries)]
-                for by, colouring in cloud.colourings.items()
-            }  # fmt: skip
+                by: [c.names[i] if 0 <= i < len(c.names) else None for i in (c.keys if side == "key" else c.queries)]
+                for by, c in cloud.colourings.items()
+            }
             for i, (x, y, z) in enumerate(points.tolist()):
                 at = {"x": round(x, 4), "y": round(y, 4), "z": round(z, 4)}
                 rows.append({"cloud": cloud.title, "side": side, **at} | {by: of[i] for by, of in labels.items()})
-        panels.append({
-            "name": cloud.title,
-            "colourings": {by: {"names": c.names, "ordered": c.ordered} for by, c in cloud.colourings.items()},
-        })  # fmt: skip
+        colourings = {by: {"names": c.names, "ordered": c.ordered} for by, c in cloud.colourings.items()}
+        panels.append({"name": cloud.title, "colourings": colourings})
     if panels:
-        yield Block("cloud", "Keys and queries in the subspace",
-                    "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; "
-                    "point at one to read it.", rows, {"panels": panels})  # fmt: skip
+        words = (
+            "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at one "
+            "to read it."
+        )
+        yield Block("cloud", "Keys and queries in the subspace", words, rows, {"panels": panels}, "clouds")
+
+
+# ---------------------------------------------------------------------- features without labels
+
+
+def _cards(name: str, heads: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """For each head its spectrum and a card per feature: what speaks for it, and the texts where it is strongest."""
+    examples = tables.get("examples", ())
+    for i, head in enumerate(heads):
+        features, texts, spectrum = (
+            [row for row in tables.get(each, ()) if row["head"] == head["head"]]
+            for each in ("features", "examples", "spectrum")
+        )
+        options = {
+            "cards": [_card(row) for row in features],
+            "examples": texts,
+            "spectrum": spectrum,
+            "marks": _marks(examples) if i == 0 else [],  # said once
+        }
+        title = f"{head['head']}: {head['verdict']}"
+        yield Block("cards", title, _head_words(head), features, options, "features", leads=True)
+
+
+def _head_words(head: Row) -> str:
+    said = (
+        f"Queries and attended keys go together in {counted(head['directions'], 'direction')} above the shuffled null "
+        f"(q {number(head['q'], '.2g')}, z {number(head.get('z'), '.1f')}), {counted(head['features'], 'feature')}; "
+        f"{number(head['mass'], '.0%')} of its attention is off the first token; its features carry "
+        f"{number(head['logit_share'], '.0%')} of the logit of the most attended key over another."
+    )
+    if head["diagonal"] is not None:
+        shares = [number(head[column], ".0%") for column in ("diagonal", "diagonal_null")]
+        said += f" Like meets like: {shares[0]} of the interaction (chance up to {shares[1]})."
+    relation = _relation(head)
+    return f"{said} It attends most to {relation}." if relation else said
+
+
+def _relation(row: Row) -> str:
+    """What the attended token is to the asking one, beside chance."""
+    rate, chance = (number(row.get(name), ".0%") for name in ("relation_rate", "relation_chance"))
+    return f"{row['relation']} ({rate}, chance {chance})" if row.get("relation") is not None else ""
+
+
+def _marks(examples: Sequence[Row]) -> list[str]:
+    """Which marks the texts have."""
+    itself = any(row["query_start"] == row["key_start"] for row in examples)
+    return [*(("query", "key") if examples else ()), *(("both",) if itself else ())]
+
+
+def _card(row: Row) -> dict[str, Any]:
+    facts = [
+        f"query and key agree {number(row['match'], '.2f')} (chance {number(row['match_null'], '.2f')})",
+        f"stability {number(row['stability'], '.2f')}",
+        f"logit share {number(row['logit_share'], '.0%')}",
+    ]
+    if not row["identifiable"]:
+        facts.insert(0, "only the span is a finding: its directions are not identifiable")
+    if row.get("nearest_contrast"):
+        chance = row.get("contrast_cos_chance")
+        beside = "" if chance is None else f", chance {chance:.2f}"
+        facts.append(f"nearest contrast {row['nearest_contrast']} (cos {number(row['contrast_cos'], '.2f')}{beside})")
+    if row.get("singular_cos") is not None:
+        facts.append(f"singular vector {row['singular_vector'] + 1} (cos {row['singular_cos']:.2f})")
+    bars = [["this feature", row["carried"], row["carried_low"], row["carried_high"]]]
+    for name in ("cov_qk", "key_pca", "random"):
+        if f"carried_{name}" in row:
+            bars.append([name.replace("_", " "), row[f"carried_{name}"], None, None])
+    return {
+        "feature": row["feature"], "facts": "; ".join(facts) + ".", "loose": not row["identifiable"], "bars": bars,
+        "title": f"Feature {row['feature']}" + (f", {row['size']} dimensions" if row["size"] > 1 else ""),
+    }  # fmt: skip
+
+
+def _atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    words = (
+        "Directions in which queries and attended keys go together more than when passages exchange them "
+        "(false-discovery rate 5% over all heads, z in units of the null): this says that they go together, not that "
+        "the head uses it, and heads that only follow their mean query pass too. Beside it: what they carry of the "
+        "logit between the most attended key and another, what the first two carry beside as many key principal "
+        "components and random directions, and what the most attended token is to the asking one. Click a column to "
+        "sort."
+    )
+    examples = tables.get("examples", ())
+    texts = {row["head"]: row for row in reversed(examples)}  # the first of each head
+    relations = {row["head"]: _relation(row) for row in rows}
+    options = {"examples": texts, "relations": relations, "marks": _marks(examples)}
+    yield Block("atlas", "Every head", words, rows, options, name, leads=True)
+
+
+# ---------------------------------------------------------------------- the lists
+
+TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = (
+    ({"head", "accuracy", "row_accuracy", "chance"}, _map),
+    ({"head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", "shift_low",
+      "shift_high"}, _swaps),
+    ({"head", "method", "k", "shift", "low", "high"}, _curve),
+    ({*_TOKEN}, _tokens),
+    ({"head", "contrast", "component", "value", "null_median", "null_high", "kept"}, _spectra),
+    ({"head", "directions", "features", "mass", "logit_share", "diagonal", "verdict"}, _cards),
+    ({"head", "layer", "index", "directions", "mass", "logit_share", "carried", "verdict"}, _atlas),
+)  # fmt: skip
+"""What a table is drawn as: the columns it is known by, and what makes its blocks."""
+
+SCRIPTS = {
+    "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
+    "cards": ["spectra.js", "cards.js"], "atlas": ["cards.js", "atlas.js"], "cloud": ["plotly", "cloud.js"],
+}  # fmt: skip
+"""What draws each kind of block."""

@@ -22,14 +22,13 @@ from markupsafe import Markup
 
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
-from qkscope.page.blocks import Block, blocks_of, drawn_tables
+from qkscope.page.blocks import SCRIPTS, blocks_of, number
 from qkscope.page.known import remember
 from qkscope.runs.folder import writing
 from qkscope.runs.result import Result, plain_value
 
 _HERE = Path(__file__).parent
 _ROWS = 400  # of a table written out; the chart's and the folder's data are whole
-_SCRIPTS = ("base.js", "map.js", "spectra.js", "swaps.js", "curve.js", "prompt.js", "cloud.js", "report.js")
 _WIDGET_HEIGHT = 560
 
 
@@ -100,10 +99,9 @@ def widget_html(result: Result) -> str:
 
 def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str, bare: bool = False) -> str:
     sections = [_section(result) for result in results]
-    blocks = [block for section in sections for block in section["blocks"]]
-    scripts = [asset(name) for name in _SCRIPTS]
-    if any(block["kind"] == "cloud" for block in blocks):
-        scripts.insert(0, _plotly())
+    kinds = dict.fromkeys(block.kind for section in sections for block, _ in section["blocks"])
+    needed = dict.fromkeys(["base.js", *(name for kind in kinds for name in SCRIPTS[kind]), "report.js"])
+    scripts = [_plotly() if name == "plotly" else asset(name) for name in needed]
     return (
         _templates()
         .get_template("report.html")
@@ -123,13 +121,16 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
 
 
 def _section(result: Result) -> dict[str, Any]:
-    drawn = drawn_tables(result)
+    """A result's blocks, each with its data as JSON, and its tables."""
+    blocks = blocks_of(result)
+    drawn = {block.table for block in blocks}
     tables = {
         name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn, "columns": _columns(rows)}
         for name, rows in plain_value(result.tables).items()
         if rows
     }
-    return {"result": result, "blocks": [_block(block) for block in blocks_of(result)], "tables": tables}
+    data = [script_json({"kind": b.kind, "title": b.title, "rows": b.rows, "options": b.options}) for b in blocks]
+    return {"result": result, "blocks": list(zip(blocks, data, strict=True)), "tables": tables}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
@@ -139,11 +140,6 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         for name, value in row.items():
             first.setdefault(name, value)
     return {name: isinstance(value, int | float) for name, value in first.items()}
-
-
-def _block(block: Block) -> dict[str, Any]:
-    data = {"kind": block.kind, "title": block.title, "rows": block.rows, "options": block.options}
-    return {"kind": block.kind, "title": block.title, "words": block.words, "data": script_json(data)}
 
 
 def script_json(value: Any) -> Markup:
@@ -197,15 +193,5 @@ def _templates() -> Environment:
         loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["number"] = _number
+    environment.filters["number"] = number
     return environment
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}".replace("-", "−") if isinstance(value, float) else str(value)

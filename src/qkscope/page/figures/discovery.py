@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from qkscope.page.cards import add_section, atlas_table, feature_cards
 from qkscope.page.figures.style import new_figure, styled, with_page
 from qkscope.runs.result import Result
 
@@ -25,20 +24,14 @@ def draw_discovery(result: Result) -> dict[str, str | bytes]:
     """The curve of every head, and the page with one card per feature."""
     with styled():
         figures = {"curve": _curve(result)} if result.tables.get("curve") else {}
-    files = with_page(result, figures)
-    page = files["report.html"]
-    assert isinstance(page, str)
-    return {**files, "report.html": add_section(page, feature_cards(result))}
+    return with_page(result, figures)
 
 
 def draw_atlas(result: Result) -> dict[str, str | bytes]:
     """The map of all heads, and the page with the table that sorts."""
     with styled():
         figures = {"atlas": _map(result)}
-    files = with_page(result, figures)
-    page = files["report.html"]
-    assert isinstance(page, str)
-    return {**files, "report.html": add_section(page, *atlas_table(result))}
+    return with_page(result, figures)
 
 
 def _curve(result: Result) -> Figure:

@@ -1,23 +1,92 @@
-// Sort and filter the table of all heads.
+"use strict";
+// The table of all heads: a column sorts it, a word or a verdict filters it. What is missing sorts as smallest.
 (() => {
-  const box = document.querySelector('.atlas'); if (!box) return;
-  const body = box.querySelector('tbody'), rows = [...body.rows];
-  const text = box.querySelector('input'), kind = box.querySelector('select'), shown = box.querySelector('output');
-  const value = (row, i) => { const cell = row.cells[i]; return cell.dataset.value === undefined ? cell.textContent : +cell.dataset.value; };
-  const filter = () => {
-    const wanted = text.value.trim().toLowerCase(); let count = 0;
-    for (const row of rows) {
-      const ok = (!wanted || row.textContent.toLowerCase().includes(wanted)) && (!kind.value || row.dataset.verdict === kind.value);
-      row.hidden = !ok; count += ok;
-    }
-    shown.textContent = count + ' of ' + rows.length + ' heads';
+  const { make, number, fixed } = qk;
+  const COLUMNS = {
+    head: "head",
+    directions: "directions",
+    q: "q",
+    z: "z",
+    mass: "off the first",
+    top_weight: "on one key",
+    logit_share: "logit share",
+    carried: "first two",
+    carried_key_pca: "key PCA",
+    carried_random: "random",
+    relation: "attends to",
   };
-  box.querySelectorAll('th button').forEach((button, i) => button.addEventListener('click', () => {
-    const column = button.parentElement, up = column.getAttribute('aria-sort') === 'descending';
-    box.querySelectorAll('th').forEach(other => other.removeAttribute('aria-sort'));
-    column.setAttribute('aria-sort', up ? 'ascending' : 'descending');
-    rows.sort((a, b) => { const x = value(a, i), y = value(b, i); return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1); });
-    body.append(...rows);
-  }));
-  text.addEventListener('input', filter); kind.addEventListener('change', filter); filter();
+  const worth = (row, name) =>
+    (name === "head" ? row.layer * 1000 + row.index : name === "relation" ? row.relation && row.relation_rate : row[name]) ??
+    -Infinity;
+  const text = (row, name) =>
+    name === "directions" ? number(row[name]) : name === "q" ? brief(row.q) : fixed(row[name]);
+  const brief = (value) => (value === null ? "–" : String(Number(value.toPrecision(2))));
+
+  qk.charts.atlas = (element, rows, { examples, relations, marks }) => {
+    const lines = new Map(
+      rows.map((row) => [
+        row,
+        make(
+          "tr",
+          {},
+          ...Object.keys(COLUMNS).map((name) =>
+            name === "head"
+              ? make("td", {}, row.head)
+              : name === "relation"
+                ? make("td", { class: "relation" }, relations[row.head] || "–")
+                : make("td", { class: "n" }, text(row, name)),
+          ),
+          make("td", { class: "text" }, examples[row.head] ? qk.passage(examples[row.head]) : null),
+        ),
+      ]),
+    );
+    const body = make("tbody", {}, ...lines.values()),
+      shown = make("output", {});
+    const wanted = make("input", { type: "search", "aria-label": "filter", placeholder: "L18, Anna, ...", oninput: filter });
+    const verdicts = [...new Set(rows.map((row) => row.verdict))];
+    const verdict = make(
+      "select",
+      { "aria-label": "verdict", onchange: filter },
+      make("option", { value: "" }, "all"),
+      ...verdicts.map((name) => make("option", { value: name }, name)),
+    );
+    function filter() {
+      const word = wanted.value.trim().toLowerCase();
+      let count = 0;
+      for (const [row, line] of lines) {
+        const there = line.textContent.toLowerCase().includes(word) && (!verdict.value || row.verdict === verdict.value);
+        line.hidden = !there;
+        count += there;
+      }
+      shown.textContent = `${count} of ${rows.length} heads`;
+    }
+    const columns = Object.entries(COLUMNS).map(([name, title]) => {
+      const onclick = () => {
+        const up = column.getAttribute("aria-sort") === "descending";
+        columns.forEach((other) => other.removeAttribute("aria-sort"));
+        column.setAttribute("aria-sort", up ? "ascending" : "descending");
+        const order = (a, b) => (worth(a, name) < worth(b, name) ? -1 : worth(a, name) > worth(b, name) ? 1 : 0);
+        body.append(...[...lines.keys()].sort((a, b) => (up ? order(a, b) : order(b, a))).map((row) => lines.get(row)));
+      };
+      const column = make(
+        "th",
+        { scope: "col", class: name === "head" || name === "relation" ? null : "n" },
+        make("button", { type: "button", onclick }, title),
+      );
+      return column;
+    });
+    const head = make("tr", {}, ...columns, make("th", { scope: "col" }, "where it is strongest"));
+    element.replaceChildren(
+      ...[
+        qk.marks(marks),
+        make("p", { class: "choices" }, wanted, verdict, shown),
+        make(
+          "div",
+          { class: "scroll", tabindex: 0, role: "region", "aria-label": "Every head" },
+          make("table", {}, make("thead", {}, head), body),
+        ),
+      ].filter(Boolean),
+    );
+    filter();
+  };
 })();

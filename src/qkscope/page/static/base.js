@@ -151,6 +151,7 @@ const qk = (() => {
   };
 
   return {
+    charts: {}, // kind of block -> (element, rows, options): each script adds its own
     make,
     draw,
     number,

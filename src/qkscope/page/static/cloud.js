@@ -4,7 +4,7 @@
   const { make, choose, viridis, isDark } = qk;
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;"); // plotly reads markup
 
-  qk.cloud = (element, rows, panels) => {
+  qk.charts.cloud = (element, rows, { panels }) => {
     const stage = make("div", {
       class: "stage",
       tabindex: 0,

@@ -46,7 +46,7 @@
     return found;
   }
 
-  qk.curve = (element, rows) => {
+  qk.charts.curve = (element, rows) => {
     const heads = [...new Set(rows.map((row) => row.head))],
       methods = [...new Set(rows.map((row) => row.method))],
       look = looks(methods),

@@ -1,7 +1,7 @@
 "use strict";
 // Every head as a cell, layers across and heads up, coloured by one number of each; pointed at, walked by keys, picked.
 (() => {
-  const { draw, make, number, viridis, tip, near, redraw } = qk;
+  const { draw, make, number, fixed, viridis, tip, near, redraw, choose, pretty } = qk;
 
   qk.map = (element, { rows, value, lines, marked = [], range = [0, 1], title = "", onpick = null, picked = null }) => {
     const at = new Map();
@@ -163,5 +163,72 @@
         again();
       },
     };
+  };
+
+  // the map of a ranking: one of its scores, and the heads that have most of it
+  qk.charts.map = (element, rows, { scores }) => {
+    const bar = make("div", { class: "choices" }),
+      left = make("div", {}),
+      right = make("div", {});
+    let score = scores[0];
+    const lines = (row) =>
+      [
+        [row.head],
+        ["most of all tokens", number(row.row_accuracy)],
+        ["accuracy", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`],
+        ["chance", fixed(row.chance)],
+        ["share of the keys' attention", number(row.ratio)],
+        ["attention on the keys", number(row.mass)],
+        ["prompts", number(row.n)],
+      ].filter(([, value]) => value !== "–" && value !== "– [–, –]");
+    const best = () => {
+      const top = [...rows].sort((a, b) => b[score] - a[score]).slice(0, 8);
+      right.replaceChildren(
+        make(
+          "table",
+          { class: "best" },
+          make(
+            "thead",
+            {},
+            make(
+              "tr",
+              {},
+              make("th", { scope: "col" }, "best heads"),
+              make("th", { scope: "col", class: "n" }, NAMES[score] || score),
+            ),
+          ),
+          make(
+            "tbody",
+            {},
+            ...top.map((row) =>
+              make("tr", {}, make("td", {}, row.head), make("td", { class: "n" }, fixed(row[score]))),
+            ),
+          ),
+        ),
+      );
+    };
+    const NAMES = {
+      row_accuracy: "right of all",
+      accuracy: "right of the keys",
+      ratio: "share of the keys",
+      mass: "on the keys",
+    };
+    element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
+    const view = qk.map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
+    best();
+    if (scores.length > 1)
+      bar.append(
+        ...choose(
+          "score",
+          scores,
+          score,
+          (next) => {
+            score = next;
+            view.repaint((row) => row[score], NAMES[score]);
+            best();
+          },
+          (name) => NAMES[name] || pretty(name),
+        ),
+      );
   };
 })();

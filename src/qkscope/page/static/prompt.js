@@ -183,7 +183,7 @@
     element.classList.add("split");
   };
 
-  qk.tokens = (element, rows, parts) => {
+  qk.charts.tokens = (element, rows, { parts }) => {
     const bar = make("div", { class: "choices" }),
       place = make("div", {}),
       below = make("div", { "aria-live": "polite" });

@@ -1,7 +1,7 @@
 "use strict";
 // The page: every block's data becomes its chart and its two copy buttons; the theme button overrides the system's choice.
 (() => {
-  const { make, map, number, fixed, choose, pretty, isDark } = qk;
+  const { make, isDark } = qk;
   const cell = (value) => {
     const text = value === null || value === undefined ? "" : String(value);
     return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
@@ -52,80 +52,6 @@
     }
   };
 
-  function headMap(element, rows, scores) {
-    const bar = make("div", { class: "choices" }),
-      left = make("div", {}),
-      right = make("div", {});
-    let score = scores[0];
-    const lines = (row) =>
-      [
-        [row.head],
-        ["most of all tokens", number(row.row_accuracy)],
-        ["accuracy", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`],
-        ["chance", fixed(row.chance)],
-        ["share of the keys' attention", number(row.ratio)],
-        ["attention on the keys", number(row.mass)],
-        ["prompts", number(row.n)],
-      ].filter(([, value]) => value !== "–" && value !== "– [–, –]");
-    const best = () => {
-      const top = [...rows].sort((a, b) => b[score] - a[score]).slice(0, 8);
-      right.replaceChildren(
-        make(
-          "table",
-          { class: "best" },
-          make(
-            "thead",
-            {},
-            make(
-              "tr",
-              {},
-              make("th", { scope: "col" }, "best heads"),
-              make("th", { scope: "col", class: "n" }, NAMES[score] || score),
-            ),
-          ),
-          make(
-            "tbody",
-            {},
-            ...top.map((row) =>
-              make("tr", {}, make("td", {}, row.head), make("td", { class: "n" }, fixed(row[score]))),
-            ),
-          ),
-        ),
-      );
-    };
-    const NAMES = {
-      row_accuracy: "right of all",
-      accuracy: "right of the keys",
-      ratio: "share of the keys",
-      mass: "on the keys",
-    };
-    element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
-    const view = map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
-    best();
-    if (scores.length > 1)
-      bar.append(
-        ...choose(
-          "score",
-          scores,
-          score,
-          (next) => {
-            score = next;
-            view.repaint((row) => row[score], NAMES[score]);
-            best();
-          },
-          (name) => NAMES[name] || pretty(name),
-        ),
-      );
-  }
-
-  const charts = {
-    map: (element, rows, options) => headMap(element, rows, options.scores),
-    spectra: (element, rows, options) => qk.spectra(element, rows, options.panels),
-    swaps: (element, rows) => qk.swaps(element, rows),
-    curve: (element, rows) => qk.curve(element, rows),
-    tokens: (element, rows, options) => qk.tokens(element, rows, options.parts),
-    cloud: (element, rows, options) => qk.cloud(element, rows, options.panels),
-  };
   for (const block of document.querySelectorAll("section.block")) {
     const stored = block.querySelector("script.data");
     if (!stored) continue;
@@ -133,7 +59,7 @@
     qk.copyButtons(block.querySelector(".copy"), () => rows);
     const place = block.querySelector(".chart");
     try {
-      charts[kind](place, rows, options);
+      qk.charts[kind](place, rows, options);
     } catch (error) {
       console.error(error); // and on to the other charts
       place.replaceChildren(make("p", { class: "words" }, "These numbers cannot be drawn; they can be copied."));

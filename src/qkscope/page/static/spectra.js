@@ -1,10 +1,10 @@
 "use strict";
-// Singular values over their null band: one small panel for each contrast and head.
+// Singular values over their null: one small panel for each contrast and head, or for a head without labels.
 (() => {
   const { draw, make, number, fixed, pointed, redraw } = qk;
   const DECADES = 6; // what is smaller still is round-off: it lies on the floor
 
-  qk.spectra = (element, rows, panels) => {
+  qk.charts.spectra = (element, rows, { panels }) => {
     const grid = make("div", { class: "panels" });
     element.replaceChildren(
       make(
@@ -25,27 +25,34 @@
       const own = rows.filter((row) => row.head === panel.head && row.contrast === panel.contrast),
         box = make("div", {});
       grid.append(box);
-      redraw(box, (width) => box.replaceChildren(spectrum(panel, own, width)));
+      // two short lines: a long one would run into the next panel
+      const predictive = panel.rank_cv === undefined ? "" : ` · predictive ${panel.rank_cv}`;
+      const centred = panel.center && panel.center !== "none" ? "centred · " : "";
+      qk.spectrum(box, own, [
+        panel.name,
+        `kept ${panel.rank} · detected ${panel.detected}${predictive}`,
+        `${centred}mean ${fixed(panel.mean_dominance)} · ${panel.verdict}`,
+      ]);
     }
   };
 
-  function spectrum(panel, rows, width) {
-    const [left, right, top, bottom, height] = [44, 8, 58, 26, 216];
+  // said: a title and lines below it; widest: in pixels
+  qk.spectrum = (element, rows, said = [], widest = Infinity) =>
+    redraw(element, (width) => element.replaceChildren(spectrum(rows, said, Math.min(width, widest))));
+
+  function spectrum(rows, said, width) {
+    const [left, right, top, bottom] = [44, 8, said.length ? 10 + 16 * said.length : 8, 26],
+      height = top + 132 + bottom;
     const values = rows.flatMap((row) => [row.value, row.null_median, row.null_high]).filter((value) => value > 0);
     const high = Math.log10(Math.max(...values)),
       low = Math.max(Math.log10(Math.min(...values)), high - DECADES);
     const pad = Math.max(0.08 * (high - low), 0.05);
     const x = (i) => left + 8 + ((width - left - right - 16) * (i - 1)) / Math.max(rows.length - 1, 1);
     const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
-    // two short lines: a long one would run into the next panel
-    const predictive = panel.rank_cv === undefined ? "" : ` · predictive ${panel.rank_cv}`;
-    const centred = panel.center && panel.center !== "none" ? "centred · " : "";
     const svg = draw(
       "svg",
-      { width, height, role: "img", "aria-label": `${panel.name}: ${panel.rank} kept, ${panel.detected} detected` },
-      draw("text", { class: "title", x: 0, y: 13 }, panel.name),
-      draw("text", { class: "soft", x: 0, y: 30 }, `kept ${panel.rank} · detected ${panel.detected}${predictive}`),
-      draw("text", { class: "soft", x: 0, y: 46 }, `${centred}mean ${fixed(panel.mean_dominance)} · ${panel.verdict}`),
+      { width, height, role: "img", "aria-label": said.slice(0, 2).join(": ") || "Singular values against the null" },
+      ...said.map((text, i) => draw("text", { class: i ? "soft" : "title", x: 0, y: i ? 14 + 16 * i : 13 }, text)),
     );
     const lines = (steps) => {
       const found = [];
@@ -53,14 +60,24 @@
         found.push(...steps.map((k) => k * 10 ** power));
       return found.filter((v) => Math.log10(v) > low - pad && Math.log10(v) < high + pad);
     };
-    const grid = lines([1]).length > 1 ? lines([1]) : lines([1, 3]);
+    const grid = [[1], [1, 3], [1, 2, 5]].map(lines).find((found) => found.length > 1) ?? [];
     for (const value of grid.filter((_, i) => (grid.length - 1 - i) % Math.ceil(grid.length / 4) === 0)) {
       svg.append(
         draw("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
         draw("text", { class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)),
       );
     }
-    const tested = rows.filter((row) => row.null_high > 0);
+    const tested = rows.filter((row) => row.null_high > 0 && row.null_median !== undefined);
+    for (const row of rows.filter((row) => row.null_high > 0 && row.null_median === undefined))
+      svg.append(
+        draw("line", {
+          x1: x(row.component) - 7,
+          x2: x(row.component) + 7,
+          y1: y(row.null_high),
+          y2: y(row.null_high),
+          stroke: "var(--bad)",
+        }),
+      );
     if (tested.length) {
       const half = tested.length === 1 ? 5 : 0;
       const points = [
@@ -91,7 +108,7 @@
       const lines = [
         [`component ${row.component}`],
         ["singular value", number(row.value)],
-        ["null, median", number(row.null_median)],
+        ...(row.null_median === undefined ? [] : [["null, median", number(row.null_median)]]),
         ["null, 95%", number(row.null_high)],
       ];
       svg.append(
@@ -99,7 +116,7 @@
           cx: x(row.component),
           cy: y(row.value),
           r: 3.5,
-          fill: row.kept ? "var(--original)" : "var(--paper)",
+          fill: (row.kept ?? row.above) ? "var(--original)" : "var(--paper)",
           stroke: "var(--original)",
           "stroke-width": 1.3,
         }),

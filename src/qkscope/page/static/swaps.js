@@ -2,26 +2,7 @@
 // The causal test as bars: attention on the right key and on the target after each swap, and the shift with its interval.
 (() => {
   const { draw, make, fixed, tip, pointed, near, redraw, choose, ticks } = qk;
-  const KINDS = [
-    ["random_", "random, as "],
-    ["key_pca_", "key PCA, as "],
-    ["cov_qk_", "Cov q Cov k, as "],
-    ["sham_", "sham, "],
-  ];
-  const named = (condition, short = false) => {
-    for (const [start, words] of KINDS)
-      if (condition.startsWith(start))
-        return (
-          (short ? words.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov") : words) +
-          condition.slice(start.length).replaceAll("_", " ")
-        );
-    return condition.endsWith("_oblique")
-      ? `${condition.slice(0, -8).replaceAll("_", " ")}, oblique`
-      : condition.replaceAll("_", " ");
-  };
-  const isControl = (condition) => KINDS.some(([start]) => condition.startsWith(start));
-
-  qk.swaps = (element, rows) => {
+  qk.charts.swaps = (element, rows, { conditions }) => {
     const heads = [...new Set(rows.map((row) => row.head))];
     const bar = make("div", { class: "choices" }),
       place = make("div", {});
@@ -43,6 +24,7 @@
       place.replaceChildren(
         bars(
           rows.filter((row) => row.head === head),
+          { before: { name: "before", control: false }, ...conditions },
           width,
         ),
       ),
@@ -56,7 +38,12 @@
       );
   };
 
-  function bars(rows, width) {
+  function bars(rows, conditions, width) {
+    const isControl = (row) => conditions[row.condition].control;
+    const named = (row, short = false) =>
+      short
+        ? conditions[row.condition].name.replace(", as ", ", ").replace("Cov q Cov k", "Cov Cov")
+        : conditions[row.condition].name;
     const before = {
       ...rows[0],
       condition: "before",
@@ -67,8 +54,8 @@
     };
     const shown = [
       before,
-      ...rows.filter((row) => !isControl(row.condition)),
-      ...rows.filter((row) => isControl(row.condition)),
+      ...rows.filter((row) => !isControl(row)),
+      ...rows.filter((row) => isControl(row)),
     ];
     const narrow = width < 560,
       label = narrow ? 128 : 172,
@@ -124,8 +111,8 @@
     svg.append(draw("line", { class: "zero", x1: s(0), x2: s(0), y1: top, y2: height - 22 }));
     shown.forEach((row, i) => {
       const y = top + i * line,
-        pale = isControl(row.condition) ? 0.5 : 1;
-      if (i > 0 && isControl(row.condition) && !isControl(shown[i - 1].condition))
+        pale = isControl(row) ? 0.5 : 1;
+      if (i > 0 && isControl(row) && !isControl(shown[i - 1]))
         svg.append(
           draw("line", { class: "zero", x1: 0, x2: width, y1: y + 0.5, y2: y + 0.5, "stroke-dasharray": "2 3" }),
         );
@@ -133,7 +120,7 @@
         draw(
           "text",
           { x: label - 8, y: y + line / 2 + 4, "text-anchor": "end", class: pale < 1 ? "soft" : "" },
-          named(row.condition, narrow),
+          named(row, narrow),
           row.rank && !narrow ? draw("tspan", { fill: "var(--soft)" }, ` · ${row.rank}`) : null,
         ),
       );
@@ -171,7 +158,7 @@
         svg.append(draw("circle", { cx: s(row.shift), cy: y + line / 2, r: 3.6, fill: "var(--ink)", opacity: pale }));
       }
       const lines = [
-        [`${row.head} · ${named(row.condition)}`],
+        [`${row.head} · ${named(row)}`],
         ["dimensions", row.rank ?? "–"],
         ["on the right key", `${fixed(row.orig_before)} → ${fixed(row.orig_after)}`],
         ["on the target", `${fixed(row.target_before)} → ${fixed(row.target_after)}`],
