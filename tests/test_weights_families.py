@@ -5,11 +5,12 @@ import gc
 import pytest
 import torch
 
+from folded import normalised_input, qk_norm_scale
 from qkscope.capture.families import FAMILIES, tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
-from qkscope.capture.weights import head_weights, normalised_input, qk_norm_scale
+from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from tiny_llama import tiny_batch

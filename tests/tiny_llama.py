@@ -9,41 +9,25 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qkscope.capture.families import tiny_model
-from qkscope.capture.inputs import PaddingSide, model_pad_id, pad_rows, short_ids, short_inputs
+from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids, short_inputs
 from qkscope.tasks.binding import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, Tensor]:
     """Two sequences, the second one padded on the side on which the family pads; or two images."""
-    if model.main_input_name == "pixel_values":
-        return short_inputs(model, (11, 7))
-    side: PaddingSide = "right" if type(model).__name__.endswith("MaskedLM") else "left"
-    return pad_rows(short_ids(model, (11, 7)), model_pad_id(model) or 0, side, positions=False)
+    lengths = (11, 7)
+    if not type(model).__name__.endswith("MaskedLM"):
+        return short_inputs(model, lengths)
+    return pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "right", positions=False)
 
 
 def write_tiny_llama(path: Path, seed: int = 0) -> Path:
     named = [word for words in CATEGORIES.values() for word in words]
     said = [
-        *[
-            "The",
-            "is",
-            "in",
-            "Box",
-            "Which",
-            "box",
-            "the",
-            "Answer",
-            "hatA",
-            "Items",
-            "list",
-            "are",
-            "red",
-            "green",
-            "blue",
-        ],
-        *FILLER,
-    ]
+        "The", "is", "in", "Box", "Which", "box", "the", "Answer", "hatA", "Items", "list", "are", "red", "green",
+        "blue", *FILLER,
+    ]  # fmt: skip
     words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?-", *said, *map(str.capitalize, FILLER), *CATEGORIES]
     words = list(dict.fromkeys([*words, *(part for text in named for part in text.split())]))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

@@ -8,7 +8,8 @@ or transposed projections and pre-scaled queries need no table: the layer's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,17 @@ class Projected(NamedTuple):
     scale: float
 
 
+class Norm(NamedTuple):
+    """A norm taken apart: ``N(x) = gain ⊙ unit(x) + bias``, in float32, whatever convention it stores them in.
+
+    It `centres` where it subtracts the mean (LayerNorm).
+    """
+
+    gain: Float[Tensor, "*b d"]
+    bias: Float[Tensor, "*b d"]
+    centres: bool
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """How a model calls the attention of one layer.
@@ -50,7 +62,7 @@ class LayerCall:
     stream_norm : nn.Module or None
         Where the residual stream enters as it is: the norm before the layer that made it, if one did.
     qk_norms : dict
-        Norms that run inside the attention module before its attention function, with the width they normalise.
+        Norms that run inside the attention module before its attention function, taken apart.
     """
 
     family: str
@@ -59,7 +71,7 @@ class LayerCall:
     kwargs: dict[str, Any]
     input_norm: nn.Module | None
     stream_norm: nn.Module | None
-    qk_norms: dict[nn.Module, int]
+    qk_norms: dict[nn.Module, Norm]
 
     @property
     def hidden(self) -> Float[Tensor, "1 t d_model"]:
@@ -87,7 +99,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     made_by: dict[int, list[nn.Module]] = {}
     alive: list[Tensor] = []  # an id means something only while its tensor lives
-    qk_norms: dict[nn.Module, dict[nn.Module, int]] = {}
+    qk_norms: dict[nn.Module, list[nn.Module]] = {}
     stop = Stop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,26 +113,21 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     def visit(call: Call) -> None:
         if call.module in qk_norms:
             raise BadInput(f"{names[call.module]} calls its attention function more than once.")
-        ran = [part for part in call.module.modules() if _is_norm(part) and part in inputs]
-        qk_norms[call.module] = {norm: inputs[norm][0][0].shape[-1] for norm in ran}
+        qk_norms[call.module] = [part for part in call.module.modules() if _is_norm(part) and part in inputs]
         if call.layer == last:
             raise stop
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
-    try:
-        with torch.no_grad(), tap(model, visit):
-            model.base_model(**_one_token(model))
-    finally:
-        stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), _cleared(hooks, stop), tap(model, visit):
+        model.base_model(**_one_token(model))
     if not qk_norms:
         raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
 
     calls = []
     for attention, norms in qk_norms.items():
-        call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, qk_norms=norms)
+        parts = {norm: take_apart(norm, inputs[norm][0][0]) for norm in norms}
+        call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, parts)
         block = _block(names[attention], model)
         inside = set(block.modules())
         made = made_by.get(id(call.hidden), [])
@@ -134,6 +141,17 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         before_it = next((module for module in made if _is_norm(module)), None) if not makers else None
         calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
     return calls
+
+
+@contextmanager
+def _cleared(hooks: Sequence[Any], stop: Stop) -> Iterator[None]:
+    """Afterwards no hook is left on the model, and no tensor in a stopped forward's frames."""
+    try:
+        yield
+    finally:
+        stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
+        for hook in hooks:
+            hook.remove()
 
 
 def project(
@@ -165,17 +183,16 @@ def project(
         found.append(attention_call)
         raise stop
 
-    hooks = []
-    if qk_norm != "whole":
-        part = _linear_part if qk_norm == "linear" else _bias_part
-        hooks = [norm.register_forward_hook(part(norm, width, z.device)) for norm, width in call.qk_norms.items()]
-    try:
-        with tap(call.attention, take):
-            call.attention(*args, **kwargs)
-    finally:
-        stop.__traceback__ = None  # as above
-        for hook in hooks:
-            hook.remove()
+    def part_of(norm: nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        x, own = given[0], call.qk_norms[norm]
+        if qk_norm == "bias":
+            return own.bias.to(x.dtype).expand_as(x)
+        centred = x.float() - x.float().mean(-1, keepdim=True) if own.centres else x.float()
+        return (own.gain * centred).to(x.dtype)
+
+    hooks = [norm.register_forward_hook(part_of) for norm in call.qk_norms] if qk_norm != "whole" else []
+    with _cleared(hooks, stop), tap(call.attention, take):
+        call.attention(*args, **kwargs)
     if len(found[0].k) != len(z):
         raise BadInput(
             f"{call.family} has no weights to read in every layer: some have no keys of their own but read those of a"
@@ -194,23 +211,16 @@ def norm_unit(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"
     return _norm_at(norm, x, gain=1.0) - _norm_at(norm, x, gain=0.0)
 
 
-def norm_affine(
-    norm: nn.Module, width: int, device: torch.device
-) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b d"]]:
-    """Gain and bias of a norm, ``N(x) = gain ⊙ unit(x) + bias``, in float32, whatever convention it stores them in."""
+def take_apart(norm: nn.Module, like: Tensor) -> Norm:
+    """Gain, bias and centring of a norm, found by asking it; ``like`` is what it normalises."""
     names = _gain_names(norm)
-    shape = norm.get_parameter(names[0]).shape if names else torch.Size([width])
-    signs = (1 - 2 * (torch.arange(shape[-1], device=device) % 2)).float()
+    shape = norm.get_parameter(names[0]).shape if names else like.shape[-1:]
+    signs = (1 - 2 * (torch.arange(shape[-1], device=like.device) % 2)).float()
     signs = signs.expand(shape)  # alternating ±1: no entry of its normalised form vanishes
     gain = _norm_at(norm, signs, gain=None) / norm_unit(norm, signs)
     bias = [value.detach().float() for name, value in norm.named_parameters() if name not in names]
-    return gain, bias[0] if bias else torch.zeros_like(gain)
-
-
-def norm_centres(norm: nn.Module, width: int, device: torch.device) -> bool:
-    """Whether a norm subtracts the mean (LayerNorm): of a constant vector nothing is left."""
-    gain, _ = norm_affine(norm, width, device)
-    return bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)
+    centres = bool(norm_unit(norm, torch.ones_like(gain)).abs().max() < 0.5)  # nothing is left of a constant vector
+    return Norm(gain, bias[0] if bias else torch.zeros_like(gain), centres)
 
 
 def _norm_at(norm: nn.Module, x: Tensor, gain: float | None) -> Tensor:
@@ -228,22 +238,6 @@ def _norm_at(norm: nn.Module, x: Tensor, gain: float | None) -> Tensor:
 
 def _gain_names(norm: nn.Module) -> list[str]:
     return [name for name, _ in norm.named_parameters() if "bias" not in name]
-
-
-def _linear_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
-    gain, _ = norm_affine(norm, width, device)
-    centred = norm_centres(norm, width, device)
-
-    def linear(_norm: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> Tensor:
-        x = args[0].float()
-        return (gain * (x - x.mean(-1, keepdim=True) if centred else x)).to(args[0].dtype)
-
-    return linear
-
-
-def _bias_part(norm: nn.Module, width: int, device: torch.device) -> Callable[..., Tensor]:
-    _, bias = norm_affine(norm, width, device)
-    return lambda _norm, args, _output: bias.to(args[0].dtype).expand_as(args[0])
 
 
 def _one_token(model: PreTrainedModel) -> dict[str, Any]:

@@ -1,20 +1,19 @@
 """W_Q and W_K of every head, with everything that stands before them folded in.
 
-With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended (`normalised_input`),
+With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended,
 
     ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale · (R_m q)·(R_n k)``,
 
 where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
 the norm centres, ``1ᵀ x̂ = 0`` for every token: a part of W's rows along **1** changes nothing and is taken out. s is
-1, or the one scalar per token and head that QK-norm leaves (`qk_norm_scale`); c is 0, or QK-norm's own bias. The rows
+1, or the one scalar per token and head that QK-norm leaves; c is 0, or QK-norm's own bias. The rows
 of W are gradients of the layer's own projections at ``z = 0``: ``W_j = ∂q_j/∂z``, exact in the model's dtype because
 each is picked out by a one-hot vector, at no more memory than the factors themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qkscope.capture.projection import LayerCall, norm_affine, norm_centres, norm_unit, project, record_calls
+from qkscope.capture.projection import LayerCall, Projected, QKNorm, project, record_calls, take_apart
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 
@@ -90,20 +89,13 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
         If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
         a norm on a part of the key, a gain applied after the rotation, clipped projections, keys of another layer).
     """
-    model = _model_of(model)
+    model = model if isinstance(model, PreTrainedModel) else model.model
     wanted = None if heads is None else parse_heads(heads)
-    with _in_one_sentence(model):
-        return _read_weights(model, wanted)
-
-
-@contextmanager
-def _in_one_sentence(model: PreTrainedModel) -> Iterator[None]:
-    """A layer asked for its queries and keys alone may fail in any way: that it has no weights is then the news."""
     try:
-        yield
+        return _read_weights(model, wanted)
     except (BadInput, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # a layer asked so may fail in any way: that it has no weights is then the news
         raise BadInput(
             f"{model.config.model_type} has no weights to read: a layer, asked for its queries and keys alone, failed"
             f" with {error!r}."
@@ -113,30 +105,31 @@ def _in_one_sentence(model: PreTrainedModel) -> Iterator[None]:
 def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeights:
     calls = record_calls(model, last=None if wanted is None else max(head.layer for head in wanted))
     layers = range(len(calls)) if wanted is None else {head.layer for head in wanted if head.layer < len(calls)}
-    shapes = {layer: _Shape.of(calls[layer]) for layer in layers}
+    zero = {layer: _at_zero(calls[layer]) for layer in layers}
+    n_heads = {layer: at.q.shape[1] for layer, at in zero.items()}
     if wanted is None:
-        wanted = [Head(layer, index) for layer, shape in shapes.items() for index in range(shape.heads)]
+        wanted = [Head(layer, index) for layer in zero for index in range(n_heads[layer])]
     for head in wanted:
         if head.layer >= len(calls):
             raise BadInput(f"{head} does not exist: the model has {len(calls)} layers, counted from 0.")
-        if head.index >= shapes[head.layer].heads:
-            raise BadInput(f"{head} does not exist: layer {head.layer} has {shapes[head.layer].heads} heads.")
-    if len({shapes[head.layer].width for head in wanted}) > 1:
+        if head.index >= n_heads[head.layer]:
+            raise BadInput(f"{head} does not exist: layer {head.layer} has {n_heads[head.layer]} heads.")
+    if len({zero[head.layer].q.shape[-1] for head in wanted}) > 1:
         raise BadInput("the heads asked for differ in width: ask for those of one width at a time.")
 
     # one numbering for the vectors of a layer: its query heads, then its key heads
+    group = {layer: n_heads[layer] // at.k.shape[1] for layer, at in zero.items()}
     queries = [(head.layer, head.index) for head in wanted]
-    keys_read = [(head.layer, shapes[head.layer].heads + head.kv(shapes[head.layer].group)) for head in wanted]
+    keys_read = [(head.layer, n_heads[head.layer] + head.kv(group[head.layer])) for head in wanted]
     keys = list(dict.fromkeys(keys_read))
-    vectors = queries + keys
-    first = wanted[0].layer
-    size = (len(vectors), shapes[first].width, calls[first].hidden.shape[-1] + 1)
-    W = torch.empty(size, dtype=torch.float32, device=calls[first].hidden.device)
+    vectors, first = queries + keys, wanted[0].layer
+    width, hidden = zero[first].q.shape[-1], calls[first].hidden
+    W = torch.empty((len(vectors), width, hidden.shape[-1] + 1), dtype=torch.float32, device=hidden.device)
     c = torch.empty_like(W[..., 0])
     for layer in sorted({head.layer for head in wanted}):
         _check_form(calls[layer], layer)
         here = [row for row, vector in enumerate(vectors) if vector[0] == layer]
-        folded, offsets = _fold(calls[layer], [vectors[row][1] for row in here], shapes[layer].width)
+        folded, offsets = _fold(calls[layer], [vectors[row][1] for row in here], width)
         W[here], c[here] = folded.to(W.device), offsets.to(W.device)
     n = len(queries)
     return HeadWeights(
@@ -144,75 +137,15 @@ def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeig
         W_Q=W[:n],
         W_K=W[n:],
         kv_of_head=torch.tensor([keys.index(key) for key in keys_read], device=W.device),
-        scale=torch.tensor([shapes[head.layer].scale for head in wanted]).to(W),
+        scale=torch.tensor([zero[head.layer].scale for head in wanted]).to(W),
         c_Q=c[:n],
         c_K=c[n:],
     )
 
 
-def normalised_input(model: Any, layer: int, hidden: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model+1"]:
-    """x̂: the residual stream entering a layer, normalised without gain and bias, and a constant 1 appended.
-
-    Parameters
-    ----------
-    model : Scope or PreTrainedModel
-        The model.
-    layer : int
-        The layer.
-    hidden : Float[Tensor, "*b d_model"]
-        The layer's input. Where no norm stands before the attention (post-norm models) it stays as it is.
-    """
-    norm = _call(model, layer).input_norm
-    unit = hidden.float() if norm is None else norm_unit(norm, hidden)
-    return torch.cat([unit, torch.ones_like(unit[..., :1])], dim=-1)
-
-
 @torch.no_grad()
-def qk_norm_scale(
-    model: Any, layer: int, hidden: Float[Tensor, "*b d_model"]
-) -> tuple[Float[Tensor, "*b h"], Float[Tensor, "*b g"]]:
-    """s_q and s_k: the scalar QK-norm leaves for each token and head; all 1 without QK-norm.
-
-    Parameters
-    ----------
-    model : Scope or PreTrainedModel
-        The model.
-    layer : int
-        The layer.
-    hidden : Float[Tensor, "*b d_model"]
-        The layer's input.
-    """
-    call = _call(model, layer)
-    norm = call.input_norm
-    z = hidden if norm is None else norm(hidden)
-    s_q, s_k = _scales(call, z.flatten(0, -2))
-    return s_q.unflatten(0, hidden.shape[:-1]), s_k.unflatten(0, hidden.shape[:-1])
-
-
-@dataclass(frozen=True)
-class _Shape:
-    heads: int
-    group: int
-    width: int
-    scale: float
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, call: LayerCall) -> _Shape:
-        at_zero = project(call, torch.zeros_like(call.hidden[0, :1]))
-        heads, keys = at_zero.q.shape[1], at_zero.k.shape[1]
-        return cls(heads, heads // keys, at_zero.q.shape[-1], at_zero.scale)
-
-
-def _model_of(model: Any) -> PreTrainedModel:
-    return model if isinstance(model, PreTrainedModel) else model.model
-
-
-def _call(model: Any, layer: int) -> LayerCall:
-    calls = record_calls(_model_of(model), last=layer)
-    if not 0 <= layer < len(calls):
-        raise BadInput(f"layer {layer} does not exist: the model has {len(calls)} layers, counted from 0.")
-    return calls[layer]
+def _at_zero(call: LayerCall, qk_norm: QKNorm = "whole") -> Projected:
+    return project(call, torch.zeros_like(call.hidden[0, :1]), qk_norm)
 
 
 def _fold(call: LayerCall, blocks: list[int], width: int) -> tuple[Tensor, Tensor]:
@@ -227,47 +160,49 @@ def _fold(call: LayerCall, blocks: list[int], width: int) -> tuple[Tensor, Tenso
             (gradient,) = torch.autograd.grad(picked.sum(), z)
         jacobian.append(gradient.float())
         at_zero.append(picked.detach().float())
-    A, a = torch.cat(jacobian), torch.cat(at_zero)
-    if call.input_norm is not None:
-        gain, bias = norm_affine(call.input_norm, A.shape[-1], A.device)
-        a = a + A @ bias[:, None]
-        A = A * gain
-    A, a = _without_what_is_constant(call, A, a)
+    A, a = _without_norm(call, torch.cat(jacobian), torch.cat(at_zero))
     offsets = torch.cat([c.flatten() for c in _offsets(call)])[rows]
     return torch.cat([A, a], dim=-1).unflatten(0, (-1, width)), offsets.unflatten(0, (-1, width))
 
 
 @torch.no_grad()
-def _without_what_is_constant(call: LayerCall, A: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the part of ``A`` that every token reads alike to the constant ``a``: no token can say which it is.
+def _without_norm(call: LayerCall, A: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """``A z + a`` as a map of the normalised input without gain, less the part of it that every token reads alike.
 
     A norm that centres leaves ``n·x`` the same for all tokens: ``n = 1`` with value 0 behind it, without gain; and
-    ``n = 1/gain`` with value ``n·bias`` where the stream that enters is its output as it is (post-norm models).
+    ``n = 1/gain`` with value ``n·bias`` where the stream that enters is its output as it is (post-norm models). No
+    token can say what is read along n, so it moves to the constant ``a``.
     """
-    norm = call.input_norm or call.stream_norm
-    if norm is None or not norm_centres(norm, A.shape[-1], A.device):
+    module = call.input_norm or call.stream_norm
+    if module is None:
         return A, a
+    norm = take_apart(module, call.hidden)
     normal, bias = torch.ones_like(A[0]), torch.zeros_like(A[0])
-    if call.input_norm is None:
-        gain, bias = norm_affine(norm, A.shape[-1], A.device)
-        if bool((gain.abs() < 1e-6 * gain.abs().max()).any()):  # a dead coordinate: its value is constant by itself
-            return A, a
-        normal = 1 / gain
+    if call.input_norm is not None:
+        A, a = A * norm.gain, a + A @ norm.bias[:, None]
+    elif bool((norm.gain.abs() < 1e-6 * norm.gain.abs().max()).any()):
+        return A, a  # a dead coordinate: its value is constant by itself
+    else:
+        normal, bias = 1 / norm.gain, norm.bias
+    if not norm.centres:
+        return A, a
     normal = (normal / normal.norm())[:, None]
     along = A @ normal
     return A - along @ normal.T, a + along * (bias @ normal)
 
 
-@torch.no_grad()
 def _offsets(call: LayerCall) -> tuple[Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]]:
-    at_zero = project(call, torch.zeros_like(call.hidden[0, :1]), qk_norm="bias")
+    at_zero = _at_zero(call, "bias")
     found = at_zero.q[0].float(), at_zero.k[0].float()
     return found if call.qk_norms else (torch.zeros_like(found[0]), torch.zeros_like(found[1]))
 
 
 @torch.no_grad()
-def _scales(call: LayerCall, z: Float[Tensor, "n d_model"]) -> tuple[Float[Tensor, "n h"], Float[Tensor, "n g"]]:
-    """``s = ⟨q − c, W x̂⟩ / |W x̂|²``: the layer's own vectors against their linear part, so no layout is assumed."""
+def qk_norm_scales(call: LayerCall, z: Float[Tensor, "n d_model"]) -> tuple[Float[Tensor, "n h"], Float[Tensor, "n g"]]:
+    """The scalar QK-norm leaves for each token and head, ``s = ⟨q − c, W x̂⟩ / |W x̂|²``; 1 without QK-norm.
+
+    The layer's own vectors are compared with their linear part, so no layout is assumed.
+    """
     whole = project(call, z)
     if not call.qk_norms:
         return torch.ones_like(whole.q[..., 0]).float(), torch.ones_like(whole.k[..., 0]).float()
@@ -289,7 +224,9 @@ def _check_form(call: LayerCall, layer: int) -> None:
     tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
     whole, turned = project(call, z), project(call, z, rotated=True)
     linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0)]), qk_norm="linear")
-    seen = zip(("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), _scales(call, z), strict=True)
+    seen = zip(
+        ("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), qk_norm_scales(call, z), strict=True
+    )
     for what, vector, rotated, parts, offset, s in seen:
         vector, rotated = vector.float(), rotated.float()
         zero, once, both = parts.float().chunk(3)
