@@ -1,1 +1,29 @@
-"""Examples in, queries and keys out: the only room that touches a Hugging Face model."""
+"""Examples in, queries and keys out: the only room that touches a Hugging Face model.
+
+What comes in: the name of a model (`Scope.load`) and examples, text with marked queries and keys (`Example`).
+What goes out: a `Capture` for each batch (queries, keys, and the rest of their attention rows, which `Capture.rows`
+gives as `AttentionRows`), the keys every query attended to summed up (`pool`), patched runs (`Edit`), and the weights
+``W_Q``, ``W_K`` of heads (`head_weights`).
+
+Its files, in reading order. The way of a batch through a model:
+
+- ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
+- ``encode``, ``marks``: examples as padded ids, marks as token positions; marks that mean what they say
+- ``inputs``: what a model is fed, and what it is asked for
+- ``tap``: every attention call passes through us, nothing copied
+- ``spaces``: before the rotation, after it, and in the query's frame
+- ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else
+- ``pool``: what every query attended to, no key named beforehand
+- ``patch``: other keys, queries or logits in chosen heads, and the model runs on
+
+Whether a model can be trusted to be looked into:
+
+- ``probe``: what its attention is and how it counts positions, read off live calls
+- ``selfcheck``: five facts that must hold before a number is believed
+- ``families``: a tiny random model of every family, and the check behind ``qkscope models``
+
+Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
+
+From a name to a model: ``names`` and ``files`` find what makes it, ``load`` loads it and runs no code of its own,
+``gguf`` turns a GGUF file into a checked folder, ``cache`` keeps files and fingerprints.
+"""

@@ -134,19 +134,6 @@ def _checksum(tensor: Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
-def tensors_trace(tensors: Iterable[tuple[str, Tensor]]) -> tuple[object, ...]:
-    """What changes when a tensor does, without reading it all: its place, its version, and a few of its numbers.
-
-    An edit in place counts the version up; one that goes around the counter (``.data``) mostly shows in the numbers.
-    """
-    return tuple(
-        (name, tensor.data_ptr(), tensor._version, *tensor.detach().flatten()[:: max(tensor.numel() // 8, 1)].tolist())
-        if tensor.device.type != "meta"
-        else (name, "meta")
-        for name, tensor in tensors
-    )
-
-
 def tokenizer_hash(tokenizer: Any | None) -> str | None:
     """Hash of what decides about ids: the tokenizer's rules and vocabulary, and its chat template."""
     if tokenizer is None:
@@ -161,6 +148,30 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def in_memory_hash(model: Any) -> str:
-    """Fingerprint of a model as it is in memory, config included."""
-    return model_hash(tensors_hash(model.state_dict().items()), model.config.to_diff_dict())
+class Fingerprint:
+    """The hash of a model: that of the files it came from, or of what is in memory where it changed since.
+
+    What changes when a tensor does is seen without reading it all: its place, its version, and a few of its numbers. An
+    edit in place counts the version up; one that goes around the counter (``.data``) mostly shows in the numbers.
+    """
+
+    def __init__(self, model: Any, of_files: str | None) -> None:
+        self._model = model
+        self._known = (self._trace(), of_files) if of_files is not None else None
+
+    def _trace(self) -> tuple[object, ...]:
+        config = model_hash("", self._model.config.to_diff_dict())  # parts of it are read anew at every run
+        return config, *(
+            (name, x.data_ptr(), x._version, *x.detach().flatten()[:: max(x.numel() // 8, 1)].tolist())
+            if x.device.type != "meta"
+            else (name, "meta")
+            for name, x in self._model.state_dict().items()
+        )
+
+    def __call__(self) -> str:
+        """The hash of the model as it is now."""
+        trace = self._trace()
+        if self._known is None or self._known[0] != trace:
+            weights = tensors_hash(self._model.state_dict().items())
+            self._known = trace, model_hash(weights, self._model.config.to_diff_dict())
+        return self._known[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,7 +17,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from qkscope.capture.inputs import PaddingSide, pad_rows
+from qkscope.capture.inputs import (
+    PaddingSide,
+    context_limit,
+    first_token,
+    model_pad_id,
+    pad_rows,
+    vocabulary_size,
+)
 from qkscope.capture.marks import FIRST_TOKEN, check_own_query, has_first_token
 from qkscope.capture.pick import Places
 from qkscope.errors import BadInput, check_kind
@@ -40,7 +47,7 @@ class Tokens:
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Encoding:
     """A padded batch: the model's keyword arguments, where to look, and whose row is whose.
 
@@ -52,6 +59,16 @@ class Encoding:
     example: Int[Tensor, "b"]
     labels: dict[str, Int[Tensor, "b k"]]
     examples: Sequence[Example] = ()
+
+    def __repr__(self) -> str:
+        (sequences, tokens), (queries, keys) = self.inputs["input_ids"].shape, self.places.keys.shape
+        return f"Encoding({sequences} sequences of {tokens} tokens, {queries} queries, {keys} keys each at most)"
+
+    def at(self, places: Places | None) -> Encoding:
+        """The same batch with other places, whose rows are those of the batch; None leaves it as it is."""
+        if places is None or places is self.places:
+            return self
+        return replace(self, places=places, example=places.row, labels={})
 
     def everywhere(self) -> Places:
         """The same queries, with every token of each one's own sequence as a key."""
@@ -107,7 +124,7 @@ class Encoder:
     def __init__(
         self,
         tokenizer: Any | None,
-        max_length: int | None,
+        max_length: int | None = None,
         pad_id: int | None = None,
         vocabulary: int | None = None,
         first: int | None = None,
@@ -117,6 +134,12 @@ class Encoder:
         self._said = False
         self._frame: tuple[str, str] | None = None
         self._warned = False  # of a key that is the first token
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
+        """For prompts that go into a model."""
+        limit, known = context_limit(model, first_position), vocabulary_size(model)
+        return cls(tokenizer, limit, model_pad_id(model), known, first_token(model, tokenizer))
 
     @property
     def pad_id(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.spaces import rotary_settings
+from qkscope.errors import BadInput
 
 PaddingSide = Literal["left", "right"]
 SIDES: tuple[PaddingSide, ...] = ("left", "right")
@@ -41,6 +42,22 @@ def forward_arguments(module: Any) -> set[str]:
     if len(inside) == 1 and set(taken) == {"args", "kwargs"}:
         return forward_arguments(inside[0])
     return set(taken)
+
+
+def forward(module: Any, inputs: dict[str, Any]) -> Any:
+    """Run a model, or its body, without a cache where it would keep one."""
+    return module(**inputs, **({"use_cache": False} if "use_cache" in forward_arguments(module) else {}))
+
+
+def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) -> Tensor:
+    """Next-token logits at some tokens: the LM head is a model's largest matrix, so it runs there alone if it can."""
+    if "logits_to_keep" in forward_arguments(model):
+        columns, where = query.unique(return_inverse=True)
+        return forward(model, inputs | {"logits_to_keep": columns}).logits[row, where].float()
+    found = getattr(forward(model, inputs), "logits", None)
+    if found is None or found.ndim != 3:
+        raise BadInput(f"{type(model).__name__} gives no logits per token: capture it with logits=False.")
+    return found[row, query].float()
 
 
 def model_pad_id(model: Any) -> int | None:

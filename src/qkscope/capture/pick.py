@@ -49,7 +49,7 @@ class Places:
         return Places(*(part.to(device) for part in (self.row, self.query, self.keys, self.key_mask)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Capture:
     """A batch of captured queries and keys; one row b per (example, query).
 
@@ -103,6 +103,11 @@ class Capture:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.example)
+
+    def __repr__(self) -> str:
+        (_, groups, keys, width), names = self.k.shape, ", ".join(map(str, self.heads[:3]))
+        heads = names + (f", … {len(self.heads)} heads" if len(self.heads) > 3 else "")
+        return f"Capture({len(self)} rows of {heads}; {keys} keys of {groups} key heads, width {width}, {self.space})"
 
     def rows(self) -> AttentionRows:
         """The model's own attention rows, to be looked at or edited (not in `pre_rope`)."""

@@ -109,11 +109,31 @@ class Shape:
         return self._uniform("d_head")
 
     def heads(self) -> list[Head]:
-        """Every head of the model."""
+        """Every head of the model.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").heads()[:2]
+        [Head L0H0, Head L0H1]
+        """
         return [Head(layer, i) for layer, facts in enumerate(self.facts.layers) for i in range(facts.n_heads)]
 
     def check(self, head: Head | str) -> Head:
-        """The head, if the model has it; otherwise a sentence that names the range."""
+        """The head, if the model has it; otherwise a sentence that names the range.
+
+        Parameters
+        ----------
+        head : Head or str
+            Like ``L2H3``.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").check("L9H0")
+        Traceback (most recent call last):
+        qkscope.errors.BadInput: L9H0 does not exist: nano:mixed has layers L0 to L2.
+        """
         head = Head.parse(head)
         if head.layer >= self.n_layers:
             raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
@@ -123,7 +143,19 @@ class Shape:
         return head
 
     def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
-        """Heads by name, checked; None or ``"all"`` is every head."""
+        """Heads by name, checked.
+
+        Parameters
+        ----------
+        heads : str, Head, or sequence of them
+            ``"L2H3,L1H0"``, or heads; None or ``"all"`` is every head.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").parse("L2H3, L1H0")
+        [Head L2H3, Head L1H0]
+        """
         if heads is None or heads == "all":
             return self.heads()
         return [self.check(head) for head in parse_heads(heads)]

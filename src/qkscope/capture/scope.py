@@ -19,15 +19,7 @@ from torch import Tensor
 from qkscope.capture import cache
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
-from qkscope.capture.inputs import (
-    PaddingSide,
-    context_limit,
-    first_token,
-    forward_arguments,
-    input_device,
-    model_pad_id,
-    vocabulary_size,
-)
+from qkscope.capture.inputs import PaddingSide, forward, input_device, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Picker, Places
 from qkscope.capture.probe import Shape, probe
@@ -63,7 +55,7 @@ class Scope(Shape):
         tokenizer: Any | None = None,
         name: str = "",
         revision: str | None = None,
-        weights_hash: str | None = None,
+        files_hash: str | None = None,
     ) -> None:
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
@@ -72,16 +64,9 @@ class Scope(Shape):
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
-        self.files_hash = weights_hash
-        self._as_loaded = self._trace()
-        self._hashed: tuple[tuple[object, ...], str] | None = None
-        self.encoder = Encoder(
-            tokenizer,
-            context_limit(model, self.facts.first_position),
-            model_pad_id(model),
-            vocabulary_size(model),
-            first_token(model, tokenizer),
-        )
+        self.files_hash = files_hash
+        self._fingerprint = cache.Fingerprint(model, files_hash)
+        self.encoder = Encoder.of(model, tokenizer, self.facts.first_position)
 
     def __repr__(self) -> str:
         shape = f"{self.n_layers} layers, {len(self.heads())} heads"
@@ -118,6 +103,11 @@ class Scope(Shape):
             ``sdpa`` or ``eager``; transformers' own choice, if not given.
         check : bool
             Whether to run the self-check (once per weights; its outcome is kept in the user's cache).
+
+        Examples
+        --------
+        >>> Scope.load("nano:mixed")
+        Scope('nano:mixed', 3 layers, 12 heads, float32 on cpu)
         """
         loaded = loading.load(name, device, dtype, device_map, revision, attn)
         scope = cls(loaded.model, loaded.tokenizer, loaded.name, loaded.revision, loaded.weights_hash)
@@ -135,10 +125,15 @@ class Scope(Shape):
             Switched to eval mode; otherwise left as it is.
         tokenizer : optional
             Needed for examples that are text.
-        name : str
-            What to call it in results.
-        check : bool
-            Whether to run the self-check.
+        name, check
+            What to call it in results; whether to run the self-check.
+
+        Examples
+        --------
+        >>> import transformers
+        >>> config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)
+        >>> Scope.from_model(transformers.GPT2LMHeadModel(config), name="mine", check=False).d_head
+        8
         """
         scope = cls(model, tokenizer, name)
         if check:
@@ -146,7 +141,13 @@ class Scope(Shape):
         return scope
 
     def self_check(self) -> Check:
-        """Run the self-check now; raises `BadInput` with the fact that failed."""
+        """Run the self-check now; raises `BadInput` with the fact that failed.
+
+        Examples
+        --------
+        >>> Scope.load("nano:mixed", check=False).self_check().attention_error < 1e-4
+        True
+        """
         return check_model(self)
 
     @property
@@ -154,18 +155,10 @@ class Scope(Shape):
         """Where inputs go."""
         return input_device(self.model)
 
-    def _trace(self) -> tuple[object, ...]:
-        config = cache.model_hash("", self.model.config.to_diff_dict())  # parts of it are read anew at every run
-        return config, *cache.tensors_trace(self.model.state_dict().items())
-
     @property
     def weights_hash(self) -> str:
         """Fingerprint of weights and config: of the files they came from, or of what is in memory where it changed."""
-        trace = self._trace()
-        if self._hashed is None or self._hashed[0] != trace:
-            of_files = self.files_hash if trace == self._as_loaded else None
-            self._hashed = trace, of_files or cache.in_memory_hash(self.model)
-        return self._hashed[1]
+        return self._fingerprint()
 
     @cached_property
     def tokenizer_hash(self) -> str | None:
@@ -193,6 +186,11 @@ class Scope(Shape):
             model that counts positions by columns of the batch.
         token : str
             Which token stands for a word of several: ``last`` or ``first``.
+
+        Examples
+        --------
+        >>> Scope.load("nano:mixed").encode(["hat jam hat", "hat: O"])
+        Encoding(2 sequences of 4 tokens, 2 queries, 0 keys each at most)
         """
         prompts = self.encoder.prompts(examples, chat, token)
         return self._pad(prompts, range(len(prompts)), padding_side)
@@ -244,6 +242,14 @@ class Scope(Shape):
         ------
         Capture
             One batch at a time; nothing is kept.
+
+        Examples
+        --------
+        >>> prompts = [Example.mark("hat jam hat", keys=["jam"])] * 3
+        >>> for batch in Scope.load("nano:mixed").capture(prompts, "L1H0,L2H3", batch_size=2):
+        ...     print(batch)
+        Capture(2 rows of L1H0, L2H3; 1 keys of 2 key heads, width 24, post_rope)
+        Capture(1 rows of L1H0, L2H3; 1 keys of 2 key heads, width 24, post_rope)
         """
         wanted = self.parse(heads)
         if not 0 <= shard[0] < shard[1]:
@@ -283,23 +289,25 @@ class Scope(Shape):
             As in `capture`.
         edits : sequence of Edit
             Replacements that are in force during the run.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> encoded = scope.encode(["hat jam hat"])
+        >>> scope.capture_inputs(encoded, places=encoded.everywhere(), heads="L2H3").attention().sum().round(decimals=4)
+        tensor(1.)
         """
         wanted = self.parse(heads)
-        if isinstance(inputs, Encoding):
-            given, example, labels = inputs.inputs, inputs.example, inputs.labels
+        if not isinstance(inputs, Encoding):
             if places is None:
-                places = inputs.places
-            elif places is not inputs.places:
-                example, labels = places.row, {}
-        elif places is None:
-            raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
-        else:
-            given, example, labels = inputs, places.row, {}
+                raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
+            inputs = Encoding(inputs, places, places.row, {})
+        batch = inputs.at(places)
         patch = Patch(edits, self.facts)
-        picker = Picker(self.facts, wanted, places, space, rest, stop=not logits, own_keys=patch.own_keys)
-        at = places if logits else None
-        scores = self.watch(given, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
-        return picker.finish(example, labels, scores)
+        picker = Picker(self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys)
+        at = batch.places if logits else None
+        scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
+        return picker.finish(batch.example, batch.labels, scores)
 
     @torch.no_grad()
     def watch(
@@ -324,42 +332,36 @@ class Scope(Shape):
 
         Examples
         --------
-        >>> from qkscope import Scope
         >>> scope, shapes = Scope.load("nano:mixed"), []
         >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
         >>> shapes
         [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
         """
-        with self._tapped(*visits, rotary=rotary):
+        with tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary):
             if logits_at is not None:
-                return self._logits(inputs, logits_at)
-            self._forward(self.model.base_model, inputs)
+                return logits_of(self.model, inputs, logits_at.row, logits_at.query)
+            forward(self.model.base_model, inputs)
         return None
-
-    def _tapped(self, *visits: Callable[[Call], None], rotary: bool = False) -> Any:
-        def visit(call: Call) -> None:
-            for one in visits:
-                one(call)
-
-        return tap(self.model, visit, self.facts.layer_of, rotary=rotary)
-
-    def _forward(self, part: Any, inputs: dict[str, Any]) -> Any:
-        return part(**inputs, **({"use_cache": False} if "use_cache" in forward_arguments(part) else {}))
-
-    def _logits(self, inputs: dict[str, Tensor], at: Places) -> Float[Tensor, "b v"]:
-        """The LM head is a model's largest matrix, so it runs at the queries alone where it can."""
-        if "logits_to_keep" in forward_arguments(self.model):
-            columns, where = at.query.unique(return_inverse=True)
-            return self._forward(self.model, inputs | {"logits_to_keep": columns}).logits[at.row, where].float()
-        found = getattr(self._forward(self.model, inputs), "logits", None)
-        if found is None or found.ndim != 3:
-            raise BadInput(f"{self.name} gives no logits per token: capture it with logits=False.")
-        return found[at.row, at.query].float()
 
     @contextmanager
     def patched(self, edits: Sequence[Edit]) -> Iterator[Any]:
-        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like."""
-        with self._tapped(Patch(edits, self.facts).visit):
+        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like.
+
+        Parameters
+        ----------
+        edits : sequence of Edit
+            Replacements of keys, queries or logits, at columns of the batch that is run.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> inputs = scope.encode(["hat jam hat"]).inputs
+        >>> plain = scope.model(**inputs).logits
+        >>> with scope.patched([Edit.keys("L1H0", torch.tensor([[2]]), torch.zeros(1, 1, 24))]) as model:
+        ...     torch.equal(model(**inputs).logits, plain)
+        False
+        """
+        with tap(self.model, Patch(edits, self.facts).visit, layers=self.facts.layer_of):
             yield self.model
 
     @torch.no_grad()
@@ -376,24 +378,23 @@ class Scope(Shape):
             Positions are those of the batch.
         max_new_tokens : int
             How far to go.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> scope.generate(scope.encode(["hat jam hat"]), max_new_tokens=2).shape
+        torch.Size([1, 2])
         """
         given = dict(inputs.inputs if isinstance(inputs, Encoding) else inputs)
         if "input_ids" not in given:
             raise BadInput("generation needs input_ids: give a batch from encode.")
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
-            raise BadInput(
-                "generation needs prompts that end together: "
-                + ("encode with padding_side='left'." if "left" in self.facts.sides else "generate from one at a time.")
-            )
+            how = "encode with padding_side='left'" if "left" in self.facts.sides else "generate from one at a time"
+            raise BadInput(f"generation needs prompts that end together: {how}.")
         given.pop("position_ids", None)  # generation counts on from the mask
         with self.patched(edits):
             # without a cache every step is a whole patched forward, so edits hold wherever they point
-            ids = self.model.generate(
-                **given,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                use_cache=False,
-                pad_token_id=self.encoder.pad_id,
-            )
+            options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": self.encoder.pad_id}
+            ids = self.model.generate(**given, **options, use_cache=False)
         return ids[:, given["input_ids"].shape[1] :]

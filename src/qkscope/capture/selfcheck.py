@@ -87,7 +87,7 @@ def check_model(scope: Scope) -> Check:
     if not bool(plain.isfinite().all()):
         raise BadInput(f"{kind} gives NaN or infinite logits: load it with dtype='float32', or check its weights.")
     allowed = (1e-2 if _is_half(scope) else 1e-4) * max(1.0, float(plain.abs().max()))
-    with tap(scope.model, lambda call: None, scope.facts.layer_of):
+    with tap(scope.model, layers=scope.facts.layer_of):
         tapped = _output(scope, inputs)
     output_error = float((tapped - plain).abs().max())
     if output_error > allowed:
@@ -167,7 +167,8 @@ def _eager_attention(
     try:
         for config in configs:
             config._attn_implementation_internal = "eager"
-        with tap(model, visit, scope.facts.layer_of, rotary) if visit is not None else nullcontext():
+        watched = tap(model, visit, layers=scope.facts.layer_of, rotary=rotary) if visit is not None else nullcontext()
+        with watched:
             attentions = model.base_model(**inputs, output_attentions=True).attentions
     finally:
         for config, name in zip(configs, before, strict=True):

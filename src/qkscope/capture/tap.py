@@ -158,16 +158,17 @@ def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, .
 
 @contextmanager
 def tap(
-    model: Any, visit: Callable[[Call], None], layers: Mapping[int, int] | None = None, rotary: bool = False
+    model: Any, *visits: Callable[[Call], None], layers: Mapping[int, int] | None = None, rotary: bool = False
 ) -> Iterator[None]:
-    """Show every attention call of a model to a visitor, for the duration of a ``with`` block.
+    """Show every attention call of a model to visitors, for the duration of a ``with`` block.
 
     Parameters
     ----------
     model : PreTrainedModel
         The model; its weights and classes are not touched.
-    visit : callable
-        Gets each `Call` before it runs. `Stop` raised inside it ends the forward (and the ``with`` block) quietly.
+    *visits : callable
+        Get each `Call` in turn before it runs. `Stop` raised inside one ends the forward (and the ``with`` block)
+        quietly.
     layers : mapping, optional
         ``id(attention module) -> layer``; other modules (a vision tower) are let through. Without it calls are
         numbered in their order.
@@ -198,7 +199,8 @@ def tap(
             layer = next(calls) if layers is None else layers[id(module)]
             call = _read(module, layer, implementation, (query, key, value, attention_mask), kwargs)
             call.rotary = recorder.take() if recorder is not None else None
-            visit(call)
+            for visit in visits:
+                visit(call)
             output, weights = run(module, query, key, value, attention_mask, **kwargs)
             if call.redo:
                 heads = sorted(call.redo)

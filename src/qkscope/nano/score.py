@@ -52,7 +52,7 @@ class Exam:
     def of(cls, task: Task, tokenizer: Any, n: int, device: torch.device) -> Exam:
         """The first ``n`` test prompts of a task."""
         examples = [unit[0] for unit in task.test(n)]
-        tokens = Encoder(tokenizer, None).tokenise(examples)
+        tokens = Encoder(tokenizer).tokenise(examples)
         length = max(len(one.ids) for one in tokens)
         ids = torch.zeros(n, length, dtype=torch.long)
         right = torch.zeros(n, len(tokenizer), dtype=torch.bool)
