@@ -17,20 +17,13 @@ from qkscope import BadInput, cli, tasks
 from qkscope.analyses import fit_folder, sums
 from qkscope.analyses.fit_folder import run_decompose
 from qkscope.analyses.sums import sums_file
-from qkscope.capture.scope import Scope
 from qkscope.page.report import write_report
 from qkscope.runs.folder import only_writer, write_text
 from qkscope.runs.result import Result
 from qkscope.tasks.words import OBJECTS
-from tiny_llama import write_tiny_llama
 
 FULL = "/dev/full"  # takes no byte: the system's own full disk
 JOB = {"contrasts": ["order"], "batch_size": 4}
-
-
-@pytest.fixture(scope="module")
-def scope(tmp_path_factory: pytest.TempPathFactory) -> Scope:
-    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
 
 
 def test_a_full_disk_is_a_sentence_for_every_small_file(scope, tmp_path):

@@ -16,15 +16,9 @@ from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_manifest, read_tensors, write_tensors
-from tiny_llama import write_tiny_llama
 
 DEEP = "[" * 100_000 + "]" * 100_000
 JOB = {"contrasts": ["order"], "batch_size": 4}
-
-
-@pytest.fixture(scope="module")
-def scope(tmp_path_factory: pytest.TempPathFactory) -> Scope:
-    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
 
 
 @pytest.fixture(scope="module")

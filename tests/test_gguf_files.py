@@ -25,12 +25,6 @@ GEMMA = cache_dir("gemma-3-270m-q4_k_m.gguf")
 """Where Gemma is looked for: the four parts of METHODS D5, joined. Its terms of use apply."""
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "qkscope" / "gguf"
-
-
 def load(path: Path | str) -> Scope:
     return Scope.load(path, device="cpu", check=False)
 
@@ -54,21 +48,21 @@ def load(path: Path | str) -> Scope:
     ],
 )
 def test_a_file_that_is_not_whole_is_refused_and_not_kept(
-    own_cache: Path, tmp_path: Path, damage: dict[str, Any], said: str
+    own_cache: None, tmp_path: Path, damage: dict[str, Any], said: str
 ) -> None:
     write_gguf(tmp_path / "x.gguf", **damage)
     for _ in range(2):
         with pytest.raises(BadInput, match=said):
             load(tmp_path / "x.gguf")
-        assert list(own_cache.iterdir()) == []
+        assert list(cache_dir("gguf").iterdir()) == []
 
 
-def test_an_output_matrix_of_its_own_is_welcome(own_cache: Path, tmp_path: Path) -> None:
+def test_an_output_matrix_of_its_own_is_welcome(own_cache: None, tmp_path: Path) -> None:
     tensors = write_gguf(tmp_path / "x.gguf", extra={"output.weight": (40, 32)})
     assert torch.equal(load(tmp_path / "x.gguf").model.lm_head.weight, tensors["output.weight"])
 
 
-def test_rope_stretched_as_in_llama3_is_heard(own_cache: Path, tmp_path: Path) -> None:
+def test_rope_stretched_as_in_llama3_is_heard(own_cache: None, tmp_path: Path) -> None:
     """Wavelengths under 8192/4 stay, those over 8192 are 32 times as long, and the one between is blended."""
     waves = 2 * torch.pi * 500_000 ** (torch.arange(4) / 4)
     blend = (8192 / waves - 1) / 3
@@ -115,10 +109,10 @@ def _forget_how_it_was_made(folder: Path) -> None:
         lambda folder: (folder / "custom_generate").mkdir(),
     ],
 )
-def test_a_cache_that_was_changed_is_made_anew(own_cache: Path, tmp_path: Path, change: Any) -> None:
+def test_a_cache_that_was_changed_is_made_anew(own_cache: None, tmp_path: Path, change: Any) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece())
     before = load(tmp_path / "x.gguf")
-    (folder,) = own_cache.iterdir()
+    (folder,) = cache_dir("gguf").iterdir()
     names = sorted(path.name for path in folder.iterdir())
     change(folder)
     after = load(tmp_path / "x.gguf")
@@ -127,19 +121,19 @@ def test_a_cache_that_was_changed_is_made_anew(own_cache: Path, tmp_path: Path, 
     assert after.model.config.rms_norm_eps == before.model.config.rms_norm_eps
     assert after.tokenizer_hash == before.tokenizer_hash
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert list(own_cache.iterdir()) == [folder]
+    assert list(cache_dir("gguf").iterdir()) == [folder]
 
 
-def test_a_cache_that_is_whole_is_not_made_again(own_cache: Path, tmp_path: Path) -> None:
+def test_a_cache_that_is_whole_is_not_made_again(own_cache: None, tmp_path: Path) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece())
     load(tmp_path / "x.gguf")
-    (folder,) = own_cache.iterdir()
+    (folder,) = cache_dir("gguf").iterdir()
     inode = folder.stat().st_ino
     load(tmp_path / "x.gguf")
     assert folder.stat().st_ino == inode
 
 
-def test_what_a_killed_process_left_is_swept_away(own_cache: Path, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_swept_away(own_cache: None, tmp_path: Path) -> None:
     """A real process, killed while it dequantises; one that still runs is left alone."""
     write_gguf(tmp_path / "x.gguf")
     code = (
@@ -153,13 +147,13 @@ def test_what_a_killed_process_left_is_swept_away(own_cache: Path, tmp_path: Pat
     )
     assert running.stdout is not None
     left = Path(running.stdout.readline().strip())
-    assert left.parent == own_cache
+    assert left.parent == cache_dir("gguf")
     load(tmp_path / "x.gguf")
     assert left.is_dir()
     running.send_signal(signal.SIGKILL)
     running.wait()
     assert left.is_dir()
-    old = own_cache / f".{'cd' * 32}.elsewhere.1.0"
+    old = cache_dir("gguf") / f".{'cd' * 32}.elsewhere.1.0"
     old.mkdir()
     os.utime(old, (time.time() - 2 * 86_400,) * 2)
     load(tmp_path / "x.gguf")
@@ -167,10 +161,10 @@ def test_what_a_killed_process_left_is_swept_away(own_cache: Path, tmp_path: Pat
     assert not old.exists()
 
 
-def test_what_lies_beside_a_file_is_not_read(own_cache: Path, tmp_path: Path) -> None:
+def test_what_lies_beside_a_file_is_not_read(own_cache: None, tmp_path: Path) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece(bos=True))
     plain = load(tmp_path / "x.gguf")
-    shutil.rmtree(own_cache)
+    shutil.rmtree(cache_dir("gguf"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>", "add_bos_token": false}')
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "</s>"}')
     (tmp_path / "chat_template.jinja").write_text("mine")
@@ -188,7 +182,7 @@ def test_what_lies_beside_a_file_is_not_read(own_cache: Path, tmp_path: Path) ->
     ],
 )
 def test_first_and_last_tokens_are_as_the_file_says(
-    own_cache: Path, tmp_path: Path, said: dict[str, bool], first: list[int], last: list[int]
+    own_cache: None, tmp_path: Path, said: dict[str, bool], first: list[int], last: list[int]
 ) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece(**said))
     for _ in range(2):  # just made, and from the cache
@@ -209,7 +203,7 @@ def test_first_and_last_tokens_are_as_the_file_says(
     ],
 )
 def test_byte_level_vocabularies_are_read_by_their_kind(
-    own_cache: Path, tmp_path: Path, before: str, said: dict[str, bool], ids: list[int]
+    own_cache: None, tmp_path: Path, before: str, said: dict[str, bool], ids: list[int]
 ) -> None:
     write_gguf(tmp_path / "x.gguf", more=byte_level(before, **said))
     for _ in range(2):

@@ -17,21 +17,14 @@ from hypothesis import strategies as st
 import qkscope as qk
 from qkscope import BadInput, tasks
 from qkscope.capture.marks import answer_ids
-from qkscope.capture.scope import Scope
 from qkscope.examples import Answers, Example
 from qkscope.tasks.task import ANSWER, USES, Task
 from qkscope.tasks.words import BOXES, OBJECTS
-from tiny_llama import write_tiny_llama
 
 GOOD = {"prompt": "A cat, a dog. The cat", "keys": [
     {"text": "cat,", "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}},
 ]}  # fmt: skip
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
-
-
-@pytest.fixture(scope="module")
-def scope(tmp_path_factory) -> Scope:
-    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
 
 
 def write(path: Path, *lines) -> Path:

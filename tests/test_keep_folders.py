@@ -30,20 +30,9 @@ from qkscope.runs.result import Result
 from qkscope.runs.shards import together
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.words import OBJECTS
-from tiny_llama import write_tiny_llama
 
 JOB = {"contrasts": ["order"], "batch_size": 4}
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def scope(model: Path) -> Scope:
-    return Scope.load(model, device="cpu")
 
 
 @pytest.fixture

@@ -18,18 +18,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 EXAMPLE = Example(ids=[5, 6, 7, 8, 9], keys=[Key((1, 2))])
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:

@@ -21,16 +21,7 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.files import check_config
 from tiny_llama import write_tiny_llama
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def load(folder: Path) -> Scope:

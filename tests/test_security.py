@@ -22,11 +22,6 @@ from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 
 
-@pytest.fixture(scope="module")
-def scope(tmp_path_factory) -> Scope:
-    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
-
-
 def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 

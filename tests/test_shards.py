@@ -28,21 +28,10 @@ from qkscope.capture.scope import Scope
 from qkscope.runs.folder import only_writer
 from qkscope.runs.shards import parse_shard, together, torchrun_shard
 from qkscope.runs.store import read_tensors, write_tensors
-from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 HEADS = [Head(1, 3), Head(0, 1)]
 CONTRASTS = ["order", "lexical"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def scope(model: Path) -> Scope:
-    return Scope.load(model, device="cpu")
 
 
 def fit_into(scope: Scope, out: Path, shard=None, n=40):

@@ -18,12 +18,6 @@ from qkscope.examples import Key
 from qkscope.heads import Head
 from qkscope.tasks.task import Contrast, Task
 from qkscope.tasks.words import OBJECTS
-from tiny_llama import write_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def scope(tmp_path_factory) -> Scope:
-    return Scope.load(write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model"), device="cpu")
 
 
 def file_of(path: Path, *lines: dict) -> Task:
