@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.analyses.about import made_from
-from qkscope.analyses.fit import Center, Fit, Rank, fit_of
+from qkscope.analyses.fit import Fit, fit_of
 from qkscope.analyses.sums import Sums, accumulate, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_call
+from qkscope.maths.subspace import Rank
+from qkscope.maths.sums import Center
 from qkscope.runs.folder import check_writable
 from qkscope.runs.shards import Shard
 from qkscope.tasks.task import Task

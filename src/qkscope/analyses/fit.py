@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from qkscope.analyses.about import with_notes
 from qkscope.analyses.sums import Sums
@@ -14,14 +14,12 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, run_controls
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.svd import energy_rank
+from qkscope.maths.subspace import Rank, Subspace
+from qkscope.maths.sums import Center
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
 
-Rank = int | Literal["energy", "null"]
-Center = Literal["none", "query", "both"]
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 
 
@@ -76,15 +74,18 @@ def fit_of(
         contrast, moments = task.contrasts[name], one.moments
         centring = (center or {}).get(name, contrast.center)
         controls = run_controls(moments, name, center=centring)
-        sizes = moments.sizes(name).tolist()
         cut: Rank = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
-        found = Subspace.from_deltas(
-            moments.delta(name, centring), moments.heads, moments.d_head, contrast=name, controls=controls, about=about
+        found = Subspace.from_deltas(  # one direction is kept also of a contrast that is nothing; the verdict says so
+            moments.delta(name, centring),
+            moments.heads,
+            cut,
+            least=1,
+            contrast=name,
+            controls=controls,
+            about=about,
+            sizes=moments.sizes(name),
+            cov_k=one.cov_k.matrix(),
         )
-        found = {
-            head: replace(whole, rank=_rank(cut, whole, size), cov_k=cov_k)
-            for (head, whole), cov_k, size in zip(found.items(), one.cov_k.matrix(), sizes, strict=True)
-        }
         for head, subspace in found.items():
             subspaces[name, head] = subspace
             c = controls[head]
@@ -131,14 +132,6 @@ def _spectrum(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
             zip_longest(controls.spectrum[:shown], controls.null_median[:shown], controls.null_high[:shown])
         )
     ]  # fmt: skip
-
-
-def _rank(cut: Rank, whole: Subspace, size: float) -> int:
-    """How many directions to keep: one at least, also of a contrast that is nothing; the verdict says so."""
-    if isinstance(cut, int):
-        return cut
-    assert whole.controls is not None
-    return max(int(energy_rank(whole.S, size=size)) if cut == "energy" else whole.controls.detected, 1)
 
 
 def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:

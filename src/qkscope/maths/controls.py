@@ -15,7 +15,7 @@ sees alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -139,13 +139,9 @@ class Controls:
         ]
         return [*said, *([self.reason] if self.reason else [])]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for a manifest."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Controls:
-        """Inverse of `to_json`; refuses what another version of qkscope wrote."""
+        """Controls that a manifest holds; refuses what another version of qkscope wrote."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         try:
             return cls(**plain)
@@ -156,27 +152,26 @@ class Controls:
 
 
 @dataclass(frozen=True)
-class _Tested:
-    """What the two tests say of one head."""
+class _Tests:
+    """The two tests of one head, and what goes with them."""
 
-    row: int
+    row: int  # of the sums
     difference: RankTest
     interaction: RankTest
-    size: float  # of the numbers that ΔC is a difference of
     beyond_scale: tuple[Statistic, ...]  # of what the interaction is without what rows' own scale makes of a mean
 
 
-class _Whole:
+class _Contrast:
     """A contrast's matrices of all heads, as it is and centred, and what goes with them; worked out once."""
 
-    def __init__(self, moments: Moments, contrast: str, center: Center) -> None:
-        self.moments, self.contrast, self.center = moments, contrast, center
+    def __init__(self, moments: Moments, name: str, center: Center) -> None:
+        self.moments, self.name, self.center = moments, name, center
         self.centred: Center = "query" if center == "none" else center
-        self.deltas = {c: moments.delta(contrast, c) for c in dict.fromkeys((_AS_IT_IS, self.centred))}
-        self.sizes, self.pairs = moments.sizes(contrast).tolist(), moments.count(contrast).tolist()
-        self.dominance = mean_dominance(moments, contrast).tolist()
-        self.units = moments.unit_count(contrast)[0]
-        self.difference = self._difference_null()
+        self.deltas = {c: moments.delta(name, c) for c in dict.fromkeys((_AS_IT_IS, self.centred))}
+        self.sizes, self.pairs = moments.sizes(name).tolist(), moments.count(name).tolist()
+        self.dominance = mean_dominance(moments, name).tolist()
+        self.units = moments.unit_count(name)[0]
+        self.null = self._difference_null()
 
     def _difference_null(self) -> NullKind:
         kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
@@ -184,7 +179,7 @@ class _Whole:
             if kind in self.moments.nulls:
                 return kind
         # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
-        mean_part = (self.moments.delta(self.contrast, "query") - self.deltas[_AS_IT_IS]).abs().amax(dim=(1, 2))
+        mean_part = (self.moments.delta(self.name, "query") - self.deltas[_AS_IT_IS]).abs().amax(dim=(1, 2))
         small = all(part <= ROUNDING * size for part, size in zip(mean_part.tolist(), self.sizes, strict=True))
         if "interaction" in self.moments.nulls and small:
             return "interaction"
@@ -192,19 +187,19 @@ class _Whole:
             "controls need sign_flip or label_permutation replicates: ask for them when the moments are made."
         )
 
-    def tested(self, head: Head, alpha: float, max_rank: int | None) -> _Tested:
+    def tests(self, head: Head, alpha: float) -> _Tests:
         """Both tests of one head."""
         row = self.moments.heads.index(head)
-        size, limit = self.sizes[row], min(max_rank or self.moments.d_head, _most_tested(self.units))
-        fixed, under_null = self.moments.interaction_nulls(self.contrast, head, self.centred)
+        size, limit = self.sizes[row], _most_tested(self.units)
+        fixed, under_null = self.moments.interaction_nulls(self.name, head, self.centred)
         centred = self.deltas[self.centred][row]
         depends = rank_above(centred, under_null, alpha, limit, size)
         beyond = rank_above(centred - fixed, under_null - fixed, alpha, 1, size).statistics
-        if self.difference == "interaction":
-            return _Tested(row, depends, depends, size, beyond)
-        under_null = self.moments.null_deltas(self.difference, self.contrast, head)
+        if self.null == "interaction":
+            return _Tests(row, depends, depends, beyond)
+        under_null = self.moments.null_deltas(self.null, self.name, head)
         differs = rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size)
-        return _Tested(row, differs, depends, size, beyond)
+        return _Tests(row, differs, depends, beyond)
 
 
 def run_controls(
@@ -214,7 +209,6 @@ def run_controls(
     *,
     center: Center = "none",
     alpha: float = 0.05,
-    max_rank: int | None = None,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
@@ -223,39 +217,75 @@ def run_controls(
     difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
     mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
     ``untested`` is what nothing could have shown: too few units or replicates for so many heads.
+
+    Parameters
+    ----------
+    moments : with replicates of ``interaction``, and of ``sign_flip`` or ``label_permutation``.
+    contrast : its name.
+    heads : all that carry replicates by default.
+    center : of the matrix whose spectrum and directions are shown.
+    alpha : the level of the tests.
     """
     chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
     if not chosen or "interaction" not in moments.nulls:
         raise BadInput(
             "controls need interaction replicates: make the moments with nulls=('sign_flip', 'interaction')."
         )
-    whole = _Whole(moments, contrast, center)
-    found = {head: whole.tested(head, alpha, max_rank) for head in chosen}
+    whole = _Contrast(moments, contrast, center)
+    tests = [whole.tests(head, alpha) for head in chosen]
     floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
-    tests = {name: [getattr(one, name) for one in found.values()] for name in ("difference", "interaction")}
-    p_values = {name: head_p_values([t.statistics for t in own], floor) for name, own in tests.items()}
     # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
-    beyond = head_p_values([one.beyond_scale for one in found.values()], floor)
-    p_values["interaction"] = list(map(max, p_values["interaction"], beyond))
-    if whole.difference == "interaction":
-        p_values["difference"] = p_values["interaction"]
-    q_values = {name: false_discovery(own) for name, own in p_values.items()}
+    depends, beyond, differs = (
+        head_p_values(statistics, floor)
+        for statistics in (
+            [one.interaction.statistics for one in tests],
+            [one.beyond_scale for one in tests],
+            [one.difference.statistics for one in tests],
+        )
+    )
+    p_interaction = list(map(max, depends, beyond))
+    p_difference = p_interaction if whole.null == "interaction" else differs
+    q_difference, q_interaction = false_discovery(p_difference), false_discovery(p_interaction)
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
-    folded = whole.centred if whole.difference == "interaction" else center
-    ranks = cross_validated_rank(moments, contrast, folded, [one.row for one in found.values()])
+    folded = whole.centred if whole.null == "interaction" else center
+    cv_ranks = cross_validated_rank(moments, contrast, folded, [one.row for one in tests])
     controls = {}
-    for i, (head, one) in enumerate(found.items()):
-        p, q = ({name: own[i] for name, own in values.items()} for values in (p_values, q_values))
+    for i, (head, one) in enumerate(zip(chosen, tests, strict=True)):
+        differs_here, depends_here = q_difference[i] <= alpha, q_interaction[i] <= alpha
         # what is only rounding needs no test to be nothing
-        hopeless = {
-            name: bool(getattr(one, name).statistics) and _hopeless(own, i, floor, alpha)
-            for name, own in p_values.items()
-        }
-        verdict = _verdict(q, hopeless, center != "none", alpha)
-        controls[head] = _controls_of(whole, one, p, q, alpha, verdict, ranks[i])
-        if verdict == "untested":
-            reason = _reason(whole.units, moments.replicates, len(chosen), floor)
-            controls[head] = replace(controls[head], reason=reason)
+        verdict = _verdict(
+            differs_here,
+            depends_here,
+            bool(one.difference.statistics) and _hopeless(p_difference, i, floor, alpha),
+            bool(one.interaction.statistics) and _hopeless(p_interaction, i, floor, alpha),
+            center != "none",
+        )
+        spectra = {c: torch.linalg.svdvals(deltas[one.row]) for c, deltas in whole.deltas.items()}
+        size, (positive, negative) = whole.sizes[one.row], whole.pairs[one.row]
+        shown = one.difference if center == "none" else one.interaction
+        controls[head] = Controls(
+            energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=size)),
+            null_rank=max(one.difference.rank, 1) if differs_here else 0,
+            centred_energy_rank=int(energy_rank(spectra[whole.centred], size=size)),
+            interaction_rank=max(one.interaction.rank, 1) if depends_here else 0,
+            cv_rank=cv_ranks[i],
+            mean_dominance=whole.dominance[one.row],
+            p_difference=p_difference[i],
+            p_interaction=p_interaction[i],
+            q_difference=q_difference[i],
+            q_interaction=q_interaction[i],
+            verdict=verdict,
+            center=center,
+            spectrum=tuple(spectra[center].tolist()),
+            null_median=shown.null_median,
+            null_high=shown.null_high,
+            positive_pairs=positive,
+            negative_pairs=negative,
+            units=whole.units,
+            replicates=moments.replicates,
+            null=whole.null,
+            reason=_reason(whole, len(chosen), floor) if verdict == "untested" else "",
+        )
     return controls
 
 
@@ -264,56 +294,25 @@ def _most_tested(units: int) -> int:
     return max(units // 4, 1)
 
 
-def _controls_of(
-    whole: _Whole, one: _Tested, p: Mapping[str, float], q: Mapping[str, float], alpha: float, verdict: Verdict,
-    cv_rank: int,
-) -> Controls:  # fmt: skip
-    spectra = {c: torch.linalg.svdvals(deltas[one.row]) for c, deltas in whole.deltas.items()}
-    positive, negative = whole.pairs[one.row]
-    shown = one.difference if whole.center == "none" else one.interaction
-    return Controls(
-        energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=one.size)),
-        null_rank=max(one.difference.rank, 1) if q["difference"] <= alpha else 0,
-        centred_energy_rank=int(energy_rank(spectra[whole.centred], size=one.size)),
-        interaction_rank=max(one.interaction.rank, 1) if q["interaction"] <= alpha else 0,
-        cv_rank=cv_rank,
-        mean_dominance=whole.dominance[one.row],
-        p_difference=p["difference"],
-        p_interaction=p["interaction"],
-        q_difference=q["difference"],
-        q_interaction=q["interaction"],
-        verdict=verdict,
-        center=whole.center,
-        spectrum=tuple(spectra[whole.center].tolist()),
-        null_median=shown.null_median,
-        null_high=shown.null_high,
-        positive_pairs=positive,
-        negative_pairs=negative,
-        units=whole.units,
-        replicates=whole.moments.replicates,
-        null=whole.difference,
-    )
-
-
 def _hopeless(p_values: Sequence[float], i: int, floor: float, alpha: float) -> bool:
     """Whether this head would not be called either if it were as far above its null as can be."""
     return false_discovery([floor if j == i else p for j, p in enumerate(p_values)])[i] > alpha
 
 
-def _verdict(q: Mapping[str, float], hopeless: Mapping[str, bool], centred: bool, alpha: float) -> Verdict:
-    depends = q["interaction"] <= alpha
-    if centred and (depends or hopeless["interaction"]):
+def _verdict(differs: bool, depends: bool, no_difference: bool, no_interaction: bool, centred: bool) -> Verdict:
+    """What the tests say; ``no_difference`` and ``no_interaction`` are of tests that could not have shown any."""
+    if centred and (depends or no_interaction):
         return "interaction" if depends else "untested"
-    if q["difference"] > alpha:
-        return "untested" if hopeless["difference"] else "not above null"
-    return "interaction" if depends else "untested" if hopeless["interaction"] else "mean only"
+    if not differs:
+        return "untested" if no_difference else "not above null"
+    return "interaction" if depends else "untested" if no_interaction else "mean only"
 
 
-def _reason(units: int, replicates: int, heads: int, floor: float) -> str:
+def _reason(whole: _Contrast, heads: int, floor: float) -> str:
     many = f" for {heads} heads at once" if heads > 1 else ""
-    if 0.5 ** max(units - 1, 0) >= floor:
-        return f"untested: {units} independent units (different words, or prompts) are too few{many}"
-    return f"untested: {replicates} replicates are too few{many}"
+    if 0.5 ** max(whole.units - 1, 0) >= floor:
+        return f"untested: {whole.units} independent units (different words, or prompts) are too few{many}"
+    return f"untested: {whole.moments.replicates} replicates are too few{many}"
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:

@@ -6,8 +6,8 @@ is in `qkscope.maths.controls`; what sets of subspaces do together is in `qkscop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_class
+from qkscope.kinds import Natural, checked_class
 from qkscope.maths.bases import joint_basis, principal_angles
 from qkscope.maths.controls import Controls
 from qkscope.maths.svd import checked_svd, energy_rank
 from qkscope.runs.store import read_tensors, write_tensors
 
 Side = Literal["query", "key"]
+Rank = int | Literal["energy", "null"]
 
 
 @checked_class
@@ -30,16 +31,25 @@ Side = Literal["query", "key"]
 class Subspace:
     """One contrast's feature at one head.
 
-    ``U`` and ``V`` hold all singular vectors as columns, ``S`` all singular values; ``rank`` says how many are the
-    feature. ``controls`` says what the rank is worth; ``cov_k`` is the covariance of the keys it was fitted on, whose
-    principal axes are a control that knows the prompts and no labels.
+    Parameters
+    ----------
+    U, V : all singular vectors, as columns; the feature's basis in query and in key space are the first ``rank``.
+    S : all singular values.
+    rank : how many directions are the feature.
+    head, contrast : whose feature it is.
+    controls : what the rank is worth.
+    about : what it was made from (model, weights hash, space, …).
+    cov_k : covariance of the keys it was fitted on, whose principal axes are a control that knows the prompts and no
+        labels.
 
     Examples
     --------
     >>> import torch
-    >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
-    >>> feature.rank
-    2
+    >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])), head="L3H1", contrast="order")
+    >>> feature
+    Subspace(order at L3H1, rank 2 of 3)
+    >>> feature.project(torch.ones(3))
+    tensor([1., 1., 0.])
     """
 
     comes_from = "as fit['lexical', 'L18H6'] gives"
@@ -55,19 +65,29 @@ class Subspace:
 
     def __post_init__(self) -> None:
         where = f" for {self.head}" if self.head else ""
-        if self.U.shape != self.V.shape or self.U.shape[1] != self.S.shape[0]:
-            raise BadInput(f"U, S and V have shapes {tuple(self.U.shape)}, {tuple(self.S.shape)}, {tuple(self.V.shape)}"
-                           f"{where}: U and V are (d, m), and S is (m).")  # fmt: skip
+        shapes = [tuple(x.shape) for x in (self.U, self.S, self.V)]
+        if shapes[0] != shapes[2] or shapes[0][1:] != shapes[1]:
+            raise BadInput(
+                f"U, S and V have shapes {', '.join(map(str, shapes))}{where}: U and V are (d, m), and S is (m)."
+            )
         if self.rank < 1:
             raise BadInput(f"rank must be at least 1, but is {self.rank}{where}: there is no subspace to speak of.")
-        if self.rank > self.S.shape[0]:
-            raise BadInput(f"rank {self.rank} is more than the {self.S.shape[0]} dimensions of the head{where}.")
+        if self.rank > len(self.S):
+            raise BadInput(f"rank {self.rank} is more than the {len(self.S)} dimensions of the head{where}.")
+
+    def __repr__(self) -> str:
+        verdict = "" if self.controls is None else f", {self.controls.verdict}"
+        return f"Subspace({self._named}, rank {self.rank} of {self.d_head}{verdict})"
+
+    @property
+    def _named(self) -> str:
+        return " at ".join(filter(None, (self.contrast, str(self.head or "")))) or "a feature"
 
     @classmethod
     def from_delta(
         cls,
         delta: Float[Tensor, "d d"],
-        rank: int | Literal["energy", "null"] = "energy",
+        rank: Rank = "energy",
         *,
         energy: float = 0.99,
         head: Head | str | None = None,
@@ -75,48 +95,54 @@ class Subspace:
         controls: Controls | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> Subspace:
-        """The SVD of one ΔC, cut by ``energy`` (the paper's rule), at what is detected (``null``), or where told."""
+        """The SVD of one ΔC, cut at a rank.
+
+        Parameters
+        ----------
+        delta : rows in query space, columns in key space.
+        rank : ``"energy"`` (the paper's rule), what is detected (``"null"``), or a number.
+        energy : share of the squared singular values to keep.
+        head, contrast, controls, about : kept with it.
+        """
         u, s, v = checked_svd(delta)
-        return cls._cut(u, s, v, rank, energy, head, contrast, controls, about)
+        cut = rank_of(s, rank, controls, energy=energy)
+        return cls(u, s, v, cut, None if head is None else Head.parse(head), contrast, controls, dict(about or {}))
 
     @classmethod
     def from_deltas(
         cls,
         deltas: Float[Tensor, "h d d"],
-        heads: list[Head],
-        rank: int | Literal["energy", "null"] = "energy",
+        heads: Sequence[Head],
+        rank: Rank = "energy",
         *,
-        energy: float = 0.99,
+        least: Natural = 0,
         contrast: str = "",
         controls: Mapping[Head, Controls] | None = None,
         about: Mapping[str, Any] | None = None,
+        sizes: Float[Tensor, " h"] | None = None,
+        cov_k: Float[Tensor, "h d d"] | None = None,
     ) -> dict[Head, Subspace]:
-        """The same for many heads in one batched SVD."""
+        """The same for many heads in one batched SVD.
+
+        Parameters
+        ----------
+        deltas, heads : ΔC of each head.
+        rank : as in `from_delta`.
+        least : how many directions to keep also where the rule finds fewer; the controls say so.
+        contrast, controls, about : kept with each.
+        sizes : of the numbers that each ΔC is a difference of: what is below their rounding is no direction.
+        cov_k : covariance of each head's keys.
+        """
         if len(deltas) != len(heads):
             raise BadInput(f"{len(heads)} heads were named for {len(deltas)} matrices.")
         u, s, v = checked_svd(deltas)
-        return {
-            head: cls._cut(u[i], s[i], v[i], rank, energy, head, contrast, (controls or {}).get(head), about)
-            for i, head in enumerate(heads)
-        }
-
-    @classmethod
-    def _cut(
-        cls, u: Tensor, s: Tensor, v: Tensor, rank: int | str, energy: float, head: Head | str | None,
-        contrast: str, controls: Controls | None, about: Mapping[str, Any] | None,
-    ) -> Subspace:  # fmt: skip
-        if rank == "energy":
-            cut = int(energy_rank(s, energy))
-        elif rank == "null":
-            if controls is None:
-                raise BadInput("a rank above the null needs controls: run them first, or cut by energy.")
-            cut = controls.detected
-        elif isinstance(rank, int):
-            cut = rank
-        else:
-            raise BadInput(f"rank is a number, 'energy' or 'null', but got {rank!r}.")
-        parsed = None if head is None else Head.parse(head)
-        return cls(u, s, v, cut, parsed, contrast, controls, dict(about or {}))
+        found = {}
+        for i, head in enumerate(heads):
+            own = (controls or {}).get(head)
+            cut = max(rank_of(s[i], rank, own, size=0.0 if sizes is None else float(sizes[i])), least)
+            keys = None if cov_k is None else cov_k[i]
+            found[head] = cls(u[i], s[i], v[i], cut, head, contrast, own, dict(about or {}), keys)
+        return found
 
     # ------------------------------------------------------------------ geometry
 
@@ -126,53 +152,85 @@ class Subspace:
         return self.U.shape[0]
 
     def basis(self, side: Side = "key") -> Float[Tensor, "d r"]:
-        """Orthonormal basis of the feature in query or key space."""
-        if side not in ("query", "key"):
-            raise BadInput(f"side is 'query' or 'key', but got {side!r}.")
+        """Orthonormal basis of the feature.
+
+        Parameters
+        ----------
+        side : in ``"query"`` or in ``"key"`` space.
+        """
         return (self.U if side == "query" else self.V)[:, : self.rank]
 
     def projector(self, side: Side = "key") -> Float[Tensor, "d d"]:
-        """Orthogonal projector onto the feature."""
+        """Orthogonal projector onto the feature.
+
+        Parameters
+        ----------
+        side : in ``"query"`` or in ``"key"`` space.
+        """
         basis = self.basis(side)
         return basis @ basis.mT
 
     def coordinates(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n r"]:
-        """Coordinates of vectors in the feature's basis."""
-        return self._fitting(x) @ self.basis(side).to(x)
+        """Coordinates of vectors in the feature's basis.
 
-    def project(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n d"]:
-        """The part of vectors that lies in the feature."""
-        basis = self.basis(side).to(x)
-        return (self._fitting(x) @ basis) @ basis.mT
-
-    def _fitting(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        Parameters
+        ----------
+        x : queries or keys of the head.
+        side : which of the two they are.
+        """
         if x.shape[-1:] != (self.d_head,):
             raise BadInput(
                 f"vectors of this feature have {self.d_head} entries, but these have shape {tuple(x.shape)}."
             )
-        return x
+        return x @ self.basis(side).to(x)
+
+    def project(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n d"]:
+        """The part of vectors that lies in the feature.
+
+        Parameters
+        ----------
+        x : queries or keys of the head.
+        side : which of the two they are.
+        """
+        return self.coordinates(x, side) @ self.basis(side).to(x).mT
 
     def angles(self, other: Subspace, side: Side = "key") -> Float[Tensor, " m"]:
-        """Principal angles to another subspace, in radians, smallest first."""
+        """Principal angles to another subspace, in radians, smallest first.
+
+        Parameters
+        ----------
+        other : a feature of the same head.
+        side : in ``"query"`` or in ``"key"`` space.
+        """
         return principal_angles(self.basis(side), other.basis(side))
 
     def join(self, *others: Subspace, side: Side = "key") -> Float[Tensor, "d r_joint"]:
-        """Orthonormal basis of this subspace and others together; shared directions count once."""
+        """Orthonormal basis of this subspace and others together; shared directions count once.
+
+        Parameters
+        ----------
+        others : features of the same head.
+        side : in ``"query"`` or in ``"key"`` space.
+        """
         return joint_basis([self.basis(side), *(other.basis(side) for other in others)])
 
     def cut(self, rank: int) -> Subspace:
-        """The same singular vectors, cut at another rank."""
+        """The same singular vectors, cut elsewhere.
+
+        Parameters
+        ----------
+        rank : how many directions are the feature.
+        """
         return replace(self, rank=rank)
 
     # ------------------------------------------------------------------ words and files
 
     def summary(self) -> str:
         """A table a person can read: the rank, the spectrum, and what the controls say of it."""
-        title = " ".join(part for part in (self.contrast, "at", str(self.head)) if part) if self.head else self.contrast
         share = self.S.square() / self.S.square().sum()
         shown = min(max(self.rank + 2, 5), self.S.shape[0])
         null = None if self.controls is None else self.controls.null_high
-        lines = [f"{title or 'subspace'}: rank {self.rank} of {self.d_head}"]
+        lines = [f"{self._named}: rank {self.rank} of {self.d_head}"]
         if self.controls is not None:
             lines[0] += f" - {self.controls.verdict}"
             lines += ["  " + line for line in self.controls.lines()]
@@ -185,12 +243,17 @@ class Subspace:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Write to one safetensors file."""
+        """Write to one safetensors file.
+
+        Parameters
+        ----------
+        path : the file; one that is there is replaced, whole.
+        """
         manifest = {
             "rank": self.rank,
             "head": None if self.head is None else str(self.head),
             "contrast": self.contrast,
-            "controls": None if self.controls is None else self.controls.to_json(),
+            "controls": None if self.controls is None else asdict(self.controls),
             "about": dict(self.about),
         }
         tensors = {"U": self.U, "S": self.S, "V": self.V} | ({} if self.cov_k is None else {"cov_k": self.cov_k})
@@ -198,12 +261,29 @@ class Subspace:
 
     @classmethod
     def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Subspace:
-        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : the file.
+        expect : the parts of ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
+        """
         tensors, manifest = read_tensors(path, "subspace", expect)
-        controls = manifest["controls"]
-        return cls(
-            tensors["U"], tensors["S"], tensors["V"], manifest["rank"],
-            None if manifest["head"] is None else Head.parse(manifest["head"]),
-            manifest["contrast"], None if controls is None else Controls.from_json(controls), manifest["about"],
-            tensors.get("cov_k"),
-        )  # fmt: skip
+        given: dict[str, Any] = {**tensors, **manifest}
+        head, controls = manifest["head"], manifest["controls"]
+        given["head"] = None if head is None else Head.parse(head)
+        given["controls"] = None if controls is None else Controls.from_json(controls)
+        return cls(**given)
+
+
+def rank_of(
+    s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, *, energy: float = 0.99, size: float = 0.0
+) -> int:
+    """Where singular values are cut: at a share of their energy, at what the controls detected, or where told."""
+    if rule == "energy":
+        return int(energy_rank(s, energy, size=size))
+    if rule == "null":
+        if controls is None:
+            raise BadInput("a rank above the null needs controls: run them first, or cut by energy.")
+        return controls.detected
+    return rule
