@@ -487,7 +487,7 @@ def test_a_filter_list_swaps_within_the_category_as_its_sham(scope):
     words = {name: OBJECTS[i * 20 : i * 20 + 20] for i, name in enumerate(("red", "blue", "green"))}
     task = tasks.filter(3, items=2, words=words)
     fit = decompose(scope, task, "L0H0", 12, replicates=3)
-    assert default_features(fit) == ["red", "blue", "green"]
+    assert default_features(fit.contrasts) == ["red", "blue", "green"]
     names = {row["condition"] for row in swap(scope, task.test(6), fit).table()}
     assert {"red", "all", "random_all", "sham_all", "green_oblique"} <= names
     assert swap_downstream(scope, task.test(6), fit).tables["downstream"][0]["n"] == 6

@@ -17,7 +17,7 @@ from qkscope.capture.scope import Scope
 from qkscope.examples import Example
 from qkscope.maths.discovery import SelfContrast
 from qkscope.page.blocks import blocks_of
-from qkscope.page.figures.discovery import draw_atlas, draw_discovery
+from qkscope.page.figures.pictures import draw_atlas, draw_discovery
 from qkscope.runs.result import Result, plain_value
 
 
@@ -236,7 +236,7 @@ def _missing(rows, missing, *names):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_legend_of_the_curve_fits_its_figure(found, count):
-    from qkscope.page.figures.discovery import _curve
+    from qkscope.page.figures.pictures import _curve
 
     rows = [{**row, "head": f"L{i}H0"} for i in range(count) for row in found.tables["curve"]]
     figure = _curve(replace(found, tables={"curve": rows}))

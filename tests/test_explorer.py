@@ -124,7 +124,7 @@ def test_the_split_is_attributes(session, scope, fit):
 def test_a_swap_is_the_closed_form(session, scope, fit, features):
     """Two logits move by ±δ, δ = scale · q P (k_b − k_a); the others stay."""
     found = session.swap(PROMPT, "L1H3", 2, 5, features)
-    captured = session._capture(PROMPT).captured
+    captured = session._capture(PROMPT).capture
     column = captured.heads.index(Head(1, 3))
     q, k = captured.q[0, column].double(), captured.k[0, captured.kv_of_head[column]].double()
     names = [name.split("@")[0] for name in features]
@@ -157,7 +157,7 @@ def test_a_fit_in_the_cache_is_that_of_the_tasks_size_form_and_file(scope, monke
     """Each was refused as another job, or taken for another's, while they shared a place."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = [qk.tasks.binding(4), qk.tasks.binding(5), qk.tasks.binding(4, "sentence"), qk.tasks.binding(4, chat=True)]
-    places = {Session(scope, task=task)._job(["order"]) for task in asked}
+    places = {Session(scope, task=task)._job() for task in asked}
     assert len(places) == len(asked)
     for task in asked[:3]:
         assert Session(scope, task=task).fit("L0H2")["features"]

@@ -143,7 +143,7 @@ def attribute(
 def _chosen(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
     """The features of this head by name, and the space they were all fitted in."""
     if isinstance(features, Fit):
-        return {name: features[name, head] for name in default_features(features)}, features.space
+        return {name: features[name, head] for name in default_features(features.contrasts)}, features.space
     if not features:
         raise BadInput("no feature was given: name at least one to split the logits among.")
     for name, subspace in features.items():

@@ -161,12 +161,11 @@ def _answer(table: list[dict[str, Any]], features: Features) -> str:
 # ---------------------------------------------------------------------- what is swapped
 
 
-def default_features(fit: Fit) -> list[str]:
-    """``order`` and ``lexical`` where both were fitted, else every contrast but the pooled one."""
-    fitted = fit.contrasts
-    if {"order", "lexical"} <= set(fitted):
+def default_features(contrasts: Sequence[str]) -> list[str]:
+    """``order`` and ``lexical`` where both are there, else every contrast but the pooled one."""
+    if {"order", "lexical"} <= set(contrasts):
         return ["order", "lexical"]
-    return [name for name in fitted if name != "category"] or fitted
+    return [name for name in contrasts if name != "category"] or list(contrasts)
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class Features:
         if fit is None and not own:
             raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
         fit = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
-        names = list(features) if features is not None else default_features(fit)
+        names = list(features) if features is not None else default_features(fit.contrasts)
         every = [*names, *own]
         if not every or len(set(every)) < len(every):
             raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.capture.scope import Scope
-from qkscope.page.figures.verbs import draw_verbs
+from qkscope.page.figures.pictures import draw_verbs
 from qkscope.page.report import report_html
 from qkscope.runs.claims import Claim
 from qkscope.runs.provenance import provenance
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3
+Rows = Mapping[Any, Mapping[str, Any]]
 
 
 def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Result, dict[str, str | bytes]]:
@@ -45,35 +46,40 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
     heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
     step(f"fitting order and lexical features of {', '.join(heads)}, and of {control} at chance ...")
-    found = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
+    fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     step(f"swapping them on {n} held-out prompts ...")
-    swaps = swap(scope, task.test(n), found, heads, sizes=[k for k in SIZES if k < scope.d_head])
+    swaps = swap(scope, task.test(n), fit, heads, sizes=[k for k in SIZES if k < scope.d_head])
     step("explaining one prompt ...")
-    parts = attribute(scope, PROMPT, heads[0], found)
-    rows = {(row["head"], row["condition"]): row for row in swaps.table()}
+    parts = attribute(scope, PROMPT, heads[0], fit)
+    swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}
     result = Result(
         experiment="demo",
-        answer=_answer(heads[0], rows),
+        answer=_answer(heads[0], swapped),
         tables={
             "heads": best[:12],
-            "ranks": found.table(),
+            "ranks": fit.table(),
             "swap": swaps.table(),
             "curve": swaps.tables["curve"],
             "tokens": parts.tables["tokens"],
         },
-        claims=_claims(heads[0], control, best, found.table(), rows, swaps.tables["curve"]),
+        claims=_claims(
+            next(row for row in best if row["head"] == heads[0]),
+            swapped,
+            {row["method"]: row for row in swaps.tables["curve"] if row["head"] == heads[0] and row["k"] == 2},
+            {row["head"]: row for row in fit.table() if row["contrast"] == "lexical"},
+            control,
+        ),
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=seed),
     )
-    figures = draw_verbs(scope.n_layers, scope.n_heads, ranking, swaps, parts)
-    page = report_html([replace(result, tables={}), ranking, found, swaps, parts], title="demo")
-    return result, {"report.html": page, **figures}
+    page = report_html([replace(result, tables={}), ranking, fit, swaps, parts], title="demo")
+    return result, {"report.html": page, **draw_verbs(ranking, swaps, parts)}
 
 
-def _answer(head: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
-    both, lexical, random = (rows[head, name] for name in ("both", "lexical", "random_both"))
+def _answer(head: str, rows: Rows) -> str:
+    both, lexical, random = (rows[name] for name in ("both", "lexical", "random_both"))
     return (
         f"{head} finds the box by the word asked for: exchange its lexical feature ({lexical['rank']} dimensions) "
         f"between two boxes, and its attention on the right one falls from {both['orig_before']:.2f} to "
@@ -83,27 +89,18 @@ def _answer(head: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     )
 
 
-def _claims(
-    head: str,
-    control: str,
-    ranking: list[dict[str, Any]],
-    ranks: list[dict[str, Any]],
-    rows: dict[tuple[str, str], dict[str, Any]],
-    curve: Sequence[Mapping[str, Any]],
-) -> list[Claim]:
-    best = next(row for row in ranking if row["head"] == head)
-    rank = {(row["head"], row["contrast"]): row for row in ranks}
-    at_two = {row["method"]: row["shift"] for row in curve if row["head"] == head and row["k"] == 2}
-    both, random = rows[head, "both"], rows[head, "random_both"]
+def _claims(best: Mapping[str, Any], swapped: Rows, at_two: Rows, lexical: Rows, control: str) -> list[Claim]:
+    """What the best head shows: its score, its swaps by condition, two dimensions by method, lexical ranks by head."""
+    head, both, random, key_pca = best["head"], *(swapped[name] for name in ("both", "random_both", "key_pca_both"))
     return [
         Claim(f"{head} attends to the right box", "at least 30% of prompts", best["low"], best["chance"],
               "ours >= 0.3 and ours > 2 * control"),
         Claim("swapping both features moves the attention to the target; random subspaces do not", "the majority",
               both["target_after"], random["target_after"], "ours >= 0.3 and ours > 2 * control"),
         Claim("two dimensions of the lexical feature move more than two principal components of the keys", "",
-              at_two["lexical"], at_two["key_pca"], "ours > control"),
+              at_two["lexical"]["shift"], at_two["key_pca"]["shift"], "ours > control"),
         Claim("all its dimensions move more than as many principal components of the keys (control: key PCA)", "",
-              both["shift"], rows[head, "key_pca_both"]["shift"], "ours > control"),
+              both["shift"], key_pca["shift"], "ours > control"),
         Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
-              float(rank[head, "lexical"]["rank_99"]), float(rank[control, "lexical"]["rank_99"]), "ours != control"),
+              float(lexical[head]["rank_99"]), float(lexical[control]["rank_99"]), "ours != control"),
     ]  # fmt: skip

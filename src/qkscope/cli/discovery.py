@@ -85,7 +85,7 @@ def discover(
             replicates=replicates, contrasts=named, batch_size=batch_size, seed=seed, job=job,
         )  # fmt: skip
         _show(result, as_json, {name: result.tables.get(name, []) for name in ("heads", "features", "curve")})
-        from qkscope.page.figures.discovery import draw_discovery
+        from qkscope.page.figures.pictures import draw_discovery
 
         result.write(out, files=draw_discovery(result))
         job.clear()
@@ -133,7 +133,7 @@ def atlas(
             batch_size=batch_size, seed=seed, job=job,
         )  # fmt: skip
         _show(result, as_json, {"atlas (the first 20)": result.tables["atlas"][:20]})
-        from qkscope.page.figures.discovery import draw_atlas
+        from qkscope.page.figures.pictures import draw_atlas
 
         result.write(out, files=draw_atlas(result))
         job.clear()

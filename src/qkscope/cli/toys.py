@@ -70,13 +70,21 @@ def nano(
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
     from qkscope.nano.train import last_rows, train_nano
-    from qkscope.page.figures.nano import draw
+    from qkscope.page.figures.pictures import draw_nano
 
     def show(result: Any) -> None:
         _show(result, as_json, {"accuracy": [] if as_json else last_rows(result)})
 
     train_nano(
-        out, preset=preset, steps=steps, seed=seed, device=device, check_every=check_every, lr=lr, show=show, draw=draw
+        out,
+        preset=preset,
+        steps=steps,
+        seed=seed,
+        device=device,
+        check_every=check_every,
+        lr=lr,
+        show=show,
+        draw=draw_nano,
     )
 
 

@@ -8,10 +8,11 @@ import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from qkscope.capture.cache import cache_dir
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_call
+from qkscope.kinds import Between, checked_call
 from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def view(
     live: bool = False,
     model: str | None = None,
     fit: str | Path | None = None,
-    port: int = 0,
+    port: Annotated[int, Between(0, 65535)] = 0,
     browser: bool = True,
     say: Callable[[str], object] = log.info,
 ) -> str:
@@ -38,18 +39,27 @@ def view(
     live : whether to look into a model instead.
     model : what to look into: the fit's model by default, or the embedded one.
     fit : a folder that decompose wrote, for its features; without it a head is fitted when asked.
-    port : of the live page; a free one by default.
+    port : of the live page, up to 65535; 0 is any that is free.
     browser : whether to open the reader's browser.
-    say : told the address before a live page is served.
+    say : told the address before it is opened or served.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from qkscope import Result
+    >>> run = Result("mine", {"heads": [{"head": "L0H1", "score": 0.9}]}, answer="L0H1 finds it.")
+    >>> address = view(run.write(tempfile.mkdtemp() + "/run"), browser=False)
+    >>> address.startswith("file://")
+    True
     """
     if live:
         if folder is not None:
-            raise BadInput(f"the live page looks into a model: name features with --fit {folder} instead of a folder.")
+            raise BadInput(f"the live page looks into a model: give {folder} as its fit, not as the folder to view.")
         return _serve(model, fit, port, browser, say)
     if folder is None:
-        raise BadInput("name a run folder to view, or say --live to look into a model.")
+        raise BadInput("name a run folder to view, or ask for the live page to look into a model.")
     if fit is not None or model is not None or port:
-        raise BadInput("--model, --fit and --port are for the live page: say --live, or leave them out.")
+        raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
     url = page_of(folder).absolute().as_uri()
     say(url)
     if browser:
@@ -69,8 +79,7 @@ def page_of(folder: str | Path) -> Path:
         raise BadInput(f"{folder} holds {len(inside)} runs: name one of {some}.")
     result = Result.read(folder)
     page = folder / "report.html"
-    from qkscope.page.known import drawn_here
-    from qkscope.page.report import write_report
+    from qkscope.page.report import drawn_here, write_report
 
     if drawn_here(page):
         return page
@@ -93,11 +102,7 @@ def _pictures(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in read.items() if content.startswith(b"\x89PNG")}
 
 
-def _serve(
-    model: str | None, fit: str | Path | None, port: int, browser: bool, say: Callable[[str], object]
-) -> str:  # fmt: skip
-    if not 0 <= port <= 65535:
-        raise BadInput(f"a port is from 0 (any free one) to 65535, but got {port}.")
+def _serve(model: str | None, fit: str | Path | None, port: int, browser: bool, say: Callable[[str], object]) -> str:
     from qkscope.analyses.fit_folder import read_job, task_of
     from qkscope.analyses.swap import check_swappable
 

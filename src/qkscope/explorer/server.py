@@ -53,7 +53,7 @@ class Explorer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
-            raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another with --port.") from None
+            raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
 
     @property
     def url(self) -> str:
@@ -86,10 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit() or len(length) > _DIGITS or int(length) > _LARGEST:
+        size = int(length) if length.isascii() and length.isdigit() and len(length) <= _DIGITS else -1
+        body = self.rfile.read(size) if size >= 0 else b""  # read though too long: who still sends hears no answer
+        if not 0 <= size <= _LARGEST:
             self.close_connection = True  # what was not read would pass for the next request
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the prompt is too long to be sent: shorten it.")
-        body = self.rfile.read(int(length))
         name = self._allowed()
         if name is None:
             return None

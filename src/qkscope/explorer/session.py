@@ -11,9 +11,9 @@ import hashlib
 import json
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,21 @@ _SHOWN = 8  # next tokens
 _DRAWS = 20
 _FITTED_ON = 40  # prompts, for a head that is fitted while one waits
 _FACTS = ("position", "token", "attention", "logit")
-_Row = dict[str, Any]
 _FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """One prompt, captured at every head."""
+class _Prompt:
+    """One prompt, captured at every head: all its tokens as keys of the last one."""
 
-    encoded: Encoding
-    captured: Capture
+    encoding: Encoding
+    places: Places
+    capture: Capture
     texts: list[str]
 
-    @property
-    def places(self) -> Places:
-        c = self.captured
-        return Places(torch.zeros(1, dtype=torch.long), c.query_positions, c.key_positions, c.key_mask)
 
-
-def _rows(captured: Capture, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[_Row]:
-    return token_rows(captured, head, split_logits(captured, head, features), texts)
+def _rows(capture: Capture, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[dict[str, Any]]:
+    return token_rows(capture, head, split_logits(capture, head, features), texts)
 
 
 class Session:
@@ -74,15 +69,16 @@ class Session:
     def __init__(self, scope: Scope, fit: Fit | None = None, task: Task | None = None, folder: str = "") -> None:
         if scope.tokenizer is None:
             raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
-        self.scope, self.folder = scope, folder
+        self.scope, self.folder, self._decode = scope, folder, scope.tokenizer.decode
         self._task = task or tasks.binding(entities=9, form="list", seed=0)
+        self._contrasts = default_features(list(self._task.contrasts) if fit is None else fit.contrasts)
         self._features: dict[Head, dict[str, Subspace]] = {}
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
+        self._capture = lru_cache(_KEPT)(self._captured)
         if fit is not None:
             check_swappable(fit.space, downstream=True)
             for head in fit.heads:
-                self._features[head] = {name: fit[name, head] for name in default_features(fit)}
+                self._features[head] = {name: fit[name, head] for name in self._contrasts}
 
     @classmethod
     def load(cls, scope: Scope, folder: str | Path | None = None) -> Session:
@@ -108,21 +104,21 @@ class Session:
         """Tokens, the attention of every head from the last one (a byte each), and the likeliest next tokens."""
         with self._lock:
             start = time.perf_counter()
-            seen = self._capture(prompt)
-            shares = (seen.captured.attention()[0] * 255).round().to(torch.uint8)
+            known = self._capture(prompt)
+            shares = (known.capture.attention()[0] * 255).round().to(torch.uint8)
             return {
-                "tokens": seen.texts,
+                "tokens": known.texts,
                 "attention": base64.b64encode(shares.numpy().tobytes()).decode(),
-                "next": self._next(seen.captured),
+                "next": self._next(known.capture),
                 "seconds": time.perf_counter() - start,
             }
 
     def split(self, prompt: str, head: str, features: Sequence[str] | None = None) -> dict[str, Any]:
         """One head's logits split among features; all that were fitted there, if none are named."""
         with self._lock:
-            at, seen = self.scope.check(head), self._capture(prompt)
+            at, known = self.scope.check(head), self._capture(prompt)
             chosen = self._chosen(at, features)
-            rows = _rows(seen.captured, at, chosen, seen.texts)
+            rows = _rows(known.capture, at, chosen, known.texts)
             there = {name: subspace.rank for name, subspace in self._features.get(at, {}).items()}
             parts = [name for name in rows[0] if name not in _FACTS]
             return {"head": str(at), "rows": rows, "parts": parts, "features": there, "chosen": list(chosen)}
@@ -131,22 +127,21 @@ class Session:
         """Exchange two tokens' coordinates in some features (their whole keys, if there are none) and let it run on."""
         with self._lock:
             start = time.perf_counter()
-            at, seen = self.scope.check(head), self._capture(prompt)
+            at, known = self.scope.check(head), self._capture(prompt)
             for place in (a, b):
-                if not 0 <= place < len(seen.texts):
-                    raise BadInput(f"the prompt has no token {place}: choose from 0 to {len(seen.texts) - 1}.")
+                if not 0 <= place < len(known.texts):
+                    raise BadInput(f"the prompt has no token {place}: choose from 0 to {len(known.texts) - 1}.")
             if a == b:
                 raise BadInput("a token cannot be swapped with itself: choose two.")
             chosen = self._chosen(at, features)
             d = self.scope.d_head
             basis = joint_basis([s.basis("key") for s in chosen.values()]) if chosen else torch.eye(d)
-            column = seen.captured.heads.index(at)
-            after = self._patched(seen, at, column, a, b, Projector.orthogonal(basis))
-            random = self._random(seen.captured, column, a, b, basis.shape[1])
+            after = self._patched(known, at, a, b, Projector.orthogonal(basis))
+            random = self._random(known.capture, at, a, b, basis.shape[1])
             return {
                 "head": str(at), "a": a, "b": b, "rank": basis.shape[1], "features": list(chosen),
-                "rows": _rows(after, at, chosen, seen.texts), "random": random,
-                "next": self._next(seen.captured, after), "seconds": time.perf_counter() - start,
+                "rows": _rows(after, at, chosen, known.texts), "random": random,
+                "next": self._next(known.capture, after), "seconds": time.perf_counter() - start,
             }  # fmt: skip
 
     def fit(self, head: str) -> dict[str, Any]:
@@ -154,19 +149,18 @@ class Session:
         with self._lock:
             at = self.scope.check(head)
             if at not in self._features:
-                wanted = [name for name in ("order", "lexical") if name in self._task.contrasts]
-                place = cache_dir("explorer", self.scope.weights_hash, self._job(wanted), str(at))
-                fit = run_decompose(self.scope, self._task, [at], _FITTED_ON, place, contrasts=wanted or None)
+                place = cache_dir("explorer", self.scope.weights_hash, self._job(), str(at))
+                fit = run_decompose(self.scope, self._task, [at], _FITTED_ON, place, contrasts=self._contrasts)
                 assert fit is not None  # only a shard of a job has none
-                self._features[at] = {name: fit[name, at] for name in default_features(fit)}
+                self._features[at] = {name: fit[name, at] for name in self._contrasts}
             return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
 
     # ------------------------------------------------------------------ how it is answered
 
-    def _job(self, contrasts: Sequence[str]) -> str:
+    def _job(self) -> str:
         """What else a fit depends on, for its place in the cache: another size, form or file is another fit."""
         task = self._task
-        asked = [task.name, dict(task.asked), task.seed, task.chat, list(contrasts), _FITTED_ON,
+        asked = [task.name, dict(task.asked), task.seed, task.chat, self._contrasts, _FITTED_ON,
                  self.scope.tokenizer_hash, str(self.scope.model.dtype)]  # fmt: skip
         return f"{file_name(task.name)}-{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]}"
 
@@ -175,10 +169,7 @@ class Session:
         limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
         return min(_LONGEST, limit) if isinstance(limit, int) and limit > 0 else _LONGEST
 
-    def _capture(self, prompt: str) -> _Seen:
-        if prompt in self._seen:
-            self._seen.move_to_end(prompt)
-            return self._seen[prompt]
+    def _captured(self, prompt: str) -> _Prompt:
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         if len(prompt) > _CHARACTERS:
@@ -187,20 +178,12 @@ class Session:
             prompt.encode()
         except UnicodeEncodeError:
             raise BadInput("the prompt holds half of a character: type it again.") from None
-        encoded = self.scope.encode([prompt])
-        ids = encoded.inputs["input_ids"][0].tolist()
+        encoding = self.scope.encode([prompt])
+        ids, places = encoding.inputs["input_ids"][0].tolist(), encoding.everywhere()
         if len(ids) > self._longest:
             raise BadInput(f"the prompt has {len(ids)} tokens: at most {self._longest} are looked at here.")
-        device = self.scope.device
-        keys = torch.arange(len(ids), device=device)[None]
-        row, last = torch.zeros(1, dtype=torch.long, device=device), torch.tensor([len(ids) - 1], device=device)
-        places = Places(row, last, keys, torch.ones_like(keys, dtype=torch.bool))
-        captured = self.scope.capture_inputs(encoded.inputs, places=places, logits=True).to("cpu")
-        texts = [self.scope.tokenizer.decode([i]) for i in ids]  # type: ignore[union-attr]
-        self._seen[prompt] = _Seen(encoded, captured, texts)
-        while len(self._seen) > _KEPT:
-            self._seen.popitem(last=False)
-        return self._seen[prompt]
+        capture = self.scope.capture_inputs(encoding.inputs, places=places, logits=True).to("cpu")
+        return _Prompt(encoding, places, capture, [self._decode([i]) for i in ids])
 
     def _chosen(self, head: Head, features: Sequence[str] | None) -> dict[str, Subspace]:
         """Features by name (``lexical``, or ``lexical@L18H6``); all that were fitted at the head, if none are named."""
@@ -217,20 +200,19 @@ class Session:
             chosen[name] = there[name]
         return chosen
 
-    def _patched(self, seen: _Seen, head: Head, column: int, a: int, b: int, projector: Projector) -> Capture:
-        keys = seen.captured.k[0, seen.captured.kv_of_head[column]]
-        pair = torch.stack(swapped_keys(keys[a], keys[b], projector))
+    def _patched(self, known: _Prompt, head: Head, a: int, b: int, projector: Projector) -> Capture:
+        """The head as it is when the two tokens' keys have changed places in the subspace, and the model runs on."""
+        row = known.capture.rows().of_head(known.capture.heads.index(head))
+        one, other = (row.keys_of_heads(torch.tensor([place]))[0, 0] for place in (a, b))
+        pair = torch.stack(swapped_keys(one, other, projector))
         edit = Edit.keys(head, torch.tensor([[a, b]]), pair[None])
-        moved = Places(*(tensor.to(self.scope.device) for tensor in vars(seen.places).values()))
-        return self.scope.capture_inputs(
-            seen.encoded.inputs, places=moved, heads=[head], logits=True, edits=[edit]
-        ).to("cpu")  # fmt: skip
+        inputs, places = known.encoding.inputs, known.places
+        return self.scope.capture_inputs(inputs, places=places, heads=[head], logits=True, edits=[edit]).to("cpu")
 
-    def _random(self, captured: Capture, column: int, a: int, b: int, rank: int) -> dict[str, float]:
+    def _random(self, capture: Capture, head: Head, a: int, b: int, rank: int) -> dict[str, float]:
         """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
-        head = captured.heads[column]
-        a_row, b_row = torch.tensor([a]), torch.tensor([b])
-        rows = SwapRows(captured.rows().of_head(column), a_row, b_row, torch.zeros(1), [head])
+        row = capture.rows().of_head(capture.heads.index(head))
+        rows = SwapRows(row, torch.tensor([a]), torch.tensor([b]), torch.zeros(1), [head])
         effect = rows.swap(methods.random(1, self.scope.d_head, _DRAWS, 0)(rank))
         return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
 
@@ -241,8 +223,7 @@ class Session:
         ]
         best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(_SHOWN).indices.tolist()))
         best.sort(key=lambda i: -max(float(p[i]) for p in runs))
-        decode = self.scope.tokenizer.decode  # type: ignore[union-attr]
         return [
-            {"token": decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if after else None}
+            {"token": self._decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if after else None}
             for i in best[:_SHOWN]
         ]

@@ -2,6 +2,9 @@
 
 The page holds its data as JSON and draws it with plain scripts of ours; plotly's is inlined, once, only where there is
 something to turn. A content policy in the page forbids everything else: no request, no script but these.
+
+A page may hold scripts, so that one which somebody else made is not opened: the user's cache keeps the hash of every
+page that was drawn here. One that came with a folder from elsewhere is not among them, whatever it says of itself.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,39 +24,45 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from qkscope.capture.cache import cache_dir
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.blocks import SCRIPTS, blocks_of, number
-from qkscope.page.known import remember
 from qkscope.runs.folder import writing
 from qkscope.runs.result import Result, plain_value
 
 _HERE = Path(__file__).parent
 _ROWS = 400  # of a table written out; the chart's and the folder's data are whole
 _WIDGET_HEIGHT = 560
+_LARGEST = 1 << 28  # bytes of a page of ours
 
 
 @checked_call
 def write_report(
     path: str | Path, *results: Result, title: str = "", pictures: Mapping[str, bytes] | None = None
 ) -> Path:
-    """Write one offline page of results: ``write_report("report.html", ranking, fit, swaps, parts)``.
+    """Write one offline page of results; returns where it is.
 
     Parameters
     ----------
     path : where to write it; written under another name first, so that a page that exists is whole.
-    results : in the order in which they are to be told.
+    results : what the verbs return, in the order in which they are to be told.
     title : what to call it; the first result's experiment by default.
     pictures : PNG files by caption, shown first.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import qkscope
+    >>> scope = qkscope.Scope.load("nano:mixed")
+    >>> ranking = qkscope.find_heads(scope, qkscope.tasks.binding(4), 4)
+    >>> page = write_report(tempfile.mkdtemp() + "/report.html", ranking)
+    >>> ranking.answer[:9] in page.read_text()
+    True
     """
     path = Path(path)
     if not results:
         raise BadInput("there is nothing to report: give at least one result.")
-    for result in results:
-        if not isinstance(result, Result):
-            raise BadInput(
-                f"a report is made of results, but got a {type(result).__name__}: give what the verbs return."
-            )
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file for the page, like {path / 'report.html'}.")
     text = report_html(results, pictures, title=title)
@@ -82,8 +92,34 @@ def report_html(
     pictures : PNG files by caption, inlined.
     """
     page = _render(results, pictures or {}, title)
-    remember(page.encode("utf-8", "backslashreplace"))
+    _remember(page.encode("utf-8", "backslashreplace"))
     return page
+
+
+def drawn_here(path: Path) -> bool:
+    """Whether this file is a page that we have drawn, bit for bit."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return False
+        return _hash(path.read_bytes()) in _notes().read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return False
+
+
+def _remember(page: bytes) -> None:
+    """Note that we have drawn this page; where the cache cannot be written, it is drawn anew when it is viewed."""
+    with suppress(OSError):
+        _notes().parent.mkdir(parents=True, exist_ok=True)
+        with _notes().open("a", encoding="ascii") as file:
+            file.write(_hash(page) + "\n")
+
+
+def _notes() -> Path:
+    return cache_dir("pages", "drawn.txt")
+
+
+def _hash(page: bytes) -> str:
+    return hashlib.sha256(page).hexdigest()
 
 
 def widget_html(result: Result) -> str:

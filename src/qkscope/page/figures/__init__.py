@@ -1,1 +1,1 @@
-"""Pictures of the verbs, of discovery and of nano training, and the style that all figures share (`style`)."""
+"""Results as PNG and PDF: the style that all figures share (`style`), and the verbs' own (`pictures`)."""

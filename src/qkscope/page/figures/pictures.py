@@ -1,0 +1,206 @@
+"""Pictures of what the verbs found: heads, swaps, one prompt split; discovered features; and what a nano model learns.
+
+Each ``draw_...`` takes a result and gives the files of its run folder: figures as PNG and PDF, and the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qkscope.heads import Head
+from qkscope.page.figures.style import INK, REST, figure_files, new_figure, styled, with_page
+from qkscope.runs.result import Result
+
+Row = Mapping[str, Any]
+
+# Okabe and Ito's palette: told apart by colour-blind readers too
+_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
+_PARTS = (_BLUE, _ORANGE, "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_METHODS = {
+    "ceiling": ("#000000", ":"), "self_contrast": ("#D55E00", "-"), "lexical": (_BLUE, "-"), "order": ("#56B4E9", "-"),
+    "cov_qk": (_GREEN, "--"), "key_pca": ("#CC79A7", "--"), "omega_svd": (_ORANGE, "--"), "random": (_GREY, "-"),
+}  # fmt: skip
+_OTHERS = ("#AA4466", "#999933", "#8866CC", "#44AA99")  # for the contrasts of other tasks, by turns
+_VARIANTS = ("_all", "_moving")  # of a method: on the page, not in the picture
+_NOT_DRAWN = ("self_contrast_svd", "self_contrast_uncentred", "box")
+_TASKS = {
+    "indirect objects": ("ioi",),
+    "induction": ("induction",),
+    "box binding, nine boxes": ("binding/list", "binding/sentence", "binding/question"),
+    "list filtering, five of 25 items": ("filter/list", "filter/bullets", "filter/question"),
+}
+
+
+def column(rows: Sequence[Row], name: str) -> list[float]:
+    """Numbers to draw: a gap where there is none."""
+    return [np.nan if row[name] is None else row[name] for row in rows]
+
+
+def head_map(axis: Axes, rows: Sequence[Row], name: str, top: float | None = 1.0, label: str = "") -> None:
+    """One number of every head, layers across."""
+    heads = [Head.parse(row["head"]) for row in rows]
+    grid = np.full((1 + max(head.index for head in heads), 1 + max(head.layer for head in heads)), np.nan)
+    for head, value in zip(heads, column(rows, name), strict=True):
+        grid[head.index, head.layer] = value
+    image = axis.imshow(grid, cmap="viridis", vmin=0, vmax=top, aspect="auto", origin="lower")
+    axis.figure.colorbar(image, ax=axis, label=label)
+    axis.set(ylabel="head")
+
+
+# ---------------------------------------------------------------------- the verbs
+
+
+def draw_verbs(ranking: Result, swaps: Result, parts: Result) -> dict[str, bytes]:
+    """PNG and PDF files of the three pictures, by name."""
+    with styled():
+        return figure_files({"heads": _heads(ranking), "swap": _swaps(swaps), "explain": _logits(parts)})
+
+
+def _heads(ranking: Result) -> Figure:
+    """Accuracy of every head, the best named."""
+    rows = ranking.tables["heads"]
+    figure = new_figure(7.5, 2.6)
+    axis = figure.subplots()
+    head_map(axis, rows, "accuracy", label="attends to the right key")
+    for row in sorted(rows, key=lambda row: -row["accuracy"])[:5]:
+        head = Head.parse(row["head"])
+        at = (head.layer, head.index)
+        axis.annotate(str(head), at, (8, -3), textcoords="offset points", color="white", fontsize=7)
+    axis.set(xlabel="layer", title=f"Every head of {ranking.model}")
+    return figure
+
+
+def _swaps(swaps: Result) -> Figure:
+    """Attention on the right key and on the target after each swap, one panel per head."""
+    rows = swaps.tables["swap"]
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    figure = new_figure(3.4 * len(heads), 4.6)
+    axes = np.atleast_1d(figure.subplots(1, len(heads), sharey=True))
+    for axis, head in zip(axes, heads, strict=True):
+        own = [row for row in rows if row["head"] == head]
+        before = {"condition": "before", "orig_after": own[0]["orig_before"], "target_after": own[0]["target_before"]}
+        shown = [before, *own]
+        places = np.arange(len(shown))[::-1]
+        axis.barh(places + 0.2, column(shown, "orig_after"), 0.4, color=_BLUE, label="right key")
+        axis.barh(places - 0.2, column(shown, "target_after"), 0.4, color=_ORANGE, label="target")
+        axis.set_yticks(places, [row["condition"].replace("_", " ") for row in shown])
+        axis.set(xlabel="attention after the swap", xlim=(0, 1), title=head)
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=2, frameon=False)
+    return figure
+
+
+def _logits(parts: Result) -> Figure:
+    """The logit of every token, stacked from its features and the residual."""
+    rows = parts.tables["tokens"]
+    names = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
+    figure = new_figure(max(6.0, 0.34 * len(rows)), 4.2)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+    places = np.arange(len(rows))
+    top.bar(places, column(rows, "attention"), color=_GREY)
+    top.set(ylabel="attention", ylim=(0, 1), title=parts.answer.split(":")[0])
+    up, down = np.zeros(len(rows)), np.zeros(len(rows))
+    for name, colour in zip(names, (*_PARTS[: len(names) - 1], _GREEN), strict=True):
+        values = np.array(column(rows, name))
+        bottom.bar(places, values, bottom=np.where(values > 0, up, down), color=colour, label=name)
+        up, down = up + values.clip(min=0), down + values.clip(max=0)
+    bottom.plot(places, column(rows, "logit"), "k_", markersize=9, label="logit")
+    bottom.axhline(0, color="black", linewidth=0.6)
+    bottom.set_xticks(places, [repr(row["token"])[1:-1] for row in rows], rotation=60, ha="right", fontsize=7)
+    bottom.set_ylabel("logit")
+    bottom.legend(ncols=len(names) + 1, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.32))
+    return figure
+
+
+# ---------------------------------------------------------------------- features without labels
+
+
+def draw_discovery(result: Result) -> dict[str, str | bytes]:
+    """How much attention each method moves at every size, head by head."""
+    with styled():
+        return with_page(result, {"curve": _curve(result)} if result.tables.get("curve") else {})
+
+
+def draw_atlas(result: Result) -> dict[str, str | bytes]:
+    """The map of all heads: how many directions they have, and what these carry."""
+    with styled():
+        figure = new_figure(8, 4.4)
+        above, below = figure.subplots(2, 1, sharex=True)
+        head_map(above, result.tables["atlas"], "directions", None)
+        head_map(below, result.tables["atlas"], "logit_share")
+        above.set(title="directions above the shuffled null")
+        below.set(title="share of the logit they carry", xlabel="layer")
+        return with_page(result, {"atlas": figure})
+
+
+def _curve(result: Result) -> Figure:
+    rows = result.tables["curve"]
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    sizes = sorted({row["k"] for row in rows})
+    methods = dict.fromkeys(row["method"] for row in rows)
+    names = [name for name in methods if not name.endswith(_VARIANTS) and name not in _NOT_DRAWN]
+    others = [name for name in names if name not in _METHODS]
+    look = _METHODS | {name: (_OTHERS[i % len(_OTHERS)], "-") for i, name in enumerate(others)}
+    width = max(3.2 * len(heads), 4.8)
+    columns = max(1, min(len(names), int(width / (0.6 + 0.065 * max(map(len, names))))))  # inches of an entry
+    figure = new_figure(width, 5 + 0.2 * -(-len(names) // columns))
+    axes = figure.subplots(2, len(heads), sharex=True, sharey="row", squeeze=False)
+    ends = {"shift": ("low", "high"), "carried": ("carried_low", "carried_high")}
+    for place, head in enumerate(heads):
+        for axis, (kind, (low, high)) in zip(axes[:, place], ends.items(), strict=True):
+            for name in names:
+                own = [row for row in rows if row["head"] == head and row["method"] == name]
+                at, label = [sizes.index(row["k"]) for row in own], name.replace("_", " ")
+                colour, line = look[name]
+                axis.plot(at, column(own, kind), line, color=colour, marker="o", markersize=3, label=label)
+                if name == "self_contrast":
+                    axis.fill_between(at, column(own, low), column(own, high), color=colour, alpha=0.15)
+            axis.set_xticks(range(len(sizes)), sizes)
+        axes[0, place].set(title=head)
+        axes[1, place].set(xlabel="dimensions swapped")
+    axes[0, 0].set_ylabel("attention moved (shift)")
+    axes[1, 0].set_ylabel("logit carried")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
+    return figure
+
+
+# ---------------------------------------------------------------------- nano
+
+
+def draw_nano(result: Result) -> dict[str, str | bytes]:
+    """A panel per task; a line per form with its 95% interval over training, and chance dashed."""
+    rows, since = result.tables["accuracy"], result.tables["parts"][0]["all_forms_from"]
+    figure = new_figure(11.5, 5.6)
+    with styled():
+        axes = figure.subplots(2, 2, sharex=True, sharey=True)
+        for axis, (title, names) in zip(axes.flat, _TASKS.items(), strict=True):
+            _panel(axis, title, {name: [row for row in rows if row["task"] == name] for name in names}, since)
+        for axis in axes[1]:
+            axis.set_xlabel("training step")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("accuracy")
+        figure.supxlabel(
+            f"Solid: the likeliest of all tokens is right (first question of {rows[0]['n']} test prompts; band: 95% "
+            "interval). Dotted: a right candidate is likelier than the others. Grey, dashed: chance among candidates."
+            + ("\nFrom the vertical line on, all forms of binding are trained." if since >= 0 else ""),
+            fontsize=8.5,
+        )
+    return with_page(result, {"accuracy": figure})
+
+
+def _panel(axis: Axes, title: str, lines: Mapping[str, Sequence[Row]], since: int) -> None:
+    for colour, (name, rows) in zip(("#3b6ea8", "#d9822b", "#5a9a5a"), lines.items(), strict=False):
+        steps = column(rows, "step")
+        axis.fill_between(steps, column(rows, "low"), column(rows, "high"), color=colour, alpha=0.18, lw=0)
+        axis.plot(steps, column(rows, "accuracy"), color=colour, lw=1.4, label=name)
+        axis.plot(steps, column(rows, "choice"), color=colour, lw=0.9, ls=":")
+        axis.axhline(rows[0]["chance"], color=REST, lw=1, ls="--", zorder=0)
+    if since >= 0:
+        axis.axvline(since, color=INK, lw=0.8, zorder=0)
+    axis.set(title=title, ylim=(-0.02, 1.04))
+    if len(lines) > 1:
+        axis.legend(frameon=False, loc="lower right", fontsize=8)
