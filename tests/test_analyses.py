@@ -22,7 +22,7 @@ from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit_folder import load_fit, run_decompose
 from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
 from qkscope.analyses.sums import sums_file
-from qkscope.analyses.swap import Features, default_features, swap
+from qkscope.analyses.swap import Features, capture_rows, default_features, draw_pairs, swap
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
@@ -491,6 +491,88 @@ def test_a_filter_list_swaps_within_the_category_as_its_sham(scope):
     names = {row["condition"] for row in swap(scope, task.test(6), fit).table()}
     assert {"red", "all", "random_all", "sham_all", "green_oblique"} <= names
     assert swap_downstream(scope, task.test(6), fit).tables["downstream"][0]["n"] == 6
+
+
+def numbers(rows, **named):
+    """Rows of a swap table without the names of what was swapped, as text: NaN is NaN."""
+    own = [row for row in rows if all(row[column] == value for column, value in named.items())]
+    return [str({name: row[name] for name in row if name not in ("condition", "feature", "kind")}) for row in own]
+
+
+def test_a_subspace_of_ones_own_is_swapped_as_a_feature_is_beside_the_same_controls(scope, task, fit):
+    units, own = task.test(8), {head: fit["order", head] for head in HEADS}
+    fitted = swap(scope, units, fit, features=["order"]).table()
+    mine = swap(scope, units, fit, features=[], subspaces={"mine": own}).table()
+    for kind in ("feature", "random", "sham"):
+        assert numbers(mine, feature="mine", kind=kind) == numbers(fitted, feature="order", kind=kind)
+    assert {row["kind"] for row in mine} == {"feature", "random", "key_pca", "cov_qk", "sham"}
+    beside = swap(scope, units, fit, features=["lexical"], subspaces={"mine": own}).table()
+    assert numbers(beside, kind="feature") == numbers(
+        [{**row, "feature": "mine" if row["feature"] == "order" else row["feature"]}
+         for row in swap(scope, units, fit, features=["lexical", "order"]).table()], kind="feature",
+    )  # fmt: skip
+
+
+def test_without_a_fit_a_basis_is_swapped_and_the_controls_that_need_one_are_left_out(scope, task):
+    basis = 3 * torch.eye(16)[:, :2] + 1  # any independent columns
+    swaps = swap(scope, task.test(8), heads="L1H3", subspaces={"mine": basis}, sizes=[1, 2])
+    assert [row["condition"] for row in swaps.table()] == ["mine", "random_mine", "sham_mine"]
+    assert "Key PCA and Cov_q Cov_k need a fit" in swaps.answer
+    assert {row["method"] for row in swaps.tables["curve"]} == {"mine", "random"}
+    span = torch.linalg.qr(basis)[0]
+    again = swap(scope, task.test(8), subspaces={"mine": {"L1H3": Subspace(span, torch.ones(2), span, 2)}})
+    assert again.table()[0]["shift"] == pytest.approx(swaps.table()[0]["shift"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "there is nothing to swap"),
+        ({"subspaces": {"mine": torch.eye(16)[:, :2]}}, "no head was named"),
+        ({"subspaces": {"mine": torch.ones(16, 2)}, "heads": "L0H0"}, "independent columns"),
+        ({"subspaces": {"mine": torch.eye(8)[:, :2]}, "heads": "L0H0"}, "has 8 dimensions at L0H0"),
+        ({"subspaces": {"mine": {"L0H1": torch.eye(16)[:, :2]}}, "heads": "L0H0"}, "is not given at L0H0"),
+        ({"subspaces": {"mine": torch.eye(16)[:, :2]}, "heads": "L9H0"}, "L9H0"),
+    ],
+)
+def test_bad_subspaces_are_one_sentence(scope, task, options, says):
+    with pytest.raises(BadInput, match=says):
+        swap(scope, task.test(2), **options)
+
+
+def test_targets_are_the_keys_one_names(scope, task, fit):
+    units = task.test(8)
+
+    def last_wrong(example: Example) -> int:
+        return max(i for i, key in enumerate(example.keys) if key.label(ANSWER) < 0)
+
+    slots = [last_wrong(example) for unit in units for example in unit]
+    by_function, by_slot = (swap(scope, units, fit, targets=targets).table() for targets in (last_wrong, slots))
+    assert numbers(by_function) == numbers(by_slot)
+    pairs = draw_pairs(units, targets=last_wrong)
+    assert pairs.target.tolist() == [last_wrong(example) for example in pairs.examples]
+    assert torch.equal(pairs.orig, draw_pairs(units).orig)
+    rows = capture_rows(scope, units, fit, [Head.parse(HEADS[0])], pairs).rows
+    on_target = rows.attention()[torch.arange(len(rows)), 0, pairs.target]
+    assert by_slot[0]["target_before"] == pytest.approx(float(on_target.mean()), abs=1e-6)
+    right = [next(i for i, key in enumerate(unit[0].keys) if key.label(ANSWER) > 0) for unit in units]
+    for targets, says in ((slots[1:], "each of 8 prompts"), ([9] * 8, "from 0 to 3"), (right, "not a right key")):
+        with pytest.raises(BadInput, match=says):
+            swap(scope, units, fit, targets=targets)
+
+
+def test_features_may_be_called_as_rows_of_ours_are(scope, task, fit):
+    own = {name: fit["box", "L1H3"] for name in ("both", "random_order", "random")}
+    for names in (["both"], ["random_order"], ["random"]):
+        swaps = swap(scope, task.test(4), fit, "L1H3", features=["order"], sizes=[1],
+                     subspaces={name: own[name] for name in names})  # fmt: skip
+        rows, curve = swaps.table(), swaps.tables["curve"]
+        assert len({(row["feature"], row["kind"]) for row in rows}) == len(rows)
+        assert len({row["condition"] for row in rows}) == len(rows)
+        assert len({row["method"] for row in curve}) == len(curve)
+    parts = attribute(scope, "hat : A", "L1H3", {"residual": own["both"], "token": own["random"]})
+    assert [row["part"] for row in parts.tables["split"][:3]] == ["'residual'", "'token'", "residual"]
+    assert {row["token"] for row in parts.tables["tokens"]} & {"hat"}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def results(browser):
     scope, task = qk.Scope.load("smollm2-135m"), qk.tasks.binding(entities=9, form="list", seed=0)
     ranking = qk.find_heads(scope, task, 8)
     fit = qk.decompose(scope, task, "L18H6", 16, contrasts=["order", "lexical"], replicates=19)
-    swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12])
+    swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12], clouds=True)
     parts = qk.attribute(scope, "hat: O\njam: Z\ncat: B\npen: K\njam:", "L18H6", fit)
     both = {row["condition"]: row["target_after"] for row in swaps.table()}
     claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",

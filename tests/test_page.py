@@ -34,7 +34,7 @@ def verbs(tmp_path_factory):
     task = qk.tasks.binding(4)
     ranking = qk.find_heads(scope, task, 12)
     fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 24, contrasts=["order", "lexical"], replicates=19)
-    swaps = qk.swap(scope, task.test(12), fit, sizes=[1, 2])
+    swaps = qk.swap(scope, task.test(12), fit, sizes=[1, 2], clouds=True)
     return scope, (ranking, fit, swaps, qk.attribute(scope, "hat : O jam : Z jam :", "L1H3", fit))
 
 

@@ -23,7 +23,7 @@ from qkscope.errors import BadInput, check_least
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, split_rows
+from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -108,8 +108,9 @@ def attribute(
     rows = token_rows(captured, head, found, texts)
     best = max(range(len(rows)), key=lambda i: rows[i]["attention"])
     shown = ", ".join(f"{name} {rows[best][name]:.2f}" for name in found.parts)
+    ranks = {part_name(name): subspace.rank for name, subspace in chosen.items()}
     summary = [
-        {"feature": name, "rank": chosen[name].rank if name in chosen else None,
+        {"feature": name, "rank": ranks.get(name),
          "variance_share": _share(part, found.logits), "reverse_order": _share(reverse.parts[name], found.logits)}
         for name, part in found.parts.items()
     ]  # fmt: skip
@@ -167,7 +168,8 @@ def split_logits(
     column = captured.heads.index(head)
     q, k = captured.q[0, column], captured.k[0, captured.kv_of_head[column]]
     ordered = sorted(features.items(), key=lambda item: item[1].rank)
-    bases = {name: subspace.basis("query") for name, subspace in (reversed(ordered) if reverse else ordered)}
+    ordered = ordered[::-1] if reverse else ordered
+    bases = {part_name(name): subspace.basis("query") for name, subspace in ordered}
     return attribute_logits(q, k, float(captured.scale[column]), bases, split)
 
 

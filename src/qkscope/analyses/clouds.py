@@ -18,13 +18,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.attention import AttentionRows
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import SwapRows
 from qkscope.runs.result import Result
 
 _PROMPTS = 96
@@ -55,24 +55,25 @@ class Cloud:
     colourings: Mapping[str, Colouring]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Rows of some heads on held-out prompts, the right key of each, and the example it is a row of."""
-
-    attention: AttentionRows
-    right: Int[Tensor, " n"]
-    examples: Sequence[Example]
-
-
 def make_clouds(
-    seen: Seen, heads: Sequence[Head], subspaces: Mapping[tuple[str, Head], Subspace], words: Sequence[str] = ()
+    swapped: SwapRows,
+    examples: Sequence[Example],
+    subspaces: Mapping[tuple[str, Head], Subspace],
+    words: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Arrays and table of the first heads' features; ``words`` is the vocabulary that keys are told apart by."""
-    n, rows = min(len(seen.right), _PROMPTS), seen.attention
-    mask = torch.ones(rows.k.shape[::2], dtype=torch.bool) if rows.key_mask is None else rows.key_mask
-    mask = mask[:n]
+    """Arrays and table of the first heads' features.
+
+    Parameters
+    ----------
+    swapped : rows of held-out prompts, with the right key of each.
+    examples : the example of each row.
+    subspaces : features by name and head.
+    words : the vocabulary that keys are told apart by.
+    """
+    n, rows = min(len(swapped), _PROMPTS), swapped.rows
+    mask = rows.present()[:n]
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
-    colourings = _colourings(seen.examples[:n], seen.right[:n].tolist(), mask, words)
+    colourings = _colourings(examples[:n], swapped.orig[:n].tolist(), mask, words)
     labels = {
         f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
         for side, part in (("key", "keys"), ("query", "queries"))
@@ -80,7 +81,7 @@ def make_clouds(
     arrays: dict[str, Tensor] = {}
     table: list[dict[str, Any]] = []
     for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
-        column = heads.index(head)
+        column = list(swapped.heads).index(head)
         q = subspace.project(rows.q[:n, column].double(), "query")
         k = subspace.project(rows.k[:n, kv[column]].double(), "key")
         per = mask.sum(dim=1)

@@ -35,6 +35,7 @@ class Fit(Result):
     heads: tuple[Head, ...] = ()
     space: Space = "post_rope"
     chat: bool = False
+    words: tuple[str, ...] = ()  # the vocabulary that its task draws from, where there is one
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
         if not isinstance(which, tuple) or len(which) != 2 or not isinstance(which[0], str):
@@ -117,6 +118,7 @@ def fit_of(
         heads=tuple(some.heads),
         space=about["space"],
         chat=task.chat,
+        words=tuple(task.asked.get("words", ())),
     )
 
 

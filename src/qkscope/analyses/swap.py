@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.analyses.about import check_same_model, with_notes
-from qkscope.analyses.clouds import Seen, make_clouds
+from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import batches_of, clusters_of, unit_runner
 from qkscope.attention import AttentionRows
@@ -65,6 +65,7 @@ def swap(
     chat: bool = False,
     draws: int = 20,
     sizes: Sequence[int] = (),
+    clouds: bool = False,
     batch_size: int = 32,
     seed: int = 0,
     progress: bool | None = None,
@@ -89,6 +90,7 @@ def swap(
     space, chat : how the prompts run where there is no fit, which says it otherwise.
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
+    clouds : also keys and queries as points, for a page (``tables["clouds"]`` and arrays ``cloud/NAME/…``).
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
     progress : whether to show a progress bar; by default where one is looking.
@@ -130,10 +132,10 @@ def swap(
     if sizes:
         tables["curve"] = rows.curve(chosen.methods(draws, seed), sizes, against="random", seed=seed)
     about = chosen.fit.provenance.get("asked", {})
-    words = about.get("asked", {}).get("words", ())
-    shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
-    seen = Seen(rows.rows, rows.orig, pairs.examples)
-    arrays, tables["clouds"] = make_clouds(seen, chosen.heads, shown, words)
+    arrays: dict[str, Tensor] = {}
+    if clouds:
+        shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
+        arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, chosen.fit.words)
     return Swaps(
         experiment="swap",
         answer=with_notes(_answer(table, chosen) + pairs.one_cluster(), about),
@@ -200,12 +202,10 @@ class Features:
         if heads is None:
             named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
             heads = list(fit.heads) or list(dict.fromkeys(named))
-        chosen = [scope.check(head) for head in parse_heads(heads)] if not fit.heads else parse_heads(heads)
-        if not chosen:
-            raise BadInput("say at which heads these subspaces are swapped: give heads like 'L18H6'.")
+        chosen = parse_heads(heads)
         found = {(name, head): fit[name, head] for name in names for head in chosen}
         for name, given in own.items():
-            found |= {(name, head): _own_subspace(name, given, head, scope.d_head) for head in chosen}
+            found |= {(name, head): _own_subspace(name, given, scope.check(head), scope.d_head) for head in chosen}
         return cls(chosen, found, fit)
 
     @property

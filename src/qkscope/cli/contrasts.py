@@ -166,7 +166,9 @@ def swap(
     sizes = [k for k in SIZES if k <= scope.d_head]
     place = folder if os.access(folder, os.W_OK) else None
     job = [Job(place), Job(place)]
-    result = run_swap(scope, units, fit, heads, sizes=sizes, batch_size=batch_size, seed=seed, job=job[0])
+    result = run_swap(
+        scope, units, fit, heads, sizes=sizes, clouds=place is not None, batch_size=batch_size, seed=seed, job=job[0]
+    )
     if downstream:
         from dataclasses import replace
 

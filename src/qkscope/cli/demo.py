@@ -48,7 +48,8 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
     step(f"fitting order and lexical features of {', '.join(heads)}, and of {control} at chance ...")
     fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     step(f"swapping them on {n} held-out prompts ...")
-    swaps = swap(scope, task.test(n), fit, heads, sizes=[k for k in SIZES if k < scope.d_head])
+    sizes = [k for k in SIZES if k < scope.d_head]
+    swaps = swap(scope, task.test(n), fit, heads, sizes=sizes, clouds=True)
     step("explaining one prompt ...")
     parts = attribute(scope, PROMPT, heads[0], fit)
     swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}

@@ -27,6 +27,15 @@ SplitSide = Literal["query", "key", "both"]
 _MOST_FOR_ALL_ORDERS = 6  # 720 orders; beyond that the oblique split is the order-free one
 
 
+def part_name(feature: str) -> str:
+    """What the part of a feature is called: its name, quoted where tables of parts have that word for something else.
+
+    >>> part_name("lexical"), part_name("residual")
+    ('lexical', "'residual'")
+    """
+    return f"'{feature}'" if feature in (RESIDUAL, "position", "token", "attention", "logit") else feature
+
+
 @dataclass(frozen=True)
 class Attribution:
     """Parts of the logits of one head: ``parts[name]`` per key; they sum to ``logits``."""

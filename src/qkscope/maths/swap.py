@@ -11,6 +11,7 @@ them is swapped alone, and move attention without carrying anything. Logits add 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Condition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One name for both; users may call a feature what they like, so rows are told apart by both columns."""
+        """One name for both; a feature may be called anything, so that only both columns tell all rows apart."""
         if self.kind == "feature":
             return self.feature
         parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
@@ -277,6 +278,7 @@ def swap_table(
     ``carried`` and ``carried_gain`` are the same for the logit.
     """
     pairs = dict(against or {})
+    known = _names([_condition(name) for name in effects])
     baseline = [list(effects).index(pairs[name]) if name in pairs else None for name in effects]
     table = []
     for column, head in enumerate(heads):
@@ -284,14 +286,14 @@ def swap_table(
         every = torch.stack(list(measures.values()), dim=1)
         low, high = clustered_bootstrap(every, prompts, draws=draws, seed=seed)
         for i, (name, effect) in enumerate(effects.items()):
-            what = _condition(name)
+            what, shown = known[i]
             told = {
                 measure: _with_interval(measure, x[:, i], low[at, i], high[at, i],
                                         known=name in pairs or not measure.endswith("gain"))
                 for at, (measure, x) in enumerate(measures.items())
             }  # fmt: skip
             table.append({
-                "head": str(head), "condition": what.name, "feature": what.feature, "kind": what.kind,
+                "head": str(head), "condition": shown, "feature": what.feature, "kind": what.kind,
                 "rank": int(effect.rank[column]),
                 "orig_before": float(effect.orig_before[:, column].mean()),
                 "target_before": float(effect.target_before[:, column].mean()),
@@ -303,6 +305,15 @@ def swap_table(
                 **{key: value for found in told.values() for key, value in found.items()},
             })  # fmt: skip
     return table
+
+
+def _names(conditions: Sequence[Condition]) -> list[tuple[Condition, str]]:
+    """The name of each; a feature that is called as a row of ours is quoted."""
+    taken = Counter(what.name for what in conditions)
+    return [
+        (what, f"'{what.name}'" if what.kind == "feature" and taken[what.name] > 1 else what.name)
+        for what in conditions
+    ]
 
 
 def _measures(

@@ -23,9 +23,6 @@ Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
-# Columns and rows that results give names of their own; a contrast called the same would overwrite them.
-_TAKEN = ("all", "attention", "both", "logit", "position", "residual", "token")
-_TAKEN_STARTS = ("cov_qk_", "key_pca_", "random_", "sham_")
 
 
 @checked_class
@@ -111,10 +108,9 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
 
 
 def checked_name(name: str) -> str:
-    """A name for a contrast: one that can be shown, and that no row or column of a result has already."""
-    taken = name in _TAKEN or name.startswith(_TAKEN_STARTS) or name.endswith("_oblique")
-    if taken or not name.strip() or not name.isprintable():
-        raise BadInput(f"a contrast cannot be called {name!r}, which results use or cannot show: rename it.")
+    """A name for a contrast: any that can be shown."""
+    if not name.strip() or not name.isprintable():
+        raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
     return name
 
 

@@ -100,9 +100,8 @@ def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
         [max(row["shift_high"] - row["shift"], 0) for _, row in shown],
     ]
     places = list(range(1, len(shown) + 1))
-    axis.bar(
-        places, values, 0.6, color=[REST if "random" in label or "sham" in label else "#7f97b5" for label, _ in shown]
-    )
+    colours = [REST if row["kind"] in ("random", "sham") else "#7f97b5" for _, row in shown]
+    axis.bar(places, values, 0.6, color=colours)
     axis.errorbar(places, values, errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=2)
     axis.axhline(0, color=INK, lw=0.6)
     _ticks(axis, ["start", *(label for label, _ in shown)])
