@@ -358,7 +358,7 @@ def key(**fields):
         (bad(use="train"), 'line 2 has use "train": it is one of choose, fit, test'),
         (bad(use=["fit"]), "line 2 has use"),
         (bad(group=[1]), "line 2 has group [1]: name it by a text or a number"),
-        (key(labels={"both": 1}), "line 2, key 2: a contrast cannot be called 'both'"),
+        (key(labels={" ": 1}), "line 2, key 2: a contrast cannot be called ' '"),
         (key(labels={"mine": -1, "\ud800": 1}), "a contrast cannot be called"),
     ],
 )  # fmt: skip
