@@ -250,7 +250,7 @@ def test_any_parameters_of_binding_make_a_task_or_a_sentence(entities, form, lex
             {"categories": 2, "words": {"a": list("uvw"), "b": list("wxy")}, "items": 1},
             "'w' is one of the a and of the b",
         ),
-        ({"categories": 2, "words": {"a": list("uvw"), "token": list("xyz")}, "items": 1}, "cannot be called 'token'"),
+        ({"categories": 2, "words": {"a": list("uvw"), " ": list("xyz")}, "items": 1}, "cannot be called ' '"),
         ({"categories": 2, "words": {"a": "uvw", "b": list("xyz")}, "items": 1}, "a dict whose values are each a list"),
     ],
 )
