@@ -89,7 +89,7 @@ def test_the_check_sees_left_padding_where_columns_are_positions(family: str) ->
 @pytest.mark.parametrize("family", COUNT_IDS)
 def test_the_check_sees_a_padding_id_that_is_not_the_models(family: str) -> None:
     scope = Scope.from_model(tiny_model(family), check=False)
-    scope.encoder._pad_id = 0
+    scope.encoder.own_pad_id = 0
     with pytest.raises(BadInput, match="padded on the left beside a longer prompt, its post_rope"):
         scope.self_check()
 

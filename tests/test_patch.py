@@ -158,7 +158,7 @@ def test_bad_edits_are_one_sentence() -> None:
     scope = Scope.from_model(tiny_model("llama"), check=False)
     encoded = encode(scope)
     at = torch.tensor([[3], [3]])
-    with pytest.raises(BadInput, match="no such head"):
+    with pytest.raises(BadInput, match=r"L0H9 does not exist: .* heads H0 to H3"):
         scope.capture_inputs(encoded, edits=[Edit.keys("L0H9", at, noise(2, 1, 16))])
     with pytest.raises(BadInput, match="has width 16"):
         scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at, noise(2, 1, 15))])

@@ -42,13 +42,7 @@ def own_attention(scope: Scope, inputs: dict[str, torch.Tensor]) -> tuple[torch.
 
 def every_key(scope: Scope, encoded, space: str):
     """Keys of all tokens as each row sees them, from the capture that other tests hold to the model."""
-    from qkscope.capture.pick import Places
-
-    places, mask = encoded.places, encoded.inputs["attention_mask"].bool()
-    columns = torch.arange(mask.shape[1]).expand(len(places.row), -1)
-    return scope.capture_inputs(
-        encoded.inputs, places=Places(places.row, places.query, columns, mask[places.row]), space=space
-    )
+    return scope.capture_inputs(encoded, places=encoded.everywhere(), space=space)
 
 
 @pytest.mark.parametrize("space", ["post_rope", "pre_rope", "query_frame"])

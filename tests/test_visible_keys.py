@@ -70,7 +70,7 @@ def test_the_query_itself_is_no_key(tmp_path, scope):
 
 
 def test_a_key_that_is_the_first_token_is_said_once_and_in_the_result(tmp_path, scope, caplog):
-    scope.encoder._warned = False
+    scope.encoder._said_key = False
     with caplog.at_level(logging.WARNING):
         task = file_of(tmp_path, *every_use("is in Box", start=""))
         ranking = qk.find_heads(scope, task, 6)

@@ -118,22 +118,28 @@ class Prompts:
         )
 
 
+@dataclass
 class Encoder:
-    """Tokenises examples with one tokenizer (or none, for examples that are ids)."""
+    """Tokenises examples with one tokenizer (or none, for examples that are ids).
 
-    def __init__(
-        self,
-        tokenizer: Any | None,
-        max_length: int | None = None,
-        pad_id: int | None = None,
-        vocabulary: int | None = None,
-        first: int | None = None,
-    ) -> None:
-        self.tokenizer, self.max_length, self._pad_id = tokenizer, max_length, pad_id
-        self.vocabulary, self.first = vocabulary, first
-        self._said = False
-        self._frame: tuple[str, str] | None = None
-        self._warned = False  # of a key that is the first token
+    Attributes
+    ----------
+    tokenizer : optional
+        A fast one, as transformers makes them.
+    max_length, vocabulary : int, optional
+        How long a prompt may be, and how many ids the model knows; None where there is no end.
+    own_pad_id, first : int, optional
+        The model's padding id, and the token it expects before every prompt, where it has such.
+    """
+
+    tokenizer: Any | None
+    max_length: int | None = None
+    own_pad_id: int | None = None
+    vocabulary: int | None = None
+    first: int | None = None
+    _frame: tuple[str, str] | None = None  # what a chat template puts around a prompt
+    _said_first = False  # that prompts lack the first token
+    _said_key = False  # that a key is the first token
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
@@ -144,8 +150,8 @@ class Encoder:
     @property
     def pad_id(self) -> int:
         """The id in padded places: the model's own, the tokenizer's, or any where neither names one (it is masked)."""
-        if self._pad_id is not None:  # some models count positions from the ids that are not this one
-            return self._pad_id
+        if self.own_pad_id is not None:  # some models count positions from the ids that are not this one
+            return self.own_pad_id
         for name in ("pad_token_id", "eos_token_id"):
             value = getattr(self.tokenizer, name, None)
             if isinstance(value, int) and (self.vocabulary is None or value < self.vocabulary):
@@ -197,9 +203,9 @@ class Encoder:
     def _say_first(self, starts: list[int]) -> None:
         """Say once that prompts lack the token this model was trained to see first: its numbers are others then."""
         without = sum(id != self.first for id in starts)
-        if self.first is None or not without or self._said:
+        if self.first is None or not without or self._said_first:
             return
-        self._said = True
+        self._said_first = True
         log.warning(
             "this model expects %s as the first token of every prompt, but %d of %d prompts start without it: its "
             "attention there is not what it was trained for", self._show((self.first,)), without, len(starts),
@@ -283,8 +289,8 @@ class Encoder:
             )
         queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
         check_own_query(example, queries, keys)
-        if not self._warned and has_first_token(example, keys):
-            self._warned = True
+        if not self._said_key and has_first_token(example, keys):
+            self._said_key = True
             log.warning("%s Mark later words.", FIRST_TOKEN)
         return Tokens(ids, queries, keys)
 

@@ -6,7 +6,6 @@ that look both ways, and for sliding windows.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from qkscope.heads import Head
 if TYPE_CHECKING:
     from qkscope.capture.encode import Encoder, Encoding
     from qkscope.capture.scope import Scope
-
-log = logging.getLogger(__name__)
 
 FIRST_TOKEN = "A labelled key is the first token of its prompt, which draws attention whatever it says."
 
@@ -72,16 +69,12 @@ def check_visible(
     if not bool(blind.any()):
         return
     row, head, key = blind.nonzero()[0].tolist()
-    example = encoded.examples[int(encoded.example[row])]
+    place = place_of(encoded.examples[int(encoded.example[row])], key)
     if int(encoded.places.keys[row, key]) > int(encoded.places.query[row]):
-        raise BadInput(
-            f"{place_of(example, key)} stands after the query, and this model looks back only: mark a key before the"
-            " query, or another query."
-        )
-    raise BadInput(
-        f"{place_of(example, key)} is out of sight of {heads[head]}, which looks only so far back: shorten the prompt,"
-        " or leave this head out."
-    )
+        how = "mark a key before the query, or another query"
+        raise BadInput(f"{place} stands after the query, and this model looks back only: {how}.")
+    how = "shorten the prompt, or leave this head out"
+    raise BadInput(f"{place} is out of sight of {heads[head]}, which looks only so far back: {how}.")
 
 
 def answer_ids(
@@ -106,20 +99,18 @@ def _first_tokens(encoder: Encoder, example: Example, chat: bool) -> tuple[list[
     query = tokens.queries[0]
     ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
     before = rendered[: offsets[query][1]]
-    sides: list[list[int]] = []
-    for side in (example.answers.right, example.answers.wrong):
+    sides = []
+    for answers in (example.answers.right, example.answers.wrong):
         found: list[int] = []
-        for answer, (ids, _) in zip(
-            side, encoder.ids_and_offsets([before + answer for answer in side], chat), strict=True
-        ):
-            if ids[: query + 1] != tokens.ids[: query + 1] or len(ids) < query + 2 or ids[query + 1] == encoder.unknown:
-                raise BadInput(
-                    f"the answer {answer!r} has no token of its own after {example.show(80)}: begin it with a blank, or"
-                    " name another."
-                )
-            found.append(ids[query + 1])
+        continued = encoder.ids_and_offsets([before + answer for answer in answers], chat)
+        for answer, (ids, _) in zip(answers, continued, strict=True):
+            kept, first = ids[: query + 1] == tokens.ids[: query + 1], ids[query + 1 : query + 2]
+            if not kept or not first or first[0] == encoder.unknown:
+                after = f"after {example.show(80)}: begin it with a blank, or name another"
+                raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
+            found += first
         sides.append(list(dict.fromkeys(found)))
-    both = set(sides[0]) & set(sides[1])
-    if both:
+    right, wrong = sides
+    if set(right) & set(wrong):
         raise BadInput(f"a right and a wrong answer begin with the same token after {example.show(80)}: name others.")
-    return sides[0], sides[1]
+    return right, wrong

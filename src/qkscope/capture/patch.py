@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.capture.probe import Facts
+from qkscope.capture.probe import Shape
 from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -39,47 +39,43 @@ class Edit:
     @classmethod
     def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
         """Give one head other keys at some positions of each sequence."""
-        _same(positions.shape, values.shape[:-1], "keys", "positions [b, k] and values [b, k, d]", positions.ndim == 2)
+        _check_shapes("keys", positions, values[..., 0], 2)
         row, slot = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
     def queries(cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]) -> Edit:
         """Give one head another query at one position of each sequence."""
-        _same(positions.shape, values.shape[:-1], "queries", "positions [b] and values [b, d]", positions.ndim == 1)
+        _check_shapes("queries", positions, values[..., 0], 1)
         (row,) = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
     def logits(
-        cls,
-        head: Head | str,
-        queries: Int[Tensor, "b"],
-        positions: Int[Tensor, "b k"],
-        values: Float[Tensor, "b k"],
+        cls, head: Head | str, queries: Int[Tensor, "b"], positions: Int[Tensor, "b k"], values: Float[Tensor, "b k"]
     ) -> Edit:
         """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence."""
-        _same(positions.shape, values.shape, "logits", "positions and values [b, k]", positions.ndim == 2)
+        _check_shapes("logits", positions, values, 2)
         if bool(values.isnan().any()):
             raise BadInput("edited logits are numbers, but some of them are NaN.")
         row, slot = ((positions >= 0) & (queries >= 0)[:, None]).nonzero(as_tuple=True)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
 
-def _same(positions: Sequence[int], values: Sequence[int], what: str, wanted: str, right: bool) -> None:
-    if not right or tuple(positions) != tuple(values):
-        raise BadInput(f"edited {what} need {wanted}, but got positions {tuple(positions)} for values {tuple(values)}.")
+def _check_shapes(what: str, positions: Tensor, values: Tensor, axes: int) -> None:
+    if positions.ndim != axes or positions.shape != values.shape:
+        wanted = "a position for each of them, " + ("[b, k]" if axes == 2 else "[b]")
+        shapes = f"positions {tuple(positions.shape)} for values {tuple(values.shape)}"
+        raise BadInput(f"edited {what} need {wanted}, but got {shapes}.")
 
 
 class Patch:
     """A visitor of the tap that applies edits."""
 
-    def __init__(self, edits: Sequence[Edit], facts: Facts) -> None:
+    def __init__(self, edits: Sequence[Edit], shape: Shape) -> None:
         self.by_layer: dict[int, list[Edit]] = {}
         for edit in edits:
-            if edit.head.layer >= len(facts.layers) or edit.head.index >= facts.layers[edit.head.layer].n_heads:
-                raise BadInput(f"{edit.head} cannot be edited: the model has no such head.")
-            width = facts.layers[edit.head.layer].d_head
+            width = shape.facts.layers[shape.check(edit.head).layer].d_head
             if edit.kind != "logits" and edit.value.shape[-1] != width:
                 raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.value.shape[-1]}.")
             self.by_layer.setdefault(edit.head.layer, []).append(edit)

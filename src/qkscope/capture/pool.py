@@ -28,7 +28,7 @@ _HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes of keys that may wait: what stays 
 
 
 @dataclass(frozen=True)
-class Pooled:
+class Pooling:
     """A batch of queries and what they attended to; one row b per (example, query), in the order of the places.
 
     Attributes
@@ -273,13 +273,13 @@ class Pooler(Gatherer):
             lots[row, : counts[row], firsts[row] : firsts[row] + lengths[row]] = own
         return lots
 
-    def finish(self) -> Pooled:
+    def finish(self) -> Pooling:
         """The batch, after the forward."""
         found = dict(self.found)
         self.check_finite(found["q"])
         found |= zip(("attended", "mean", "top"), found.pop("summed").unbind(2), strict=True)
         found |= zip(("mass", "top_weight", "top_logit", "whole"), found.pop("numbers").unbind(-1), strict=True)
-        return Pooled(
+        return Pooling(
             heads=self.heads,
             kv_of_head=self.kv_of_head,
             scale=self.scale.to(self.device),
@@ -318,7 +318,7 @@ def pool(
     skip: int = 1,
     draws: int = 2,
     seed: int = 0,
-) -> Pooled:
+) -> Pooling:
     """Run one batch and pool what every query of it attended to; the forward ends after the deepest layer asked for.
 
     Parameters

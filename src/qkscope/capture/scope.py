@@ -303,7 +303,7 @@ class Scope(Shape):
                 raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
             inputs = Encoding(inputs, places, places.row, {})
         batch = inputs.at(places)
-        patch = Patch(edits, self.facts)
+        patch = Patch(edits, self)
         picker = Picker(self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys)
         at = batch.places if logits else None
         scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
@@ -361,7 +361,7 @@ class Scope(Shape):
         ...     torch.equal(model(**inputs).logits, plain)
         False
         """
-        with tap(self.model, Patch(edits, self.facts).visit, layers=self.facts.layer_of):
+        with tap(self.model, Patch(edits, self).visit, layers=self.facts.layer_of):
             yield self.model
 
     @torch.no_grad()

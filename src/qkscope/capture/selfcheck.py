@@ -191,7 +191,7 @@ def _attention_tolerance(scope: Scope, captures: _Captures) -> float:
     return (1e-2 if _is_half(scope) else 1e-3) + largest * torch.finfo(scope.model.dtype).eps
 
 
-class _Alone(NamedTuple):
+class _Single(NamedTuple):
     """One prompt as bare ids, whose positions nobody but the model counts: what we see of it, and what it reports."""
 
     captures: _Captures
@@ -199,7 +199,7 @@ class _Alone(NamedTuple):
     logits: Tensor | None
 
     @classmethod
-    def of(cls, scope: Scope, encoded: Encoding) -> _Alone:
+    def of(cls, scope: Scope, encoded: Encoding) -> _Single:
         bare = {"input_ids": encoded.inputs["input_ids"]}
         views = _Views(scope, encoded.places, SPACES)
         attentions = _eager_attention(scope, bare, views.visit, rotary=True)
@@ -222,7 +222,7 @@ def _check_batches(scope: Scope) -> float:
         for row in short_ids(scope.model, (9, 5))
     ]
     singles = [scope.encode([prompt]) for prompt in prompts]
-    alone = [_Alone.of(scope, encoded) for encoded in singles]
+    alone = [_Single.of(scope, encoded) for encoded in singles]
     worst = 0.0
     for side in scope.facts.sides:
         encoded = scope.encode(prompts, padding_side=side)
@@ -293,7 +293,7 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
 
 
-def _padding_error(scope: Scope, captures: _Captures, single: _Alone, example: int) -> float:
+def _padding_error(scope: Scope, captures: _Captures, single: _Single, example: int) -> float:
     errors = []
     for (width, space), batch in captures.items():
         own = single.captures[width, space]

@@ -86,45 +86,6 @@ class Rotary:
         return q, k
 
 
-class Recorder:
-    """Holds what the rotary function was given last, until the attention call of the same layer takes it."""
-
-    def __init__(self) -> None:
-        self._last: Rotary | None = None
-
-    def take(self) -> Rotary | None:
-        """What was recorded since the last call; None in a layer without rotation."""
-        last, self._last = self._last, None
-        return last
-
-    def listen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a rotary function so that it is heard."""
-        signature = inspect.signature(function)
-
-        @wraps(function)
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            rotated = function(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            # unsqueeze_dim 2 means positions before heads: turn to heads before positions
-            heads_first = given.arguments.get("unsqueeze_dim", 1) == 1
-            q, k, q_rotated, k_rotated = (
-                x if heads_first else x.transpose(1, 2) for x in (given.arguments["q"], given.arguments["k"], *rotated)
-            )
-            self._last = Rotary(
-                function=function,
-                q=q,
-                k=k,
-                cos=given.arguments["cos"],
-                sin=given.arguments["sin"],
-                q_rotated=q_rotated,
-                k_rotated=k_rotated,
-            )
-            return rotated
-
-        return heard
-
-
 def _rotary_functions(file: ModuleType) -> dict[str, Callable[..., Any]]:
     found = {}
     for name, value in vars(file).items():
@@ -139,17 +100,39 @@ def _rotary_functions(file: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 @contextmanager
-def record_rotary(files: Iterable[ModuleType]) -> Iterator[Recorder]:
-    """Listen to the rotary functions of some modelling files for the duration of a ``with`` block."""
-    recorder = Recorder()
+def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary]]:
+    """Listen to the rotary functions of some modelling files for the duration of a ``with`` block.
+
+    What each was given is added to a list; the attention call of the same layer takes the last of it.
+    """
+    heard: list[Rotary] = []
     replaced = [(file, name, function) for file in files for name, function in _rotary_functions(file).items()]
     try:
         for file, name, function in replaced:
-            setattr(file, name, recorder.listen(function))
-        yield recorder
+            setattr(file, name, _listen(function, heard))
+        yield heard
     finally:
         for file, name, function in replaced:
             setattr(file, name, function)
+
+
+def _listen(function: Callable[..., Any], heard: list[Rotary]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        rotated = function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        # unsqueeze_dim 2 means positions before heads: turn to heads before positions
+        heads_first = given.get("unsqueeze_dim", 1) == 1
+        vectors = (given["q"], given["k"], *rotated)
+        q, k, *turned = vectors if heads_first else (x.transpose(1, 2) for x in vectors)
+        heard.append(Rotary(function, q, k, given["cos"], given["sin"], *turned))
+        return rotated
+
+    return rotate
 
 
 def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:

@@ -64,22 +64,19 @@ class Call:
         """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def mask_rows(
-        self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"], dtype: torch.dtype = torch.float32
-    ) -> Float[Tensor, "r m t"]:
+    def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
         """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h where heads differ."""
         keys = self.k.shape[2]
         if self.mask is None:
             shown = torch.arange(keys, device=query.device)
             last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
-            return additive(shown <= last, dtype)[:, None]
+            return additive(shown <= last)[:, None]
         # a mask that is the same for every sequence, or for every query, may come without that axis' length
         batch, query = (
             index if length > 1 else torch.zeros_like(index)
             for index, length in ((batch, self.mask.shape[0]), (query, self.mask.shape[2]))
         )
-        rows = self.mask[batch, :, query]
-        return additive(rows[..., :keys], dtype)
+        return additive(self.mask[batch, :, query][..., :keys])
 
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
         """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v`` in float32."""
@@ -109,11 +106,11 @@ def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float
     return torch.where(others.isnan(), logits, others)
 
 
-def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def additive(mask: Tensor) -> Float[Tensor, "..."]:
     """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with -inf."""
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
 
 
 def modelling_file(module: nn.Module) -> ModuleType:
@@ -184,10 +181,10 @@ def tap(
 
     with ExitStack() as stack:
         stack.enter_context(rows_rotate_alone(model))
-        recorder = None
+        heard: list[Rotary] = []
         if rotary:
             files = {modelling_file(part) for part in {type(part): part for part in model.modules()}.values()}
-            recorder = stack.enter_context(record_rotary(files))
+            heard = stack.enter_context(record_rotary(files))
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -198,7 +195,8 @@ def tap(
                 return run(module, query, key, value, attention_mask, **kwargs)
             layer = next(calls) if layers is None else layers[id(module)]
             call = _read(module, layer, implementation, (query, key, value, attention_mask), kwargs)
-            call.rotary = recorder.take() if recorder is not None else None
+            call.rotary = heard[-1] if heard else None  # none in a layer without rotation
+            heard.clear()
             for visit in visits:
                 visit(call)
             output, weights = run(module, query, key, value, attention_mask, **kwargs)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
-from qkscope.capture.pool import Pooled, pool
+from qkscope.capture.pool import Pooling, pool
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.examples import Example
@@ -27,7 +27,7 @@ from qkscope.runs.job import Job
 
 @dataclass(frozen=True)
 class QueryRows:
-    """What some heads looked at, one row per query; vectors as in `Pooled`, places as token numbers of the example."""
+    """What some heads looked at, one row per query; vectors as in `Pooling`, places as token numbers of the example."""
 
     heads: tuple[Head, ...]
     q: Float[Tensor, "n h d"]
@@ -140,7 +140,7 @@ def _batches(examples: Sequence[Example], units: Sequence[int], batch_size: int)
     return batches
 
 
-def _kept(pooled: Pooled, first: Int[Tensor, " b"]) -> dict[str, Any]:
+def _kept(pooled: Pooling, first: Int[Tensor, " b"]) -> dict[str, Any]:
     same = ("q", "attended", "mean", "top", "valid", "mass", "top_weight", "top_logit", "whole", "drawn_logits",
             "example", "scale", "softcap")  # fmt: skip
     kept = {name: getattr(pooled, name).cpu() for name in same}
