@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         if question is None:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
         try:
-            found = question(**_checked(name.removeprefix("api/"), body))
+            found = question(**_fields(body))
         except BadInput as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
@@ -145,29 +145,12 @@ def _type(name: str) -> str:
     return _TYPES[Path(name).suffix]
 
 
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "prompt": lambda value: isinstance(value, str),
-    "head": lambda value: isinstance(value, str),
-    "a": lambda value: type(value) is int,
-    "b": lambda value: type(value) is int,
-    "features": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-}
-_NEEDED = {"look": {"prompt"}, "split": {"prompt", "head"}, "swap": {"prompt", "head", "a", "b"}, "fit": {"head"}}
-
-
-def _checked(question: str, body: bytes) -> dict[str, Any]:
-    """The question's fields, each of its kind."""
+def _fields(body: bytes) -> dict[str, Any]:
+    """What a question names; the session knows which names and kinds it takes."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
         raise BadInput("the question is not JSON.") from None
     if not isinstance(asked, dict):
         raise BadInput("the question is a JSON object, but got something else.")
-    for name, value in asked.items():
-        if name not in _FIELDS or not _FIELDS[name](value):
-            raise BadInput(f"the question's {name[:40]!r} is not understood.")
-    if missing := _NEEDED[question] - set(asked):
-        raise BadInput(f"the question lacks its {min(missing)}.")
-    if extra := set(asked) - _NEEDED[question] - ({"features"} if question in ("split", "swap") else set()):
-        raise BadInput(f"the question has a {min(extra)} too many.")
     return asked

@@ -31,6 +31,7 @@ from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector, joint_basis
 from qkscope.maths.subspace import Subspace
@@ -63,6 +64,7 @@ def _rows(capture: Capture, head: Head, features: Mapping[str, Subspace], texts:
     return token_rows(capture, head, split_logits(capture, head, features), texts)
 
 
+@checked_class
 class Session:
     """A model that is looked into by several requests, one at a time."""
 
