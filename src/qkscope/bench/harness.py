@@ -1,4 +1,4 @@
-"""Every speed we claim, as a ratio against the plain way of doing the same work, measured in the same run.
+"""A row, two sides that alternate, and a ratio.
 
 ``ratio = plain_s / ours_s`` (times faster), except for overhead rows, where it is ``ours_s / plain_s`` (the cost).
 The two sides alternate and each gives its median, so that a busy machine slows both alike.
@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
     """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
-    for module in ("maths", "toys", "models", "jobs", "discovery"):  # they register their rows
+    for module in ("maths", "toys", "models", "jobs"):  # they register their rows
         import_module(f"qkscope.bench.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:
@@ -42,28 +42,19 @@ def row(function: Callable[[], Row]) -> Callable[[], Row]:
     return function
 
 
-def compare(
-    plain: Callable[[], Any], ours: Callable[[], Any], repeats: int, *, warm: bool = True
-) -> tuple[float, float]:
-    """Median seconds of both, alternating."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + warm):
-        for side, call in zip(seconds, (plain, ours), strict=True):
-            start = time.perf_counter()
-            call()
-            if turn or not warm:
-                side.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+class Seconds(NamedTuple):
+    """What the plain way takes, and ours."""
 
+    plain: float
+    ours: float
 
-def faster(plain_s: float, ours_s: float, note: str) -> Row:
-    """A row that says how many times faster we are."""
-    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": plain_s / ours_s, "note": note}
+    def faster(self, note: str) -> Row:
+        """A row that says how many times faster we are."""
+        return {"plain_s": self.plain, "ours_s": self.ours, "ratio": self.plain / self.ours, "note": note}
 
-
-def overhead(plain_s: float, ours_s: float, note: str) -> Row:
-    """A row that says how many times the cost it is."""
-    return {"plain_s": plain_s, "ours_s": ours_s, "ratio": ours_s / plain_s, "note": note}
+    def overhead(self, note: str) -> Row:
+        """A row that says how many times the cost it is."""
+        return {"plain_s": self.plain, "ours_s": self.ours, "ratio": self.ours / self.plain, "note": note}
 
 
 def not_here(reason: str) -> Row:
@@ -71,10 +62,25 @@ def not_here(reason: str) -> Row:
     return {"plain_s": None, "ours_s": None, "ratio": None, "note": reason}
 
 
-def wait(device: torch.device) -> None:
-    """Until what was ordered is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def compare(
+    plain: Callable[[], Any],
+    ours: Callable[[], Any],
+    repeats: int = 1,
+    *,
+    warm: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Seconds:
+    """Median seconds of both, alternating, until all that was ordered from a GPU is done; one round warms up."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + warm):
+        for side, call in zip(seconds, (plain, ours), strict=True):
+            start = clock()
+            call()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            if turn or not warm:
+                side.append(clock() - start)
+    return Seconds(statistics.median(seconds[0]), statistics.median(seconds[1]))
 
 
 def hardware(device: torch.device) -> str:

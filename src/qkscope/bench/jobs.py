@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qkscope.bench.harness import Row, faster, not_here, overhead, row
+from qkscope.bench.harness import Row, Seconds, not_here, row
 from qkscope.capture.scope import Scope
 from qkscope.runs.store import read_tensors
 
@@ -38,8 +38,7 @@ def data_parallel() -> Row:
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         return not_here("needs two cores that a process can be bound to")
     one, two = sorted(os.sched_getaffinity(0))[:2]
-    job = ["qkscope", "decompose", "binding", "--heads", _HEADS, "-n", str(_PROMPTS), "--contrasts", "order",
-           "--device", "cpu"]  # fmt: skip
+    job = f"qkscope decompose binding --heads {_HEADS} -n {_PROMPTS} --contrasts order --device cpu".split()
     Scope.load("smollm2-135m", device="cpu")  # its weights are unpacked once, on neither side's account
     with tempfile.TemporaryDirectory() as folder:
         places = {name: Path(folder) / name for name in ("plain", "ours")}
@@ -49,7 +48,9 @@ def data_parallel() -> Row:
         sums = [read_tensors(place / "order.safetensors", "sums")[0]["sums/order"] for place in places.values()]
     error = float((sums[0] - sums[1]).abs().max() / sums[0].abs().max())
     assert error < 1e-10, f"both sides must give the same sums, but they differ by {error}"
-    return faster(plain_s, ours_s, f"{_PROMPTS} prompts, whole commands; same sums to {error:.0e}; one core each")
+    return Seconds(plain_s, ours_s).faster(
+        f"{_PROMPTS} prompts, whole commands; same sums to {error:.0e}; one core each"
+    )
 
 
 _PASS = """
@@ -105,8 +106,8 @@ def resume_overhead() -> Row:
     Scope.load("smollm2-135m", device="cpu")  # its weights are unpacked once, on neither side's account
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _PASS, str(prompts)]
-        (plain_s, ours_s), said = _in_turns([[*command, ""], [*command, folder]])
+        seconds, said = _in_turns([[*command, ""], [*command, folder]])
         size = (Path(folder) / "order.safetensors").stat().st_size / 1e6
     saves = len(re.findall(r"^saved \d+ of \d+ batches", said[1], re.MULTILINE))
     note = f"{prompts} prompts, 3 heads with 199 replicates of two nulls; {saves} saves of {size:.0f} MB"
-    return overhead(plain_s, ours_s, f"{note}; taking turns, one core")
+    return Seconds(*seconds).overhead(f"{note}; taking turns, one core")

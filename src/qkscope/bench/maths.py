@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkscope.bench.harness import Row, compare, faster, row, wait
+from qkscope.bench.harness import Row, compare, row
 from qkscope.heads import Head
 from qkscope.maths.moments import Moments
 from qkscope.maths.svd import thin_svd
@@ -33,16 +33,14 @@ def moments_update() -> Row:
             sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
 
     with one_thread():
-        plain_s, ours_s = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
+        seconds = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
     ours_c = moments.delta("c") * moments.count("c")[0, 0]
     plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
     assert torch.allclose(ours_c, plain_c, rtol=1e-9, atol=1e-9), "both sides must compute the same ΔC"
-    return faster(
-        plain_s, ours_s, "Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core"
-    )
+    return seconds.faster("Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core")
 
 
-def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> tuple[float, float, float]:
+def _thin_against_dense(heads: int, d_model: int, d_head: int) -> Row:
     generator = torch.Generator().manual_seed(0)
     shape = (heads, d_head, d_model)
     w_q, w_k = (torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5 for _ in range(2))
@@ -56,24 +54,23 @@ def _thin_against_dense(heads: int, d_model: int, d_head: int, repeats: int) -> 
         found["ours"] = thin_svd(w_q, w_k)[1]
 
     with one_thread():
-        plain_s, ours_s = compare(plain, ours, repeats, warm=repeats > 1)
+        seconds = compare(plain, ours, warm=False)
     error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
     assert error < 1e-10, "both sides must find the same singular values"
-    return plain_s, ours_s, error
+    named = f"{heads} head{'s' if heads > 1 else ''}, d_model {d_model}, d_head {d_head}"
+    return seconds.faster(f"{named}; same values to {error:.0e}; one core")
 
 
 @row
 def thin_svd_576_64() -> Row:
     """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
-    plain_s, ours_s, error = _thin_against_dense(270, 576, 64, repeats=1)
-    return faster(plain_s, ours_s, f"270 heads, d_model 576, d_head 64; same values to {error:.0e}; one core")
+    return _thin_against_dense(270, 576, 64)
 
 
 @row
 def thin_svd_4096_128() -> Row:
     """One head of Llama-3.1-8B's shape."""
-    plain_s, ours_s, error = _thin_against_dense(1, 4096, 128, repeats=1)
-    return faster(plain_s, ours_s, f"1 head, d_model 4096, d_head 128; same values to {error:.0e}; one core")
+    return _thin_against_dense(1, 4096, 128)
 
 
 @row
@@ -87,16 +84,12 @@ def thin_svd_8b() -> Row:
     )
     kv_of_head = torch.arange(heads, device=device) // (heads // key_heads)
 
-    def plain() -> None:
-        torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double())
-        wait(device)
-
     def ours() -> None:
         for _ in range(layers):
             thin_svd(w_q, w_k, kv_of_head)
-        wait(device)
 
     thin_svd(w_q[:1], w_k[:1])
-    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
-    note = f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
-    return faster(plain_s, ours_s, note)
+    seconds = compare(lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False)
+    return seconds.faster(
+        f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
+    )

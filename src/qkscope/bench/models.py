@@ -1,4 +1,4 @@
-"""Bench rows on the embedded language model: what looking costs, and what the closed form saves.
+"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed form saves.
 
 The plain way of the causal test is the published one: stock eager attention with the LM head, and two forward passes
 (clean and edited) per head and condition.
@@ -16,15 +16,19 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
+from qkscope.analyses.discover.discover import key_heads
+from qkscope.analyses.discover.texts import corpus, text_examples
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows, draw_pairs
-from qkscope.bench.harness import Row, compare, faster, hardware, not_here, overhead, row, wait
+from qkscope.bench.harness import Row, Seconds, compare, hardware, not_here, row
 from qkscope.capture.encode import Encoding
+from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.bases import Projector
+from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.tasks.task import Unit
@@ -43,52 +47,54 @@ def _scope() -> Scope:
     return Scope.load("smollm2-135m")
 
 
-def _bare_body(scope: Scope, count: int) -> tuple[list[Encoding], Callable[[], None]]:
-    """Batches of order prompts, and the plain way to run them: the model's body, nothing looked at."""
+def _order_prompts(scope: Scope, count: int) -> list[Encoding]:
     units = tasks.binding(9).fit("order", count)
-    batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
+    return [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
+
+
+def _against_body(
+    scope: Scope, batches: Sequence[Encoding], look: Callable[[Encoding], object], repeats: int
+) -> Seconds:
+    """Batches looked at, against the plain way to run them: the model's body, nothing looked at."""
 
     @torch.no_grad()
     def plain() -> None:
         for batch in batches:
             scope.model.base_model(**batch.inputs, use_cache=False)
-        wait(scope.device)
 
-    return batches, plain
+    def ours() -> None:
+        for batch in batches:
+            look(batch)
+
+    return compare(plain, ours, repeats)
+
+
+def _sums(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
+    """Queries and keys of all heads, ΔC accumulated."""
+    moments = Moments(scope.heads(), [contrast], scope.d_head, group_size=scope.group_size, device=scope.device)
+
+    def update(batch: Encoding) -> None:
+        captured = scope.capture_inputs(batch)
+        moments.update(captured.q, captured.k, {contrast: captured.labels[contrast]})
+
+    return update
 
 
 @row
 def capture_overhead() -> Row:
     """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
     scope = _scope()
-    batches, plain = _bare_body(scope, 4 * _BATCH)
-    moments = Moments(scope.heads(), ["order"], scope.d_head, group_size=scope.group_size, device=scope.device)
-
-    def ours() -> None:
-        for batch in batches:
-            captured = scope.capture_inputs(batch)
-            moments.update(captured.q, captured.k, {"order": captured.labels["order"]})
-        wait(scope.device)
-
-    plain_s, ours_s = compare(plain, ours, repeats=7)
-    return overhead(plain_s, ours_s, f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
+    seconds = _against_body(scope, _order_prompts(scope, 4 * _BATCH), _sums(scope, "order"), repeats=7)
+    return seconds.overhead(f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
 
 
 @row
 def early_stop() -> Row:
     """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
     scope = _scope()
-    batches, plain = _bare_body(scope, 2 * _BATCH)
-
-    def ours() -> None:
-        for batch in batches:
-            scope.capture_inputs(batch, heads=[Head(21, 0)])
-        wait(scope.device)
-
-    plain_s, ours_s = compare(plain, ours, repeats=7)
-    return faster(
-        plain_s, ours_s, f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}"
-    )
+    batches = _order_prompts(scope, 2 * _BATCH)
+    seconds = _against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
+    return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
 
 
 @row
@@ -98,30 +104,42 @@ def capture_overhead_8b() -> Row:
         return not_here("needs a GPU")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_LLAMA_8B)
     with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        model = LlamaForCausalLM._from_config(LlamaConfig(**_LLAMA_8B), dtype=torch.bfloat16).eval()
     scope = Scope.from_model(model, name="llama-8b-shape")
     ids = torch.randint(1000, (64, 96), generator=torch.Generator().manual_seed(0))
     keys = tuple(Key((i, i + 1), {"c": 1 if i == 5 else -1}) for i in range(5, 95, 9))
     batch = scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
-    moments = Moments(scope.heads(), ["c"], scope.d_head, group_size=scope.group_size, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-
-    @torch.no_grad()
-    def plain() -> None:
-        model.model(**batch.inputs, use_cache=False)
-        wait(scope.device)
-
-    def ours() -> None:
-        captured = scope.capture_inputs(batch)
-        moments.update(captured.q, captured.k, {"c": captured.labels["c"]})
-        wait(scope.device)
-
-    plain_s, ours_s = compare(plain, ours, repeats=9)
+    seconds = _against_body(scope, [batch], _sums(scope, "c"), repeats=9)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    note = f"1,024 heads, 64×96 tokens, ΔC in float64: {64 / ours_s:.0f} prompts/s, {peak:.1f} GiB; one GPU"
-    return overhead(plain_s, ours_s, note)
+    return seconds.overhead(
+        f"1,024 heads, 64×96 tokens, ΔC in float64: {64 / seconds.ours:.0f} prompts/s, {peak:.1f} GiB; one GPU"
+    )
+
+
+@row
+def discover_overhead() -> Row:
+    """All heads over passages of our corpus, eight queries each, in the query's frame, against the bare body."""
+    scope = _scope()
+    size = 16 if scope.device.type == "cpu" else 256  # a GPU that waits for its orders measures nothing but them
+    examples = text_examples(scope, corpus()[: 2 * size])
+    heads, replicates = scope.heads(), 41
+    contrast = SelfContrast(
+        heads, scope.d_head, kv_of_head=key_heads(scope, heads), replicates=replicates, device=scope.device
+    )
+
+    def look(batch: Encoding) -> None:
+        pooled = pool(scope, batch, space="query_frame")
+        drawn = {"drawn": pooled.drawn, "drawn_mask": pooled.drawn_mask}
+        whose = {"prompts": pooled.example, "valid": pooled.valid}
+        contrast.update(pooled.q, pooled.attended, pooled.mean, **whose, **drawn)
+
+    batches = [scope.encode(examples[i : i + size]) for i in range(0, len(examples), size)]
+    seconds = _against_body(scope, batches, look, repeats=5)
+    tokens, queries = sum(map(len, examples)), sum(len(example.queries) for example in examples)
+    note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {replicates} replicates each"
+    return seconds.overhead(f"{note}; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- the causal test
@@ -173,39 +191,37 @@ def _plain_swap(scope: Scope, units: Sequence[Unit], rows: SwapRows, projectors:
                     index = torch.arange(len(part))
                     orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
                     columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
-                    _eager_forward(scope, encoded.inputs, None)
-                    edit = _edit(head, scope.group_size, columns, own)
-                    weights = _eager_forward(scope, encoded.inputs, (head.layer, edit))
-                    query = encoded.places.query
-                    after[c, h, first : first + len(part)] = weights[index, head.index, query, columns[0]]
+                    with torch.no_grad():
+                        scope.model(**encoded.inputs, use_cache=False)
+                    weights = _edited_forward(scope, encoded.inputs, head, columns, own)
+                    after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
     return after
 
 
 @torch.no_grad()
-def _eager_forward(
-    scope: Scope, inputs: dict[str, Tensor], edit: tuple[int, Callable[[Tensor, int], Tensor]] | None
+def _edited_forward(
+    scope: Scope, inputs: dict[str, Tensor], head: Head, columns: tuple[Tensor, Tensor], projector: Projector
 ) -> Tensor:
-    """A stock forward; with an edit, the keys of one layer are changed on their way into the attention function."""
+    """One head's attention in a stock forward whose keys are swapped on their way into the attention function."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
-    if edit is None:
-        return scope.model(**inputs, use_cache=False).logits
     kept: list[Tensor] = []
-    layer, change = edit
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-        if module.layer_idx != layer:
+        if module.layer_idx != head.layer:
             return eager_attention_forward(module, q, k, v, mask, **kwargs)
-        groups = module.num_key_value_groups
+        groups, rows = module.num_key_value_groups, torch.arange(len(k))
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        at = [(rows, head.index, column) for column in columns]
+        keys[at[0]], keys[at[1]] = swapped_keys(keys[at[0]], keys[at[1]], projector)
         module.num_key_value_groups = 1
         try:
-            keys, values = change(k, groups), v.repeat_interleave(groups, dim=1)
             output, weights = eager_attention_forward(module, q, keys, values, mask, **kwargs)
         finally:
             module.num_key_value_groups = groups
-        kept.append(weights)
+        kept.append(weights[:, head.index])
         return output, weights
 
     ALL_ATTENTION_FUNCTIONS.register("qkscope_plain", attention)
@@ -216,24 +232,6 @@ def _eager_forward(
     finally:
         scope.model.config._attn_implementation_internal = "eager"
     return kept[0]
-
-
-def _edit(
-    head: Head, group_size: int, columns: tuple[Tensor, Tensor], projector: Projector
-) -> Callable[[Tensor, int], Tensor]:
-    def change(k: Tensor, groups: int) -> Tensor:
-        keys = k.repeat_interleave(groups, dim=1)
-        rows = torch.arange(len(k))
-        pair = swapped_keys(keys[rows, head.index, columns[0]], keys[rows, head.index, columns[1]], projector)
-        keys[rows, head.index, columns[0]], keys[rows, head.index, columns[1]] = pair
-        return keys
-
-    return change
-
-
-def _closed_form(rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
-    effects = [rows.swap(projectors[name]) for name in _CONDITIONS]
-    return torch.stack([effect.orig_after[0].T for effect in effects])
 
 
 def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Tensor], Scope]:
@@ -250,7 +248,7 @@ def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Ten
 
     def ours() -> None:
         again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
-        found["ours"] = _closed_form(again, projectors)
+        found["ours"] = torch.stack([again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS])
 
     return plain, ours, found, scope
 
@@ -265,10 +263,8 @@ def _same(found: dict[str, Tensor]) -> float:
 def swap_pipeline() -> Row:
     """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
     plain, ours, found, scope = _swap_sides()
-    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
-    return faster(
-        plain_s, ours_s, f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}"
-    )
+    seconds = compare(plain, ours, warm=False)
+    return seconds.faster(f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}")
 
 
 @row
@@ -284,5 +280,5 @@ def binding_pipeline() -> Row:
         _fit_and_test(scope)
         ours_swap()
 
-    plain_s, ours_s = compare(plain, ours, repeats=1, warm=False)
-    return faster(plain_s, ours_s, f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")
+    seconds = compare(plain, ours, warm=False)
+    return seconds.faster(f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")

@@ -8,14 +8,13 @@ busy machine slows neither.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from qkscope.bench.harness import Row, faster, row
+from qkscope.bench.harness import Row, Seconds, compare, row
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.toy.stack import TOKENS, StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
@@ -67,21 +66,15 @@ def plain_loop(task: Retrieval, d_head: int, seed: int = 0) -> Callable[[int], N
     return steps
 
 
-def _model_steps(plain: Callable[[int], None], trainer: Trainer, models: int) -> tuple[float, float]:
+def _model_steps(plain: Callable[[int], None], trainer: Trainer, models: int) -> Seconds:
     """Median CPU seconds of one model-step: of the plain loop, and of the trainer, whose steps serve many models."""
 
-    def ours(count: int) -> None:
-        for _ in range(count):
+    def ours() -> None:
+        for _ in range(_STEPS):
             trainer.train_step()
 
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-    for turn in range(_ROUNDS + 1):
-        for name, call, served in (("plain", plain, 1), ("ours", ours, models)):
-            start = time.process_time()
-            call(_STEPS)
-            if turn:  # the first round warms up
-                seconds[name].append((time.process_time() - start) / (_STEPS * served))
-    return statistics.median(seconds["plain"]), statistics.median(seconds["ours"])
+    plain_s, ours_s = compare(lambda: plain(_STEPS), ours, _ROUNDS, clock=time.process_time)
+    return Seconds(plain_s / _STEPS, ours_s / (_STEPS * models))
 
 
 @row
@@ -90,8 +83,8 @@ def toy_trainer() -> Row:
     """25 heads of one grid (discrete, d_head 16) at once; CPU seconds of one model-step on either side."""
     cells = grid("discrete", 16)
     trainer = Trainer(StackedRetrieval(cells), 1e-4)
-    plain_s, ours_s = _model_steps(plain_loop(cells[12].task, 16), trainer, len(cells))
-    return faster(plain_s, ours_s, "CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module")
+    seconds = _model_steps(plain_loop(cells[12].task, 16), trainer, len(cells))
+    return seconds.faster("CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module")
 
 
 class PlainToy(nn.Module):
@@ -138,10 +131,9 @@ def superposition_trainer() -> Row:
     cells = [ToyCell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
     trainer = Trainer(StackedSuperposition(cells), 1e-3, seed=5)
     model, plain = plain_toy_loop(cells[7], seed=5)
-    plain_s, ours_s = _model_steps(plain, trainer, len(cells))
+    seconds = _model_steps(plain, trainer, len(cells))
     error = max(float((trainer.params[name][7] - getattr(model, name).detach()).abs().max()) for name in ("W", "W_Q"))
     assert error < 1e-3, "both sides must train the same toy"
-    note = (
+    return seconds.faster(
         f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"
     )
-    return faster(plain_s, ours_s, note)
