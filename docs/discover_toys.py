@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.maths.bases import principal_cosines
-from qkscope.maths.components import Pairs, paired_components
+from qkscope.maths.components import HeadRows, paired_components
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.svd import checked_svd
@@ -48,9 +48,9 @@ def correlations(a: Tensor, b: Tensor) -> Tensor:
     return (a.mT @ b / len(a)).abs()
 
 
-def pairs(rows: dict[str, Tensor]) -> Pairs:
+def pairs(rows: dict[str, Tensor]) -> HeadRows:
     """Rows of the head, each its own prompt."""
-    return Pairs(rows["q"], rows["attended"], rows["mean"], torch.arange(len(rows["q"])))
+    return HeadRows(rows["q"], rows["attended"], rows["mean"], torch.arange(len(rows["q"])))
 
 
 def directions(rows: dict[str, Tensor], d_head: int, seed: int = 0, replicates: int = 199) -> tuple[int, SelfContrast]:

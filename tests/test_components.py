@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.components import Feature, Pairs, diagonal_share, paired_components
+from qkscope.maths.components import Feature, HeadRows, diagonal_share, paired_components
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
 from qkscope.papers.franco2026.toy.superposition import Superposition, isotropic_dictionary
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
@@ -111,7 +111,7 @@ def test_an_untrained_head_mixes_all_with_all(heads):
 
 def test_dependent_coordinates_are_one_feature():
     q, attended, mean, own = planted((sphere, 3), (signs, 2), (simplex, 4))
-    found = paired_components(Pairs(q, attended, mean, torch.arange(len(q))), 8, draws=39)
+    found = paired_components(HeadRows(q, attended, mean, torch.arange(len(q))), 8, draws=39)
     assert sorted(feature.size for feature in found.features) == [1, 1, 3, 3]
     corr = correlations(found.coordinates(q, "query"), own)
     blocks = {"sphere": range(3), "sign": range(3, 5), "simplex": range(5, 8)}
@@ -175,7 +175,7 @@ def test_the_diagonal_of_a_random_matrix_is_within_its_null():
 
 
 def test_too_few_queries_are_refused():
-    rows = Pairs(*torch.randn(3, 30, 6, dtype=torch.float64), torch.arange(30))
+    rows = HeadRows(*torch.randn(3, 30, 6, dtype=torch.float64), torch.arange(30))
     with pytest.raises(BadInput, match="need 40 queries"):
         paired_components(rows, 4)
     with pytest.raises(BadInput, match="no direction"):
@@ -186,7 +186,7 @@ def test_noise_has_no_partner_outside_the_rows_it_was_fitted_on():
     """Filters of 64 dimensions fitted to 768 rows of noise correlate by .3 and more in these rows: chance must know."""
     q, attended, mean, q_held, attended_held = noise(5, 768, 64, seed=5)
     prompts = torch.arange(768)
-    rows, held = (Pairs(x, y, mean, prompts) for x, y in ((q, attended), (q_held, attended_held)))
+    rows, held = (HeadRows(x, y, mean, prompts) for x, y in ((q, attended), (q_held, attended_held)))
     found = paired_components(rows, 4, held=held, draws=39)
     assert found.features == ()
     assert len(found.rejected) == 4
@@ -198,7 +198,7 @@ def test_a_swap_of_a_feature_leaves_the_mean_query_out():
     q, attended, mean = noise(3, 600, 5, seed=6)
     q = q + 10  # what all queries share
     attended = attended + q * torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0])
-    found = paired_components(Pairs(q, attended, mean, torch.arange(600)), 2, draws=19)
+    found = paired_components(HeadRows(q, attended, mean, torch.arange(600)), 2, draws=19)
     feature = Feature((0, 1), 1.0, 1.0, None, False)
     swap, k = found.swap(feature), noise(600, 5, seed=7)
     ones, zeros = torch.ones(600, 1, dtype=torch.float64), torch.zeros(600, 1, dtype=torch.float64)

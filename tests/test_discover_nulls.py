@@ -11,8 +11,7 @@ import torch
 
 import qkscope as qk
 from planted import PlantedHead
-from qkscope.analyses.discover.discover import UNTESTED, untested_words
-from qkscope.analyses.discover.rows import gather, unit_numbers
+from qkscope.analyses.discover.study import UNTESTED, Options, Study, unit_numbers, untested_words
 from qkscope.analyses.discover.texts import different
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
@@ -133,9 +132,10 @@ def test_copies_are_asked_once_and_the_same_text_is_one_unit(caplog):
                    Example(ids=(5, 6, 7, 8), queries=((3, 4),))]  # fmt: skip
     assert unit_numbers(asked_twice) == [0, 1, 0]
     scope = Scope.from_model(tiny_model("gpt2"))
-    looked = gather(scope, asked_twice, scope.parse("L0H0"), space="post_rope", batch_size=1, progress=False)
-    assert looked.example.tolist() == [0, 0, 1], "the two of one text stand in one batch"
-    assert set(looked.ids) == {0, 1}
+    study = Study(scope, tuple(scope.parse("L0H0")), Options(space="post_rope", batch_size=1, progress=False))
+    rows = study.rows("rows", asked_twice, 2)
+    assert rows.example.tolist() == [0, 0, 1], "the two of one text stand in one batch"
+    assert set(rows.ids) == {0, 1}
 
 
 def test_one_prompt_has_no_interval():
@@ -146,5 +146,5 @@ def test_one_prompt_has_no_interval():
 @pytest.mark.parametrize("replicates", [0, 19, 38])
 def test_too_few_replicates_are_refused(replicates):
     scope = Scope.from_model(tiny_model("gpt2"))
-    with pytest.raises(qk.BadInput, match="replicates are at least 39"):
+    with pytest.raises(qk.BadInput, match="replicates is at least 39"):
         qk.discover(scope, ["text"] * 40, "L0H0", replicates=replicates)

@@ -10,12 +10,11 @@ import torch
 
 import qkscope as qk
 from qkscope.analyses.discover.relations import RELATIONS, main_relation, relation_rows
-from qkscope.analyses.discover.rows import gather
+from qkscope.analyses.discover.study import Options, Study
 from qkscope.analyses.discover.texts import corpus, passages, text_examples
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
-from qkscope.maths.discovery import SelfContrast
 from qkscope.page.blocks import blocks_of
 from qkscope.page.figures.pictures import draw_atlas, draw_discovery
 from qkscope.runs.result import Result, plain_value
@@ -98,12 +97,12 @@ def test_relations_are_read_off_the_tokens():
     """Texts that begin 5 6 7 5 6: from the second 5 the first head picks the first 5, the second the 6 after it."""
     scope = Scope.from_model(tiny_model("gpt2"))
     texts = [Example(ids=(5, 6, 7, 5, 6, 8 + i), queries=((3 + i, 4 + i),)) for i in range(2)]
-    heads = scope.parse("L0H0,L0H1")
-    looked = gather(scope, texts, heads, space="post_rope", skip=1, draws=2, progress=False)
+    study = Study(scope, tuple(scope.parse("L0H0,L0H1")), Options(space="post_rope", progress=False))
+    seen = study.rows("rows", texts, 2)
     places = {"top_place": torch.tensor([[0, 1], [1, 2]]), "mass": torch.ones(2, 2)}
     places["drawn_place"] = torch.tensor([[[2, 3], [2, 3]], [[3, 4], [3, 4]]])
     places["drawn_mask"] = torch.ones(2, 2, 2, dtype=torch.bool)
-    rows = {(row["head"], row["relation"]): row for row in relation_rows(scope, replace(looked, **places))}
+    rows = {(row["head"], row["relation"]): row for row in relation_rows(scope, replace(seen, **places))}
     assert {name: rows["L0H0", name]["rate"] for name in RELATIONS} == {
         "itself": 0.0, "the token before": 0.0, "two to five back": 1.0, "the same token": 1.0, "what followed it": 0.0,
         "punctuation": 0.0, "a blank": 0.0,
@@ -115,36 +114,38 @@ def test_relations_are_read_off_the_tokens():
     assert chance == {"itself": 0.5, "the token before": 0.5, "two to five back": 0.0}
     assert main_relation(list(rows.values()), "L0H0")["relation"] in ("the same token", "two to five back")
     weightless = {**places, "mass": torch.zeros(2, 2)}
-    assert relation_rows(scope, replace(looked, **weightless)) == []
+    assert relation_rows(scope, replace(seen, **weightless)) == []
     assert main_relation([], "L0H0")["relation"] is None
 
 
 def test_parts_of_a_text_merge_to_the_whole(scope):
     examples = text_examples(scope, corpus()[:8], queries=3)
-    heads = scope.parse("L2H0,L2H4")
-    options = {"space": "query_frame", "batch_size": 4, "progress": False}
-    whole, *parts = (SelfContrast(heads, scope.d_head, kv_of_head=[0, 1]) for _ in range(3))
-    looked = gather(scope, examples, heads, contrast=whole, **options)
+    study = Study(scope, tuple(scope.parse("L2H0,L2H4")), Options(batch_size=4, progress=False))
+    whole, *parts = (study.contrast() for _ in range(3))
+    seen = study.rows("rows", examples, 2, whole)
     for part, own in zip(parts, (examples[:4], examples[4:]), strict=True):
-        gather(scope, own, heads, contrast=part, keep=False, **options)
+        study.add("sums", own, part)
     torch.testing.assert_close(parts[0].merge(parts[1]).delta(), whole.delta(), atol=1e-4, rtol=1e-3)
-    rows, keep = looked.own_swaps(1)
-    attention = rows.attention(rows.products())[:, 0]
-    torch.testing.assert_close(attention[:, 0], (looked.top_logit - looked.whole).exp()[keep, 1], atol=1e-4, rtol=1e-3)
+    swaps, row = seen.swaps(1)
+    attention = swaps.rows.attention()[:, 0]
+    torch.testing.assert_close(attention[:, 0], (seen.top_logit - seen.whole).exp()[row, 1], atol=1e-4, rtol=1e-3)
 
 
 def test_a_query_that_sees_only_what_is_left_out_does_not_count():
     scope = Scope.from_model(tiny_model("gpt2"))
     ids = [torch.randint(5, 90, (12,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(40)]
     examples = [Example(ids=tuple(own)) for own in ids]
-    heads = scope.parse("L0H0")
-    some = gather(scope, examples, heads, space="post_rope", skip=11, progress=False)
-    assert bool(((some.mass > 0) & (some.mass < 1)).all())
-    none = gather(scope, examples, heads, space="post_rope", skip=12, progress=False)
-    assert not bool(none.valid.any())
-    assert float(none.mass.max()) == 0.0
-    contrast = SelfContrast(heads, scope.d_head)
-    gather(scope, examples, heads, contrast=contrast, keep=False, space="post_rope", skip=12, progress=False)
+    some, none = (
+        Study(scope, tuple(scope.parse("L0H0")), Options(space="post_rope", skip=skip, progress=False))
+        for skip in (11, 12)
+    )
+    mass = some.rows("rows", examples, 2).mass
+    assert bool(((mass > 0) & (mass < 1)).all())
+    contrast = none.contrast()
+    rows = none.rows("rows", examples, 2, contrast)
+    assert not bool(rows.valid.any())
+    assert float(rows.mass.max()) == 0.0
+    assert rows.rests(0)
     with pytest.raises(qk.BadInput, match="more than the first token"):
         contrast.delta()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.discover.discover import key_heads
+from qkscope.analyses.discover.study import Options, Study
 from qkscope.analyses.discover.texts import corpus, text_examples
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import batches_of
@@ -28,7 +28,6 @@ from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.bases import Projector
-from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.tasks.task import Unit
@@ -125,9 +124,7 @@ def discover_overhead() -> Row:
     size = 16 if scope.device.type == "cpu" else 256  # a GPU that waits for its orders measures nothing but them
     examples = text_examples(scope, corpus()[: 2 * size])
     heads, replicates = scope.heads(), 41
-    contrast = SelfContrast(
-        heads, scope.d_head, kv_of_head=key_heads(scope, heads), replicates=replicates, device=scope.device
-    )
+    contrast = Study(scope, tuple(heads), Options(replicates=_REPLICATES)).contrast()
 
     def look(batch: Encoding) -> None:
         pooled = pool(scope, batch, space="query_frame")

@@ -35,7 +35,7 @@ _RIDGE = 1e-6  # of the mean variance: keeps directions of rounding errors out o
 _ROWS = 6000  # rows that independent components are fitted on; more change nothing but the time
 
 
-class Pairs(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of one head: queries, the keys they attended to, mean keys, and the prompt of each row."""
 
     q: Float[Tensor, "n d"]
@@ -43,9 +43,9 @@ class Pairs(NamedTuple):
     mean: Float[Tensor, "n d"]
     prompts: Int[Tensor, " n"]  # the random unit of every null and of the halves
 
-    def at(self, index: Tensor) -> Pairs:
+    def at(self, index: Tensor) -> HeadRows:
         """Some of the rows."""
-        return Pairs(*(column[index] for column in self))
+        return HeadRows(*(column[index] for column in self))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Components:
 
 
 def paired_components(
-    rows: Pairs, rank: int, *, held: Pairs | None = None, seed: int = 0, starts: int = 8, draws: int = 99
+    rows: HeadRows, rank: int, *, held: HeadRows | None = None, seed: int = 0, starts: int = 8, draws: int = 99
 ) -> Components:
     """Components of the first ``rank`` directions in which queries and attended keys go together.
 
@@ -166,7 +166,7 @@ def paired_components(
     --------
     >>> _ = torch.manual_seed(0)
     >>> signs = torch.randint(2, (600, 2)) * 2.0 - 1
-    >>> rows = Pairs(signs, 3 * signs, torch.zeros(600, 2), prompts=torch.arange(600))
+    >>> rows = HeadRows(signs, 3 * signs, torch.zeros(600, 2), prompts=torch.arange(600))
     >>> [feature.size for feature in paired_components(rows, 2, draws=19).features]
     [1, 1]
     """

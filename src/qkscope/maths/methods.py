@@ -47,8 +47,9 @@ def leading(bases: Bases | Projector) -> Method:
     >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
     tensor([[1., 1., 0., 0.]])
     """
-    whole = bases if isinstance(bases, Projector) else Projector.stack([Projector.orthogonal(b) for b in bases])
-    return whole.cut
+    if isinstance(bases, Tensor):
+        return Projector.orthogonal(bases).cut
+    return (bases if isinstance(bases, Projector) else Projector.stack([Projector.orthogonal(b) for b in bases])).cut
 
 
 def key_pca(cov_k: Float[Tensor, "h d d"]) -> Method:

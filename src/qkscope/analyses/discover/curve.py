@@ -1,168 +1,121 @@
 """How much attention a subspace of k dimensions moves: the self-contrast, its rivals, the labelled contrasts and the
-trained ceiling on the same held-out rows.
+learned ceiling on the same held-out rows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from qkscope.analyses.discover.evidence import curve_rows, singular_projector
 from qkscope.analyses.discover.rows import QueryRows
+from qkscope.analyses.discover.study import Study
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.swap import SIZES as SIZES
-from qkscope.analyses.swap import capture_rows, draw_pairs
-from qkscope.capture.scope import Scope
+from qkscope.analyses.swap import capture_rows, draw_pairs, fitted_covariances
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.baselines import cov_qk, key_pca
-from qkscope.maths.bases import Projector, random_bases
-from qkscope.maths.ceiling import learned_basis
-from qkscope.maths.discovery import SelfContrast, moving_basis
+from qkscope.maths import methods
+from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.singular import SingularBasis
-from qkscope.maths.sums import Covariance
 from qkscope.maths.svd import checked_svd
-from qkscope.maths.swap import SwapRows
-from qkscope.runs.job import Job
+from qkscope.maths.swap import Condition, Method, SwapRows
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 log = logging.getLogger(__name__)
 
-_Bases = Callable[[int], Float[Tensor, "h d r"]]
+Rows = list[dict[str, Any]]
+_FEWEST = 8  # rows that a basis can be learned from
 
 
-def blind_methods(contrast: SelfContrast, heads: Sequence[Head]) -> dict[str, _Bases]:
-    """Bases of k dimensions that need no labels, for each head."""
-    index = [contrast.heads.index(head) for head in heads]
-    delta, uncentred = (contrast.delta(center)[index].cpu() for center in (True, False))
-    cov_q, cov_k = (c[index].cpu() for c in contrast.covariances())
-    v = checked_svd(delta)[2]
-    return {
-        "self_contrast": lambda k: moving_basis(delta, k),
-        "self_contrast_svd": lambda k: v[..., :k],
-        "self_contrast_uncentred": lambda k: moving_basis(uncentred, k),
-        "cov_qk_all": lambda k: cov_qk(cov_q, cov_k, k),
-        "cov_qk_all_moving": lambda k: moving_basis(cov_q @ cov_k, k),
-        "key_pca_all": lambda k: key_pca(cov_k, k),
-    }
+class Curve:
+    """The methods of a curve, and its sizes.
 
-
-def _random(heads: int, d: int, k: int, draws: int, seed: int) -> Projector:
-    return Projector.orthogonal(torch.stack([random_bases(d, k, draws, seed + i) for i in range(heads)], dim=1))
-
-
-def labelled_curve(
-    scope: Scope,
-    task: Task,
-    fit: Fit,
-    contrast: SelfContrast,
-    singular: SingularBasis | None,
-    n: int,
-    sizes: Sequence[int],
-    draws: int,
-    batch_size: int,
-    seed: int,
-    progress: bool | None,
-    job: Job,
-) -> list[dict[str, Any]]:
-    """The curve on held-out units of a task: the right key is swapped with a wrong one.
-
-    ``key_pca`` and ``cov_qk`` are made from the keys that the task names, as in `swap`; ``…_all`` from all tokens, as
-    the self-contrast is. The ceiling is trained on the fitting words and stopped by those for choosing heads, so that
-    none of the three sets share words. ``…_moving`` takes the eigenvectors that the self-contrast takes, of a labelled
-    contrast or of ``Cov_q Cov_k``: how much of a lead is due to them alone.
+    Parameters
+    ----------
+    study, contrast : whose options and sums these are.
+    singular : singular vectors of the weights; None where they cannot be read off.
+    sizes : numbers of dimensions.
+    ceiling : whether a basis is learned by gradient too, which is most of the work.
     """
-    heads = list(fit.heads)
 
-    def captured(units: Sequence[Unit], seed: int, name: str) -> SwapRows:
-        pairs = draw_pairs(units, 2 * batch_size, seed)
-        return capture_rows(scope, units, fit, heads, pairs, progress, job, name)
+    def __init__(
+        self, study: Study, contrast: SelfContrast, singular: SingularBasis | None, sizes: Sequence[int], ceiling: bool
+    ) -> None:
+        self.study, self.contrast, self.singular, self.sizes, self.ceiling = study, contrast, singular, sizes, ceiling
 
-    rows = captured(task.test(n), seed, "curve test")
-    train: SwapRows | None = None
-    aside: SwapRows | None = None
-    try:
-        train = captured(task.draw("fit", ANSWER, n), seed + 17, "curve fit")
-        aside = captured(task.choose(n), seed + 19, "curve choose")
-    except BadInput as error:  # nothing says which keys are right where one fits
-        log.info("no ceiling: %s", error)
-    methods = blind_methods(contrast, heads)
-    index = [fit.heads.index(head) for head in heads]
-    deltas = {name: _delta(fit, name)[index] for name in fit.contrasts}
-    for name in fit.contrasts:
-        v = torch.stack([fit[name, head].V for head in heads])
-        methods[name] = lambda k, v=v: v[..., :k]  # type: ignore[misc]
-        methods[f"{name}_moving"] = lambda k, d=deltas[name]: moving_basis(d, k)  # type: ignore[misc]
-    cov_q, cov_k = _named_covariances(fit, index)
-    methods["cov_qk"] = lambda k: cov_qk(cov_q, cov_k, k)
-    methods["cov_qk_moving"] = lambda k: moving_basis(cov_q @ cov_k, k)
-    methods["key_pca"] = lambda k: key_pca(cov_k, k)
+    def on_text(self, fitted: QueryRows, tested: QueryRows) -> Rows:
+        """On held-out text: the key with most attention is swapped with one drawn by lot."""
+        table: Rows = []
+        for h, head in enumerate(tested.heads):
+            (train, _), (rows, _) = fitted.swaps(h), tested.swaps(h)
+            if min(len(train), len(rows)) < _FEWEST:
+                continue
+            blind = {name.replace("_all", ""): method for name, method in self._blind([head]).items()}  # no others
+            seed = self.study.options.seed
+            learned = methods.learned(train, blind["self_contrast"], seed=seed) if self.ceiling else None
+            table += self._rows(rows, blind, learned, f"curve {head}")
+        return table
 
-    def of_size(k: int) -> list[dict[str, Any]]:
-        projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}
-        if singular is not None:
-            projectors["omega_svd"] = singular_projector(singular, heads, k)
-        if train is not None and aside is not None:
-            best = learned_basis(train, methods["self_contrast"](k), aside, lr=0.01, seed=seed)
-            projectors["ceiling"] = Projector.orthogonal(best)
-        projectors["random"] = _random(len(heads), scope.d_head, k, draws, seed)
-        return curve_rows(rows.rows, rows.orig, rows.target, rows.cluster, heads, projectors, k, seed)
+    def on_task(self, task: Task, fit: Fit, n: int) -> Rows:
+        """On held-out units of a task: the right key is swapped with a wrong one.
 
-    return [row for k in sizes for row in job.once(f"curve {k}", partial(of_size, k))]
+        ``key_pca`` and ``cov_qk`` are made from the keys that the task names, as in `swap`; ``…_all`` from all tokens,
+        as the self-contrast is. The ceiling is learned from the fitting words and stopped by those for choosing heads,
+        so that none of the three sets share words. ``…_moving`` takes the eigenvectors that the self-contrast takes, of
+        a labelled contrast or of ``Cov_q Cov_k``: how much of a lead is due to them alone.
+        """
+        heads, study = list(fit.heads), self.study
+        every = self._blind(heads)
+        for name in fit.contrasts:
+            own = [fit[name, head] for head in heads]
+            every[name] = methods.leading(torch.stack([s.V for s in own]))
+            every[f"{name}_moving"] = methods.moving(torch.stack([s.U @ torch.diag(s.S) @ s.V.mT for s in own]).cpu())
+        cov_q, cov_k = fitted_covariances(fit, heads)
+        every["cov_qk"] = methods.cov_qk(cov_q, cov_k)
+        every["cov_qk_moving"] = methods.moving(cov_q @ cov_k)
+        every["key_pca"] = methods.key_pca(cov_k)
 
+        def captured(units: Sequence[Unit], seed: int, name: str) -> SwapRows:
+            pairs = draw_pairs(units, study.options.labelled_batch_size, seed)
+            return capture_rows(study.scope, units, fit, heads, pairs, study.options.progress, study.job, name)
 
-def _delta(fit: Fit, name: str) -> Float[Tensor, "h d d"]:
-    """ΔC as the fitted subspaces have it, centring included."""
-    subspaces = [fit[name, head] for head in fit.heads]
-    return torch.stack([s.U @ torch.diag(s.S) @ s.V.mT for s in subspaces]).cpu()
+        seed = study.options.seed
+        rows = captured(task.test(n), seed, "curve test")
+        learned = None
+        if self.ceiling:
+            try:
+                train = captured(task.draw("fit", ANSWER, n), seed + 17, "curve fit")
+                aside = captured(task.choose(n), seed + 19, "curve choose")
+                learned = methods.learned(train, every["self_contrast"], aside, lr=0.01, seed=seed)
+            except BadInput as error:  # nothing says which keys are right where one fits
+                log.info("no ceiling: %s", error)
+        return self._rows(rows, every, learned, "curve")
 
+    def _blind(self, heads: Sequence[Head]) -> dict[str, Method]:
+        """Methods that need no labels."""
+        index = [self.contrast.heads.index(head) for head in heads]
+        delta, uncentred = (self.contrast.delta(center)[index].cpu() for center in (True, False))
+        cov_q, cov_k = (c[index].cpu() for c in self.contrast.covariances())
+        return {
+            "self_contrast": methods.moving(delta),
+            "self_contrast_svd": methods.leading(checked_svd(delta)[2]),
+            "self_contrast_uncentred": methods.moving(uncentred),
+            "cov_qk_all": methods.cov_qk(cov_q, cov_k),
+            "cov_qk_all_moving": methods.moving(cov_q @ cov_k),
+            "key_pca_all": methods.key_pca(cov_k),
+        }
 
-def _named_covariances(fit: Fit, index: list[int]) -> tuple[Tensor, Tensor]:
-    sums = list(fit.sums.values())
-    both: list[Covariance] = [
-        getattr(sums[0], name).merge(*(getattr(other, name) for other in sums[1:])) for name in ("cov_q", "cov_k")
-    ]
-    return both[0].matrix()[index].cpu(), both[1].matrix()[index].cpu()
-
-
-def text_curve(
-    fitted: QueryRows,
-    tested: QueryRows,
-    contrast: SelfContrast,
-    singular: SingularBasis | None,
-    sizes: Sequence[int],
-    draws: int,
-    seed: int,
-    job: Job,
-) -> list[dict[str, Any]]:
-    """The curve on held-out text: the key with most attention is swapped with one drawn by lot."""
-    table: list[dict[str, Any]] = []
-    for h, head in enumerate(tested.heads):
-        rows, keep = tested.own_swaps(h)
-        train, train_keep = fitted.own_swaps(h)
-        if len(keep) < 8 or len(train_keep) < 8:
-            continue
-        orig, target = torch.zeros(len(keep), dtype=torch.long), torch.ones(len(keep), dtype=torch.long)
-        methods = blind_methods(contrast, [head])
-        methods = {name.replace("_all", ""): make for name, make in methods.items()}  # there are no others
-        zeros = torch.zeros(len(train_keep), dtype=torch.long)
-        taught = SwapRows(train, zeros, zeros + 1, train_keep, [head])
-
-        def of_size(k: int) -> list[dict[str, Any]]:
-            projectors = {name: Projector.orthogonal(make(k)) for name, make in methods.items()}  # noqa: B023
-            if singular is not None:
-                projectors["omega_svd"] = singular_projector(singular, [head], k)  # noqa: B023
-            best = learned_basis(taught, methods["self_contrast"](k), seed=seed)  # noqa: B023
-            projectors["ceiling"] = Projector.orthogonal(best)
-            projectors["random"] = _random(1, rows.d_head, k, draws, seed)  # noqa: B023
-            return curve_rows(rows, orig, target, tested.example[keep], [head], projectors, k, seed)  # noqa: B023
-
-        for k in sizes:
-            table += job.once(f"curve {head} {k}", partial(of_size, k))
-    return table
+    def _rows(self, rows: SwapRows, found: dict[str, Method], learned: Method | None, name: str) -> Rows:
+        """Every size, kept as it is done; ``gain`` is a method's over the self-contrast, paired by prompt."""
+        options = self.study.options
+        every: dict[str | Condition, Method] = dict(found.items())
+        if self.singular is not None:
+            every["omega_svd"] = methods.omega_svd(self.singular, rows.heads)
+        if learned is not None:
+            every["ceiling"] = learned
+        every["random"] = methods.random(len(rows.heads), rows.rows.d_head, options.draws, options.seed)
+        of_size = partial(rows.curve, every, against="self_contrast", seed=options.seed)
+        return [row for k in self.sizes for row in self.study.job.once(f"{name} {k}", partial(of_size, sizes=[k]))]
