@@ -87,12 +87,12 @@ def atlas(
     >>> texts = [unit[0].text for unit in tasks.induction().test(64)]
     >>> found = atlas(scope, texts, 48, test=16, heads="L1H0,L1H1", progress=False)
     >>> [(row["head"], row["directions"]) for row in found.table()]
-    [('L1H0', 1), ('L1H1', 1)]
+    [('L1H1', 5), ('L1H0', 5)]
     """
     start = time.perf_counter()
     options = Options(space, skip, queries, length, replicates, draws, batch_size, seed, progress)
-    unique, n, test = checked_passages(texts, n, test)
     study = Study(scope, tuple(scope.parse(heads)), options, job=job or Job())
+    unique, n, test = checked_passages(texts, n, test)
     examples = study.passages(unique, n + test)
     cut = len(examples) * n // (n + test)
     rows, least = sum(len(example.queries) for example in examples[:cut]), 2 * scope.d_head

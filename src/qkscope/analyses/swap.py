@@ -249,9 +249,7 @@ class Features:
         return methods.random(len(self.heads), next(iter(self.subspaces.values())).d_head, draws, seed)
 
 
-def fitted_covariances(
-    fit: Fit, heads: Sequence[Head], names: Sequence[str] | None = None
-) -> tuple[Tensor, Tensor]:
+def fitted_covariances(fit: Fit, heads: Sequence[Head], names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
     """Covariances of the queries and keys that some contrasts were fitted on; of all that were, for one's own."""
     chosen = list(fit.sums) if names is None or not set(names) <= set(fit.sums) else list(names)
     first, *others = (fit.sums[name] for name in chosen)

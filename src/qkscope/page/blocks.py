@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
-from qkscope.analyses.discover.discover import counted
+from qkscope.analyses.discover.study import counted
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
 
