@@ -124,7 +124,7 @@ def discover_overhead() -> Row:
     size = 16 if scope.device.type == "cpu" else 256  # a GPU that waits for its orders measures nothing but them
     examples = text_examples(scope, corpus()[: 2 * size])
     heads, replicates = scope.heads(), 41
-    contrast = Study(scope, tuple(heads), Options(replicates=_REPLICATES)).contrast()
+    contrast = Study(scope, tuple(heads), Options(replicates=replicates)).contrast()
 
     def look(batch: Encoding) -> None:
         pooled = pool(scope, batch, space="query_frame")
