@@ -304,7 +304,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.list_families(["nonsense"])', "no tiny model for the family 'nonsense'"),
     # ------------------------------------------------------------ sums and shards
     ('qk.Moments(["L0H0"], [], d_head=4)', "a contrast needs a name of its own, but got []."),
-    ('qk.Moments(["L0H0"], ["a"], d_head=0)', "d_head and group_size must be at least 1, but got 0 and 1."),
+    ('qk.Moments(["L0H0"], ["a"], d_head=0)', "d_head is at least 1, but got 0."),
     ('qk.Moments.load("none.safetensors")', "there is no file none.safetensors."),
     ('qk.Moments.load("broken.jsonl")', "broken.jsonl is damaged or not a qkscope file; make it again"),
     ('moments.delta("shape")', "there is no contrast 'shape' here"),

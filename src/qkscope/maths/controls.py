@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import Share, checked_call
 from qkscope.maths.moments import Moments
 from qkscope.maths.nulls import NullKind
 from qkscope.maths.significance import Statistic, false_discovery, head_p_values
@@ -202,13 +203,14 @@ class _Contrast:
         return _Tests(row, differs, depends, beyond)
 
 
+@checked_call
 def run_controls(
     moments: Moments,
     contrast: str,
     heads: Sequence[Head | str] | None = None,
     *,
     center: Center = "none",
-    alpha: float = 0.05,
+    alpha: Share = 0.05,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
@@ -333,7 +335,7 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
     part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
     has rank 0.
     """
-    folds = moments.fold_sums(contrast)[:, list(rows)]
+    folds = moments.folds[contrast][:, list(rows)]
     whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
     gains = []
     for own in folds:

@@ -87,11 +87,10 @@ def replicate_sums(
     kind: str,
     seed: int,
     count: int,
-    *,
     keys: Float[Tensor, "b g k d"],
-    sums: Float[Tensor, "b g 2 a"],
     labels: Int[Tensor, "b k"],
     weights: Float[Tensor, "b k"] | None,
+    sums: Float[Tensor, "b g 2 a"],
     prompts: Int[Tensor, " b"],
 ) -> Float[Tensor, "b g r 2 x"]:
     """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.

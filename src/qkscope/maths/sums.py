@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float
@@ -148,9 +148,7 @@ class Covariance(Accumulator):
 
     def update(self, x: Float[Tensor, "n c d"], keep: Tensor | None = None) -> None:
         """Add n vectors per column; ``keep`` (n, bool) leaves padding out."""
-        wanted = (len(x), self.sums.shape[0], self.sums.shape[1] - 1)
-        if tuple(x.shape) != wanted:
-            raise BadInput(f"vectors should have shape (n, {wanted[1]}, {wanted[2]}), but have {tuple(x.shape)}.")
+        check_shape("vectors", x, (len(x), len(self.sums), self.sums.shape[1] - 1), "vectors, columns, d_head")
         self.add(augmented((x if keep is None else x[keep]).transpose(0, 1)))
 
     def add(self, rows: Float[Tensor, "c n a"]) -> None:
@@ -172,6 +170,12 @@ class Covariance(Accumulator):
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
         return {"columns": self.sums.shape[0], "d_head": self.sums.shape[1] - 1}
+
+
+def check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:
+    """Refuse a tensor of another shape, by its name and the names of its axes."""
+    if tuple(tensor.shape) != want:
+        raise BadInput(f"{what} should have shape {want} ({axes}), but have {tuple(tensor.shape)}.")
 
 
 def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
@@ -206,8 +210,6 @@ def centred_delta(
     sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
 ) -> Float[Tensor, "*n d d"]:
     """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
-    if center not in get_args(Center):
-        raise BadInput(f"center is one of {', '.join(get_args(Center))}, but got {center!r}.")
     reference = sums if reference is None else reference
     count = reference[..., -1:, :, -1:]
     conditional = sums / count
