@@ -221,7 +221,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.decompose(scope, task, "L1H3", 8, center={"order": "key"})',
      "center is one of none, query, both, but got 'key'."),
     ('qk.decompose(scope, task, "L1H3", 8, space="rope")', "space is one of post_rope, pre_rope, query_frame,"),
-    ('qk.decompose(scope, task, "L1H3", 8, replicates=0)', "a null needs replicates, but got 0"),
+    ('qk.decompose(scope, task, "L1H3", 8, replicates=0)', "replicates is from 1 to"),
     ('qk.decompose(scope, task, "L1H3", 8, batch_size=0)', "batch_size is at least 1, but got 0."),
     ('qk.decompose(scope, task, "L1H3", 8, out="FULL/thesis.tex")',
      "FULL/thesis.tex cannot be written (Not a directory)"),

@@ -16,12 +16,13 @@ import torch
 
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.attribute import attribute
+from qkscope.analyses.contrast_sums import sums_file
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
-from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.fit import load
+from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
-from qkscope.analyses.sums import sums_file
 from qkscope.analyses.swap import Features, capture_rows, default_features, draw_pairs, swap
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
@@ -88,15 +89,6 @@ def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, bat
     for batch, indices in zip(capture_units(scope, units, HEADS, batch_size=batch_size), batches, strict=True):
         rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
         assert rows == [(i, m) for i in indices for m in range(len(units[i]))]
-
-
-def test_shards_and_restarts_take_whole_batches_of_the_same_list(scope, task):
-    units = task.fit("lexical", 9)
-    whole = [b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4)]
-    shards = [[b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4, shard=(i, 2))] for i in (0, 1)]
-    assert whole[0::2] == shards[0]
-    assert whole[1::2] == shards[1]
-    assert whole[2:] == [b.unit.tolist() for b in capture_units(scope, units, HEADS, batch_size=4, first=2)]
 
 
 def test_a_fingerprint_sees_text_marks_and_labels(task):
@@ -245,11 +237,11 @@ def state_of(path: Path) -> dict[str, object]:
 KILLED = """
 import os, signal, sys, torch
 from qkscope import tasks
-from qkscope.analyses import sums
-from qkscope.analyses.fit_folder import run_decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.capture.scope import Scope
+from qkscope.runs import job
 torch.set_num_threads(1)
-sums._REST = 0  # a state every batch, however long one takes to write
+job._REST = 0  # a state every batch, however long one takes to write
 replace, calls = os.replace, []
 def dying(*names):
     calls.extend(name for name in names[1:] if str(name).startswith(sys.argv[2]) and "safetensors" in str(name))
@@ -257,7 +249,7 @@ def dying(*names):
         os.kill(os.getpid(), signal.SIGKILL)  # the new state is written, but not yet under its name
     replace(*names)
 os.replace = dying
-run_decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", "L1H2"], 70, sys.argv[2], batch_size=4)
+decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", "L1H2"], 70, out=sys.argv[2], batch_size=4)
 """
 
 
@@ -265,22 +257,21 @@ def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(sco
     """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state after each."""
     heads = [Head(0, 1), Head(1, 2)]
     whole, dead = tmp_path / "whole", tmp_path / "dead"
-    wanted = run_decompose(scope, task, heads, 70, whole, batch_size=4)
+    wanted = decompose(scope, task, heads, 70, out=whole, batch_size=4)
     # all states of order and 16 of lexical are kept; it dies while it writes the next
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "35"], capture_output=True, env=ALONE)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert wanted.sums["lexical"].load(sums_file(dead, "lexical")) == 16
+    assert wanted.sums["lexical"].take_up(sums_file(dead, "lexical")) == 16
     assert list(dead.glob("*.part")), "the state it was writing"
     with pytest.raises(BadInput, match="is not finished: run the same decompose command again"):
-        load_fit(dead, scope)
-    found = run_decompose(scope, task, heads, 70, dead, batch_size=4)
+        load(dead, scope)
+    found = decompose(scope, task, heads, 70, out=dead, batch_size=4)
     assert state_of(dead) == state_of(whole)
     assert len(state_of(whole)) == (1 + 8) + 2 * (1 + 7)  # order deals labels besides
     assert found.table() == wanted.table()
     assert not list(dead.glob("*.part"))
-    again, same_task = load_fit(dead, scope)
-    assert again.table() == wanted.table()
-    assert same_task.test(5) == task.test(5)
+    assert load(dead, scope).table() == wanted.table()
+    assert task_of(read_job(dead), dead).test(5) == task.test(5)
 
 
 def test_parts_with_fewer_keys_are_filled_up_with_ignored_ones():
@@ -320,7 +311,7 @@ def test_a_batch_that_memory_cut_into_parts_still_counts_as_one(scope, task, tmp
 
 def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
     out = tmp_path / "fit"
-    run_decompose(scope, task, [Head(0, 0)], 8, out, contrasts=["order"])
+    decompose(scope, task, [Head(0, 0)], 8, out=out, contrasts=["order"])
     for other, says in (
         ({"n": 9}, "n differ"),
         ({"heads": [Head(0, 1)]}, "heads differ"),
@@ -332,30 +323,30 @@ def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
     ):
         job = {"scope": scope, "task": task, "heads": [Head(0, 0)], "n": 8, "contrasts": ["order"], **other}
         with pytest.raises(BadInput, match=f"holds another job .*{says}"):
-            run_decompose(**job, out=out)
+            decompose(**job, out=out)
     # the sums themselves know their job too, for those who call decompose with a folder
     for options, says in (({"batch_size": 4}, "batch_size differs"), ({"n": 9}, "n, examples differs")):
         with pytest.raises(BadInput, match=says):
             decompose(scope, task, ["L0H0"], **{"n": 8, "contrasts": ["order"], "out": out, **options})
     twin = Scope.from_model(tiny_model("llama", seed=1), scope.tokenizer, check=False)
     with pytest.raises(BadInput, match="other weights"):
-        load_fit(out, twin)
+        load(out, twin)
 
 
 def test_folders_that_are_no_fit_are_left_alone(scope, task, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(BadInput, match="holds other things than a fit"):
-        run_decompose(scope, task, [Head(0, 0)], 4, tmp_path)
+        decompose(scope, task, [Head(0, 0)], 4, out=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
     for content in ("", "[]", "{}", '{"schema": 1}', "\0"):
         broken = tmp_path / "broken"
         broken.mkdir(exist_ok=True)
         (broken / "job.json").write_text(content)
         with pytest.raises(BadInput, match="is damaged"):
-            load_fit(broken, scope)
+            load(broken, scope)
     (broken / "job.json").write_text('{"schema": 99}')
     with pytest.raises(BadInput, match="newer qkscope"):
-        load_fit(broken, scope)
+        load(broken, scope)
 
 
 def test_a_contrast_may_have_any_name_and_still_stays_in_its_folder(scope, tmp_path):
@@ -365,7 +356,7 @@ def test_a_contrast_may_have_any_name_and_still_stays_in_its_folder(scope, tmp_p
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "deep" / "fit"
-    fit = run_decompose(scope, tasks.from_jsonl(file), [Head(0, 0)], 6, out)
+    fit = decompose(scope, tasks.from_jsonl(file), [Head(0, 0)], 6, out=out)
     assert fit.contrasts == ["../up", "a b", "a_b"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "mine.jsonl"]
     assert len(list(out.glob("*.safetensors"))) == 3
@@ -789,7 +780,7 @@ def qkscope(capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def fitted(scope, folder, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("fits") / "fit"
-    run_decompose(scope, tasks.binding(3), [Head(1, 3), Head(0, 1)], 16, out, contrasts=["order", "lexical"])
+    decompose(scope, tasks.binding(3), [Head(1, 3), Head(0, 1)], 16, out=out, contrasts=["order", "lexical"])
     return out
 
 

@@ -17,7 +17,7 @@ import qkscope as qk
 from bad_calls import MORE_CALLS
 from bad_inputs import CALLS, COMMANDS, write_files
 from qkscope import BadInput, Head, cli, tasks
-from qkscope.analyses.fit_folder import run_decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.merge import merge
 from qkscope.capture.scope import Scope
 from qkscope.examples import Answers, Key
@@ -41,7 +41,7 @@ def fits(model, tmp_path_factory) -> dict[str, str]:
     for name, shard in (("FIT", None), ("SHARD", (0, 2))):
         out = tmp_path_factory.mktemp("fits") / name
         heads = [Head(1, 3), Head(0, 1)]
-        run_decompose(scope, tasks.binding(3), heads, 8, out, contrasts=["order"], batch_size=4, shard=shard)
+        decompose(scope, tasks.binding(3), heads, 8, out=out, contrasts=["order"], batch_size=4, shard=shard)
         found[name] = json.dumps({**json.loads((out / "job.json").read_text()), "model": "/nowhere/model"})
     return found
 

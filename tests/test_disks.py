@@ -9,14 +9,14 @@ import os
 import resource
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from qkscope import BadInput, cli, tasks
-from qkscope.analyses import fit_folder, sums
-from qkscope.analyses.fit_folder import run_decompose
-from qkscope.analyses.sums import sums_file
+from qkscope.analyses import decompose as passes
+from qkscope.analyses.contrast_sums import sums_file
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit_folder import copy_into
 from qkscope.page.report import write_report
 from qkscope.runs.folder import only_writer, write_text
 from qkscope.runs.result import Result
@@ -37,12 +37,11 @@ def test_a_full_disk_is_a_sentence_for_every_small_file(scope, tmp_path):
         for word in OBJECTS[:30]
     ]  # fmt: skip
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    task = tasks.from_jsonl(tmp_path / "mine.jsonl")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.jsonl").symlink_to(FULL)
     with pytest.raises(BadInput, match=r"mine\.jsonl cannot be written \(No space left on device\)"):
-        fit_folder.copy_task(task, {"asked": task.asked}, Path(), tmp_path / "full")
-    fit_folder.copy_task(task, {"asked": task.asked}, Path(), tmp_path)  # onto itself: it is there already
+        copy_into(tmp_path / "full", tmp_path / "mine.jsonl")
+    copy_into(tmp_path, tmp_path / "mine.jsonl")  # onto itself: it is there already
 
 
 def test_a_place_that_takes_no_files_is_a_sentence(tmp_path):
@@ -92,7 +91,7 @@ def test_only_a_lock_that_is_held_means_another_run(tmp_path, monkeypatch):
 def test_a_result_is_shown_before_its_page_is_written(scope, tmp_path, monkeypatch, capsys):
     """The page's place is taken by a folder: the numbers are on the screen when that is said."""
     fit = tmp_path / "fit"
-    run_decompose(scope, tasks.binding(4), ["L1H3"], 16, fit, **JOB)
+    decompose(scope, tasks.binding(4), ["L1H3"], 16, out=fit, **JOB)
     (fit / "report.html").mkdir()
     asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order"]
     asked += ["--batch-size", 4, "--model", scope.name, "--device", "cpu", "--out", fit]
@@ -111,15 +110,15 @@ def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, mon
     caplog.set_level("INFO")
     pressed: list[bool] = []
 
-    def rows(*given, real=sums.contrast_rows):
+    def rows(*given, real=passes.contrast_rows):
         if not pressed:
             pressed.append(True)
             for _ in range(1 if saved else 2):
                 signal.raise_signal(signal.SIGINT)
         return real(*given)
 
-    monkeypatch.setattr(sums, "contrast_rows", rows)
+    monkeypatch.setattr(passes, "contrast_rows", rows)
     with pytest.raises(KeyboardInterrupt):
-        run_decompose(scope, tasks.binding(4), ["L1H3"], 16, tmp_path / "run", **JOB)
+        decompose(scope, tasks.binding(4), ["L1H3"], 16, out=tmp_path / "run", **JOB)
     assert sums_file(tmp_path / "run", "order").exists() is saved
     assert ("What is done is saved in" in caplog.text) is saved

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, tasks
-from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_of
+from qkscope.analyses.contrast_sums import sums_file
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import load
+from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.merge import merge
-from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
@@ -24,7 +26,7 @@ JOB = {"contrasts": ["order"], "batch_size": 4}
 @pytest.fixture(scope="module")
 def kept(scope, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("fits") / "fit"
-    run_decompose(scope, tasks.binding(4), ["L1H3"], 16, out, **JOB)
+    decompose(scope, tasks.binding(4), ["L1H3"], 16, out=out, **JOB)
     return out
 
 
@@ -39,18 +41,18 @@ def edit(path: Path, **fields: object) -> None:
 
 def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monkeypatch):
     edit(fit / "job.json", command="qkscope decompose binding --out fit")
-    before = load_fit(fit, scope)[0].table()
+    before = load(fit, scope).table()
     with monkeypatch.context() as patched:
         patched.setattr(Scope, "capture_inputs", None)  # nor does a whole one run the model
-        assert load_fit(fit, scope)[0].table() == before
+        assert load(fit, scope).table() == before
     sums_file(fit, "order").unlink()
     says = r"order\.safetensors is missing, .* run `qkscope decompose binding --out fit` again to make it"
     with pytest.raises(BadInput, match=says):
-        load_fit(fit, scope)
+        load(fit, scope)
     assert not sums_file(fit, "order").exists()
     edit(fit / "job.json", command=None)
     with pytest.raises(BadInput, match="run the same decompose command again"):
-        load_fit(fit, scope)
+        load(fit, scope)
 
 
 def test_a_job_and_sums_that_disagree_are_refused(scope, fit):
@@ -58,13 +60,13 @@ def test_a_job_and_sums_that_disagree_are_refused(scope, fit):
         before = (fit / "job.json").read_text()
         edit(fit / "job.json", **{name: value})
         with pytest.raises(BadInput, match=rf"was made by another job than .* says \({name} differs\)"):
-            load_fit(fit, scope)
+            load(fit, scope)
         (fit / "job.json").write_text(before)
     tensors, manifest = read_tensors(sums_file(fit, "order"), "sums")
     manifest["moments"]["about"]["examples"] = "0"  # as if another version had drawn other prompts
     write_tensors(sums_file(fit, "order"), "sums", tensors, manifest)
     with pytest.raises(BadInput, match="was fitted on other prompts of order"):
-        load_fit(fit, scope)
+        load(fit, scope)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,9 @@ def test_a_job_that_no_run_writes_is_refused(scope, fit, fields):
     edit(fit / "job.json", **fields)
     for use in (
         lambda: task_of(read_job(fit), fit),
-        lambda: load_fit(fit, scope),
+        lambda: load(fit, scope),
         lambda: merge([fit], fit.parent / "out"),
-        lambda: run_decompose(scope, tasks.binding(4), ["L1H3"], 16, fit, **JOB),
+        lambda: decompose(scope, tasks.binding(4), ["L1H3"], 16, out=fit, **JOB),
     ):
         with pytest.raises(BadInput):
             use()
@@ -120,9 +122,9 @@ def test_a_task_of_a_file_says_whether_it_is_a_chat(scope, tmp_path):
     lines = [json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in ("hat", "cup", "red", "blue") * 3]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     fit = tmp_path / "fit"
-    run_decompose(scope, tasks.from_jsonl(tmp_path / "mine.jsonl"), ["L0H1"], 4, fit, batch_size=4)
+    decompose(scope, tasks.from_jsonl(tmp_path / "mine.jsonl"), ["L0H1"], 4, out=fit, batch_size=4)
     asked = json.loads((fit / "job.json").read_text())["asked"]
     for odd in ({name: value for name, value in asked.items() if name != "chat"}, {**asked, "chat": "no"}):
         edit(fit / "job.json", asked=odd)
         with pytest.raises(BadInput, match="names no task that can be made"):
-            load_fit(fit, scope)
+            load(fit, scope)

@@ -21,7 +21,7 @@ import torch
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope import BadInput, Head
-from qkscope.analyses.fit_folder import run_decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.capture.families import tiny_model
 from qkscope.explorer.opening import page_of
 from qkscope.explorer.server import Explorer
@@ -296,7 +296,7 @@ def test_a_model_without_a_tokenizer_cannot_be_asked(scope):
 
 
 def test_the_command_serves_until_it_is_stopped(scope, folder, tmp_path):
-    run_decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, tmp_path / "fit", contrasts=["order", "lexical"])
+    decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, out=tmp_path / "fit", contrasts=["order", "lexical"])
     assert 'class="block made"' in page_of(tmp_path / "fit").read_text()  # a fit is a run folder too
     command = [sys.executable, "-m", "qkscope", "view", "--live", "--fit", str(tmp_path / "fit"), "--no-browser"]
     # a test run in the background of a shell is deaf to Ctrl-C, and so would its children be

@@ -14,7 +14,7 @@ from kills import survive, words_file
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.capture.scope import Scope
 from qkscope.runs import job as job_module
-from qkscope.runs.job import Job, keeping
+from qkscope.runs.job import Job
 from qkscope.runs.store import write_tensors
 
 
@@ -26,7 +26,6 @@ def scope() -> Scope:
 @pytest.fixture(autouse=True)
 def _save_each_batch(monkeypatch):
     monkeypatch.setattr(job_module, "_REST", 0)
-    monkeypatch.setattr(job_module, "_SHORTEST_REST", 0)
 
 
 def die_after(monkeypatch, writes: int) -> None:
@@ -176,13 +175,13 @@ def test_sums_and_rows_are_kept_together_and_stopping_waits_for_the_batch(scope,
         parts = job.stream("rows", [[0, 1], [2, 3], [4], [5, 6]], run, False, sums)
         return [part["own"].tolist() for part in parts], float(sums["total"])
 
-    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO), keeping(tmp_path) as job:
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO), Job(tmp_path).hold() as job:
         run_with(job.begin(scope, [], verb="x"), stop_at=3)
-    assert "What is done is kept in" in caplog.text
+    assert "What is done is saved in" in caplog.text
     seen = Job(tmp_path).begin(scope, [], verb="x")
     assert run_with(seen) == run_with(Job())
     assert "Going on from what is done" in caplog.text or seen.folder is not None
-    with keeping(tmp_path), pytest.raises(qk.BadInput, match="another run is writing"), keeping(tmp_path):
+    with Job(tmp_path).hold(), pytest.raises(qk.BadInput, match="another run is writing"), Job(tmp_path).hold():
         pass
 
 

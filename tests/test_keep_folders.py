@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
-from qkscope.analyses import sums
-from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses import decompose as passes
+from qkscope.analyses.contrast_sums import sums_file
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import load
 from qkscope.analyses.merge import merge
-from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs import shards
 from qkscope.runs.folder import check_folder, file_name, only_writer
@@ -62,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fitted(scope: Scope, out: Path, **more: object):
-    return run_decompose(scope, tasks.binding(4), ["L1H3"], 16, out, **{**JOB, **more})
+    return decompose(scope, tasks.binding(4), ["L1H3"], 16, out=out, **{**JOB, **more})
 
 
 # ---------------------------------------------------------------- a user's folder
@@ -188,7 +189,7 @@ def test_a_link_to_a_folder_stays_one(scope, tmp_path):
         assert (tmp_path / "to fits").is_symlink()
         assert (tmp_path / "to runs").is_symlink()
         assert Result.read(tmp_path / "runs").seed == seed
-    assert load_fit(tmp_path / "fits", scope)[0].heads
+    assert load(tmp_path / "fits", scope).heads
     (tmp_path / "runs" / "thesis.tex").write_text("mine")
     with pytest.raises(BadInput, match=r"holds other files than a run, thesis\.tex"):
         Result("demo", {}).write(tmp_path / "to runs")
@@ -230,7 +231,7 @@ def test_a_run_of_an_earlier_version_is_read_and_written_into(scope, tmp_path):
     fitted(scope, tmp_path / "fit")
     assert "report.html" in json.loads((tmp_path / "fit" / "manifest.json").read_text())["files"]
     fitted(scope, tmp_path / "fit")
-    assert load_fit(tmp_path / "fit", scope)[0].heads  # its sums are not on the list, and stay
+    assert load(tmp_path / "fit", scope).heads  # its sums are not on the list, and stay
 
 
 def test_only_what_is_listed_is_removed(tmp_path):
@@ -335,11 +336,11 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
     assert len(shown) == 1
     assert not (tmp_path / "fit").exists(), "a folder without its sums would pass for a fit"
 
-    def rows(*given, real=sums.contrast_rows):
+    def rows(*given, real=passes.contrast_rows):
         shutil.rmtree(tmp_path / "fit", ignore_errors=True)
         return real(*given)
 
-    monkeypatch.setattr(sums, "contrast_rows", rows)
+    monkeypatch.setattr(passes, "contrast_rows", rows)
     with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
         fitted(scope, tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
@@ -412,7 +413,7 @@ def under_torchrun(monkeypatch) -> Iterator[None]:
 def test_a_finished_job_of_torchrun_is_read_and_not_run(model, scope, tmp_path, qkscope, monkeypatch, under_torchrun):
     """Here the other process never comes: none is waited for."""
     fitted(scope, tmp_path / "fit")
-    monkeypatch.setattr(sums, "contrast_rows", None)
+    monkeypatch.setattr(passes, "contrast_rows", None)
     command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", "--json"]
     command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", tmp_path / "fit"]
     code, out, said = qkscope(*command)
@@ -426,7 +427,7 @@ def test_processes_that_do_not_meet_say_so(monkeypatch, under_torchrun):
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(shards, "_MEETING", timedelta(seconds=1))
-    with pytest.raises(BadInput, match="the 2 processes of torchrun did not meet"), together((1, 2), "cpu"):
+    with pytest.raises(BadInput, match="the 2 processes of torchrun did not meet"), together((1, 2)):
         pass
 
 
@@ -444,8 +445,8 @@ def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
     task = tasks.from_jsonl(tmp_path / "mine.jsonl")
     for _ in range(2):  # and the folder is known again
-        run_decompose(scope, task, ["L1H3"], 8, tmp_path / "fit", batch_size=4)
-    assert load_fit(tmp_path / "fit", scope)[0][name, "L1H3"].rank
+        decompose(scope, task, ["L1H3"], 8, out=tmp_path / "fit", batch_size=4)
+    assert load(tmp_path / "fit", scope)[name, "L1H3"].rank
     assert file_name(name) != file_name(name + "x")
     assert file_name("order") == "order"
 
@@ -486,7 +487,7 @@ def test_sums_without_their_checksum_are_refused(scope, tmp_path):
     for more in ({}, {"sha256": ""}):
         save_file(tensors, path, {**header, **more})
         with pytest.raises(BadInput, match=r"order\.safetensors is damaged: it has no checksum"):
-            load_fit(tmp_path / "fit", scope)
+            load(tmp_path / "fit", scope)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
-from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made, provenance
 from qkscope.runs.result import Result
@@ -73,16 +73,16 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models, tmp_path):
     one, other = (Scope.load(path, device="cpu") for path in models)
     task = tasks.binding(4)
-    fit = run_decompose(one, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["order"], batch_size=4)
+    fit = decompose(one, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4)
     units = task.test(4)
     assert swap(one, units, fit).table()
     for use in (
-        lambda: load_fit(tmp_path / "fit", other),
+        lambda: load(tmp_path / "fit", other),
         lambda: swap(other, units, fit),
         lambda: swap_downstream(other, units, fit),
         lambda: attribute(other, "hat: O", "L1H3", fit),
         lambda: attribute(other, "hat: O", "L1H3", {"order": fit["order", "L1H3"]}),
-        lambda: run_decompose(other, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["order"], batch_size=4),
+        lambda: decompose(other, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4),
         lambda: decompose(other, task, "L1H3", 16, contrasts=["order"], batch_size=4, out=tmp_path / "fit"),
     ):
         with pytest.raises(BadInput, match="weights"):
@@ -91,9 +91,9 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
     with pytest.raises(BadInput, match="other tokenizer"):
         swap(one, units, replace(fit, provenance={**fit.provenance, "asked": asked}))
     with pytest.raises(BadInput, match="n differ"):
-        run_decompose(one, task, ["L1H3"], 17, tmp_path / "fit", contrasts=["order"], batch_size=4)
+        decompose(one, task, ["L1H3"], 17, out=tmp_path / "fit", contrasts=["order"], batch_size=4)
     with pytest.raises(BadInput, match="contrasts"):
-        run_decompose(one, task, ["L1H3"], 16, tmp_path / "fit", contrasts=["lexical"], batch_size=4)
+        decompose(one, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["lexical"], batch_size=4)
 
 
 def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
@@ -116,7 +116,7 @@ def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
 
     scope = Scope.load(models[0], device="cpu")
     share = tmp_path / "share"
-    run_decompose(scope, tasks.binding(4), ["L1H3"], 16, share, contrasts=["order"], batch_size=4, shard=(0, 2))
+    decompose(scope, tasks.binding(4), ["L1H3"], 16, out=share, contrasts=["order"], batch_size=4, shard=(0, 2))
     for place in (share, share / "order.safetensors"):
         assert facts(made(place, load=loaded))["weights"]["same"] is True
     assert facts(made(share))["shard"]["there"] == [0, 2]

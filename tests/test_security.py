@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from qkscope import BadInput, Moments, Scope, tasks
-from qkscope.analyses.fit_folder import load_fit, read_job, run_decompose, task_of
+from qkscope.analyses.contrast_sums import ContrastSums, sums_file
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import load
+from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.merge import merge
-from qkscope.analyses.sums import Sums, sums_file
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors, write_tensors
@@ -31,11 +33,14 @@ def test_a_manifest_that_claims_much_takes_no_memory(tmp_path, claim):
     about = {"model": "m", "space": "post_rope", "n": 1}
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about=about)
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), {**moments.manifest(), **claim})
-    sums = Sums.empty(moments)
+    sums = ContrastSums(moments)
     manifest = {"moments": {**moments.manifest(), **claim}, "batches": 1, "of": 1, "cut": [], "shard": [0, 1]}
     write_tensors(tmp_path / "s.safetensors", "sums", sums.tensors(), manifest)
     before = peak()
-    for read in (lambda: Moments.load(tmp_path / "m.safetensors"), lambda: Sums.read(tmp_path / "s.safetensors")):
+    for read in (
+        lambda: Moments.load(tmp_path / "m.safetensors"),
+        lambda: ContrastSums.read(tmp_path / "s.safetensors"),
+    ):
         with pytest.raises(BadInput, match="is missing or of another shape"):
             read()
     assert peak() - before < 50  # MB
@@ -66,7 +71,7 @@ def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
     keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
     secret.write_text("\n".join(json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in OBJECTS[:12]))
     fit = tmp_path / "runs" / "fit"
-    run_decompose(scope, tasks.from_jsonl(secret), ["L0H1"], 4, fit, batch_size=4)
+    decompose(scope, tasks.from_jsonl(secret), ["L0H1"], 4, out=fit, batch_size=4)
     (fit / "secret.jsonl").unlink()
     job = json.loads((fit / "job.json").read_text())
     for name in ("../../secret.jsonl", str(secret), "..", ""):
@@ -82,7 +87,7 @@ def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
     for share in (7, [0], ["a", "b"], [0, 1, 2]):
         (fit / "job.json").write_text(json.dumps({**job, "shard": share}))
         with pytest.raises(BadInput, match=r"job\.json is damaged"):
-            load_fit(fit, scope)
+            load(fit, scope)
 
 
 def test_an_index_of_weights_does_not_lead_out_of_its_folder(tmp_path):

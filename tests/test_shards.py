@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from qkscope import BadInput, Head, tasks
-from qkscope.analyses import sums
+from qkscope.analyses import decompose as passes
+from qkscope.analyses.contrast_sums import ContrastSums, sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.fit import load
 from qkscope.analyses.merge import merge
-from qkscope.analyses.sums import sums_file
 from qkscope.capture.scope import Scope
+from qkscope.runs import job as job_module
 from qkscope.runs.folder import only_writer
 from qkscope.runs.shards import parse_shard, together, torchrun_shard
 from qkscope.runs.store import read_tensors, write_tensors
@@ -35,7 +36,7 @@ CONTRASTS = ["order", "lexical"]
 
 
 def fit_into(scope: Scope, out: Path, shard=None, n=40):
-    return run_decompose(scope, tasks.binding(4), HEADS, n, out, contrasts=CONTRASTS, batch_size=4, shard=shard)
+    return decompose(scope, tasks.binding(4), HEADS, n, out=out, contrasts=CONTRASTS, batch_size=4, shard=shard)
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +69,14 @@ def assert_close(folder: Path, other: Path, tolerance: float) -> None:
 def test_merged_shards_are_the_whole_and_serve_the_later_verbs(scope, whole, tmp_path, count):
     parts = [tmp_path / str(index) for index in range(count)]
     for index, part in enumerate(parts):
-        assert fit_into(scope, part, (index, count)) is None
+        assert not fit_into(scope, part, (index, count)).subspaces
     random.Random(count).shuffle(parts)
     fit = merge(parts, tmp_path / "merged")
     assert_close(tmp_path / "merged", whole, 1e-10)
-    again, _ = load_fit(tmp_path / "merged", scope)
+    again = load(tmp_path / "merged", scope)
     for which in fit:
         torch.testing.assert_close(again[which].V, fit[which].V, rtol=0, atol=0)
-    before = load_fit(whole, scope)[0]
+    before = load(whole, scope)
     for which in fit:
         torch.testing.assert_close(fit[which].S, before[which].S, rtol=1e-10, atol=1e-12)
 
@@ -106,7 +107,7 @@ def test_what_does_not_belong_together_is_not_merged(scope, whole, tmp_path):
             merge(folders, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     with pytest.raises(BadInput, match="is one shard of 2: run qkscope merge"):
-        load_fit(first, scope)
+        load(first, scope)
     with pytest.raises(BadInput, match="holds another job \\(shard differ\\)"):
         fit_into(scope, first, (1, 2))
     with pytest.raises(BadInput, match="cannot be shared among 50"):
@@ -157,10 +158,9 @@ def test_processes_wait_for_the_slowest_for_days(monkeypatch):
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    with together((0, 1), "cpu") as device:
+    with together((0, 1)):
         backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
         assert backend.options._timeout >= timedelta(days=7)
-    assert device == "cpu"
 
 
 def test_only_torchrun_is_torchrun(monkeypatch):
@@ -217,7 +217,7 @@ def in_a_process(work) -> int:
 
 
 def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(sums, "_REST", 0)  # a state every batch: there is something to go on from, and to tear
+    monkeypatch.setattr(job_module, "_REST", 0)  # a state every batch: there is something to go on from, and to tear
     start = time.perf_counter()
     fit_into(scope, tmp_path / "timed")
     seconds = time.perf_counter() - start
@@ -245,18 +245,17 @@ def saves_by_our_clock(monkeypatch, batch: float, save: float) -> list[int]:
     """After which batches a run saves when a batch and a save take this many seconds; filled as it runs."""
     now, saved = [0.0], []
 
-    def saving(self, path, batches, of, shard):
+    def saving(self, path, batches):
         now[0] += save
         saved.append(batches)
-        return save
 
-    def rows(*given, real=sums.contrast_rows):
+    def rows(*given, real=passes.contrast_rows):
         now[0] += batch
         return real(*given)
 
-    monkeypatch.setattr(sums.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sums, "contrast_rows", rows)
-    monkeypatch.setattr(sums.Sums, "save", saving)
+    monkeypatch.setattr(job_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(passes, "contrast_rows", rows)
+    monkeypatch.setattr(ContrastSums, "save", saving)
     return saved
 
 
@@ -323,7 +322,7 @@ def test_sums_that_no_run_writes_are_refused(scope, whole, tmp_path, change):
         edited(sums_file(folder, "order"), change)
     for use in (
         lambda: fit_into(scope, tmp_path / "whole"),
-        lambda: load_fit(tmp_path / "whole", scope),
+        lambda: load(tmp_path / "whole", scope),
         lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
     ):
         with pytest.raises(BadInput, match=r"order\.safetensors (is damaged|was made by another job)"):
@@ -337,7 +336,7 @@ def test_a_flipped_bit_and_another_shards_sums_are_refused(scope, whole, tmp_pat
     content[-1001] ^= 1
     path.write_bytes(content)
     with pytest.raises(BadInput, match="its checksum is not that of what it holds"):
-        load_fit(tmp_path / "whole", scope)
+        load(tmp_path / "whole", scope)
     for index in (0, 1):
         fit_into(scope, tmp_path / str(index), (index, 2))
     shutil.copyfile(sums_file(tmp_path / "0", "order"), sums_file(tmp_path / "1", "order"))

@@ -176,7 +176,9 @@ def test_a_batch_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -
             raise torch.OutOfMemoryError("too large")
         return batch
 
-    assert list(stream([[0, 1, 2, 3, 4], [5, 6, 7]], run)) == [[0, 1], [2, 3], [4], [5, 6], [7]]
+    assert list(stream([[0, 1, 2, 3, 4], [5, 6, 7]], run)) == [
+        (0, False, [0, 1]), (0, False, [2, 3]), (0, True, [4]), (1, False, [5, 6]), (1, True, [7])
+    ]  # fmt: skip
     assert "batches of 2" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         list(stream([[0]], lambda batch: run([0, 0, 0])))

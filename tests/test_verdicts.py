@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from planted import PlantedHead
 from qkscope import BadInput, Head, tasks
-from qkscope.analyses import sums as sums_module
+from qkscope.analyses import decompose as passes
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import Batch, null_units
 from qkscope.capture.scope import Scope
@@ -294,7 +294,7 @@ def test_null_sums_that_do_not_fit_are_a_sentence(planted, monkeypatch):
     def full(*args, **kwargs):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
 
-    for owner, name in ((sums_module, "Moments"), (Moments, "update")):
+    for owner, name in ((passes, "Moments"), (Moments, "update")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             with pytest.raises(BadInput, match=says):

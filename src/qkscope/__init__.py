@@ -24,6 +24,7 @@ _HOME = {
     "decompose": "qkscope.analyses.decompose",
     "discover": "qkscope.analyses.discover.discover",
     "find_heads": "qkscope.analyses.find",
+    "load": "qkscope.analyses.fit",
     "list_families": "qkscope.capture.families",
     "relative_attention": "qkscope.analyses.relative",
     "reproduce": "qkscope.papers.registry",
@@ -39,7 +40,7 @@ _ROOMS = ("tasks",)
 
 __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
-    "attribute", "decompose", "discover", "find_heads", "list_families", "relative_attention", "reproduce",
+    "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention", "reproduce",
     "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "view", "write_report",
 ]  # fmt: skip
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.discover.discover import discover
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
+    from qkscope.analyses.fit import load
     from qkscope.analyses.relative import relative_attention
     from qkscope.analyses.singular import singular_basis
     from qkscope.analyses.sparsity import sparsity

@@ -207,7 +207,7 @@ def find_circuit(
             out.append(own[..., keys.index(job.key)] - rest)
         return torch.stack(out, dim=1)
 
-    scores = torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+    scores = torch.cat([part.value for part in stream(batches_of(units, batch_size), run, progress)]).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
     return [Edge(scope.heads()[i], job) for job, own in zip(jobs, best.tolist(), strict=True) for i in own]
 

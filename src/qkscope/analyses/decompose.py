@@ -3,131 +3,233 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from qkscope.analyses.about import made_from
+from qkscope.analyses.contrast_sums import ContrastSums
 from qkscope.analyses.fit import Fit, fit_of
-from qkscope.analyses.sums import Sums, accumulate, sums_file
+from qkscope.analyses.fit_folder import FitJob, asked_of, checked_contrasts, task_file
+from qkscope.analyses.merge import merge_together
+from qkscope.analyses.prompts import (
+    Batch,
+    Options,
+    Rows,
+    batches_of,
+    contrast_rows,
+    null_units,
+    unit_runner,
+    units_hash,
+    whole_rows,
+)
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import checked_call
+from qkscope.kinds import Between, Count, checked_call
+from qkscope.maths.moments import Moments
+from qkscope.maths.nulls import NullKind
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import check_writable
-from qkscope.runs.shards import Shard
-from qkscope.tasks.task import Task
+from qkscope.runs.job import Job
+from qkscope.runs.shards import Shard, is_shard, shard_folder, together, torchrun_shard
+from qkscope.runs.stream import Part, out_of_memory
+from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000
+Replicates = Annotated[int, Between(1, MOST_REPLICATES)]
 
 
 @checked_call
 def decompose(
-    scope: Scope,
+    scope: Scope | Callable[[], Scope],
     task: Task,
     heads: str | Head | Sequence[str | Head],
-    n: int = 1024,
+    n: Count = 1024,
     *,
     contrasts: Sequence[str] | None = None,
     rank: Rank | Mapping[str, Rank] = "energy",
     center: Mapping[str, Center] | None = None,
     space: Space = "post_rope",
-    batch_size: int = 32,
-    replicates: int = 199,
+    batch_size: Count = 32,
+    replicates: Replicates = 199,
     seed: int = 0,
     out: str | Path | None = None,
+    shard: Shard | Literal["torchrun"] | None = None,
+    show: Callable[[Fit], object] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Fit the task's contrasts at these heads on ``n`` units each, controls included.
+    """Fit the task's contrasts at these heads, controls included.
 
     Parameters
     ----------
+    scope : the model, or what loads it once all that can be checked without it is.
+    task : whose contrasts are fitted.
+    heads : like ``"L18H6,L18H7"``, or a list.
+    n : units of each contrast: a prompt, or a prompt and its copy.
     contrasts : names; all of the task's by default.
     rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
         matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
         where there is none.
+    center : overrides a contrast's own centring: ``none``, ``query`` or ``both``.
+    space : ``post_rope`` (the papers'), ``pre_rope`` or ``query_frame``.
+    batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
-    center : overrides a contrast's own centring.
-    out : folder for the sums; a run that died there is taken up where it stopped.
+    seed : of the nulls.
+    out : folder for the sums and the results, which `load` reads; a run that died there is taken up where it stopped,
+        and a folder of another job is refused.
+    shard : ``(i, n)`` takes every n-th batch from the i-th on and leaves its sums in ``out``; `merge` adds them up when
+        all are there. ``"torchrun"`` does both, where torchrun started this process: the first returns the whole fit.
+        The fit of a share has no subspaces.
+    show : told the fit before it is written, as the disk may be full.
+    progress : whether to show a bar; if not given, where stderr is a terminal.
+
+    Examples
+    --------
+    >>> from qkscope import Scope, decompose, tasks
+    >>> scope = Scope.load("nano:mixed")
+    >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, contrasts=["lexical"], replicates=19, progress=False)
+    >>> fit["lexical", "L1H0"].U.shape == (scope.d_head, scope.d_head)
+    True
+    >>> fit.table()[0]["verdict"]
+    'interaction'
     """
     start = time.perf_counter()
-    if out is not None and not Path(out).is_dir():  # a finished fit may well be read-only
-        check_writable(Path(out))
-    chosen = [scope.check(head) for head in parse_heads(heads)]
-    names = checked_contrasts(task, contrasts)
-    _check_options(names, rank, center or {}, scope.d_head)
-    check_replicates(replicates)
-    about = made_from(scope, task, space)
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    sums = collect(
-        scope, task, chosen, n, contrasts=names, space=space, batch_size=batch_size, replicates=replicates, seed=seed,
-        out=out, progress=progress,
-    )  # fmt: skip
-    fit = fit_of(sums, task, about, rank=rank, center=center)
-    return replace(fit, seed=seed, seconds=time.perf_counter() - start)
-
-
-def collect(
-    scope: Scope,
-    task: Task,
-    heads: Sequence[Head],
-    n: int,
-    *,
-    contrasts: Sequence[str],
-    space: Space = "post_rope",
-    batch_size: int = 32,
-    replicates: int = 199,
-    seed: int = 0,
-    out: str | Path | None = None,
-    shard: Shard = (0, 1),
-    progress: bool | None = None,
-) -> dict[str, Sums]:
-    """The sums of every contrast, as in `decompose`; of a shard ``(i, n)``, over every n-th batch from the i-th on."""
-    about = {**made_from(scope, task, space), "n": n}
-    return {
-        name: accumulate(
-            scope, task, task.contrasts[name], heads, n, space, batch_size, replicates, seed, about,
-            None if out is None else sums_file(out, name), shard, progress,
-        )
-        for name in contrasts
+    chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
+    _check_cuts(names, rank, center or {})
+    process = torchrun_shard() if shard == "torchrun" else None
+    share = process if shard == "torchrun" else shard
+    _check_share(share, process, out, rank, center)
+    asked = {
+        **asked_of(task), "heads": [str(head) for head in chosen], "n": n, "contrasts": names, "space": space,
+        "batch_size": batch_size, "replicates": replicates, "seed": seed,
     }  # fmt: skip
+    own = asked if share is None else {**asked, "shard": list(share)}
+    job = FitJob(out, own if process is None else asked)
+    if process is not None and job.is_finished:  # by an earlier run: the first process reads it, the others need not
+        if process[0] != 0:
+            return Fit(experiment=f"decompose/{task.name}", tables={})
+        process = share = None
+    if process is not None and out is not None:
+        job = FitJob(shard_folder(out, process), own)
+    options = Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
+    passes = {name: _Pass(task, task.contrasts[name], n, options) for name in names}
+    with together(process):
+        scope = scope if isinstance(scope, Scope) else scope()
+        chosen = [scope.check(head) for head in chosen]
+        _check_ranks(rank, scope.d_head)
+        about = made_from(scope, task, space)
+        with nullcontext() if job.out is None else job.hold():
+            job.start(about, task_file(asked))
+            sums = {name: one.sums(scope, chosen, {**about, "n": n}, job) for name, one in passes.items()}
+            if share is None:
+                fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
+                if show is not None:
+                    show(fit)
+                if job.out is not None:
+                    job.finish(fit)
+                return fit
+    if process is not None and out is not None:
+        whole = merge_together(out, process, rank=rank, center=center, show=show)
+        if whole is not None:
+            return whole
+    said = f"Shard {share[0]}/{share[1]} is in {job.out}: merge it with the others when all are done."
+    return Fit(experiment=f"decompose/{task.name}", tables={}, answer=said, model=scope.name, sums=sums)
 
 
-def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
-    """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
-    if isinstance(contrasts, str):
-        raise BadInput(f"contrasts are a list of names, as [{contrasts!r}], but got one name.")
-    names = list(task.contrasts) if contrasts is None else list(contrasts)
-    for i, name in enumerate(names):
-        task.fit(name, 1)
-        if name in names[:i]:
-            raise BadInput(f"contrast {name!r} is named twice: name each once.")
-    if not names:
-        raise BadInput(f"no contrast was named: there is {', '.join(task.contrasts)}.")
-    return names
+class _Pass:
+    """One pass over a contrast's prompts: its batches, and the sums that they leave."""
+
+    def __init__(self, task: Task, contrast: Contrast, n: int, options: Options) -> None:
+        self.contrast, self.options, self.units = contrast, options, task.fit(contrast.name, n)
+        every, (index, count) = batches_of(self.units, options.batch_size), options.shard
+        if len(every) < count:
+            raise BadInput(
+                f"{len(self.units)} examples of {contrast.name} in batches of {options.batch_size} cannot be shared "
+                f"among {count}: take fewer shards or smaller batches."
+            )
+        self.batches = every[index::count]
+
+    def sums(self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], job: Job) -> ContrastSums:
+        """Sums over this shard's batches, saved now and then and taken up from there."""
+        contrast, options = self.contrast, self.options
+        with _room(len(heads), options.replicates):
+            moments = Moments(
+                heads, [contrast.name], scope.d_head, group_size=scope.group_size, nulls=_nulls(contrast),
+                replicates=options.replicates, seed=options.seed, device=scope.device,
+                about={**about, "batch_size": options.batch_size, "examples": units_hash(self.units)},
+            )  # fmt: skip
+            sums = ContrastSums(moments, of=len(self.batches), shard=options.shard)
+        unit_of, parts = null_units(self.units, contrast), list[Rows]()
+
+        def add(part: Part[Batch]) -> None:
+            q, k, labels, _ = contrast_rows(part.value, contrast)
+            parts.append((q, k, labels, unit_of(part.value)))
+            captured = part.value.captured
+            sums.cov_q.update(captured.q)
+            own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
+            sums.cov_k.update(own[captured.key_mask])
+            if part.last:
+                if len(parts) > 1:
+                    sums.cut.append(part.number)
+                q, k, labels, prompts = whole_rows(parts)
+                parts.clear()
+                with _room(len(heads), options.replicates):
+                    moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+
+        run = unit_runner(scope, self.units, heads, space=options.space, chat=options.chat, rest=False)
+        job.add_up(contrast.name, self.batches, run, add, sums, options.progress)
+        sums.batches = len(self.batches)
+        return sums
 
 
-def check_replicates(replicates: int) -> None:
-    """A null needs some, and no one needs a million of them."""
-    if type(replicates) is not int or not 1 <= replicates <= MOST_REPLICATES:
-        many = f", and {MOST_REPLICATES:,} at most" if type(replicates) is int and replicates > 0 else ""
-        raise BadInput(f"a null needs replicates, but got {replicates!r}: take 199 or more{many}.")
+def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
+    """Which nulls a contrast needs.
+
+    Across a prompt and its copy each difference stands with both signs, so there is nothing but the interaction. Labels
+    are dealt out again within a prompt; where words are the unit, their signs are flipped instead.
+    """
+    if contrast.across:
+        return ("interaction",)
+    return ("label_permutation" if contrast.unit == "prompt" and not contrast.paired else "sign_flip", "interaction")
 
 
-def _check_options(names: list[str], rank: Any, center: Mapping[str, str], d_head: int) -> None:
-    ranks = dict(rank) if isinstance(rank, Mapping) else {}
-    for what, given in (("rank", ranks), ("center", center)):
+@contextmanager
+def _room(heads: int, replicates: int) -> Iterator[None]:
+    """Say what to do where the sums do not fit into memory: halving a batch would not help, as they do not grow."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise BadInput(
+            f"the null sums of {heads} heads with {replicates} replicates do not fit into memory: take fewer heads at "
+            "a time, or fewer replicates."
+        ) from None
+
+
+def _check_share(share: Shard | None, process: Shard | None, out: Any, rank: Any, center: Any) -> None:
+    if share is None:
+        return
+    if not is_shard(list(share)):
+        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {share}.")
+    if out is None:
+        raise BadInput("a shard leaves its sums in a folder, to be merged: name one with out.")
+    if process is None and (rank != "energy" or center):
+        raise BadInput("a shard has no subspaces yet: say rank and center to merge.")
+
+
+def _check_cuts(names: Sequence[str], rank: Any, center: Mapping[str, str]) -> None:
+    for what, given in (("rank", rank if isinstance(rank, Mapping) else {}), ("center", center)):
         for name in given:
             if name not in names:
                 raise BadInput(f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}.")
-    for value in ranks.values() if ranks else [rank]:
-        if value not in ("energy", "null") and (type(value) is not int or not 1 <= value <= d_head):
+
+
+def _check_ranks(rank: Any, d_head: int) -> None:
+    for value in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if not isinstance(value, str) and not 1 <= value <= d_head:
             raise BadInput(f"rank is 'energy', 'null' or a number from 1 to {d_head}, but got {value!r}.")
-    for value in center.values():
-        if value not in ("none", "query", "both"):
-            raise BadInput(f"center is one of none, query, both, but got {value!r}.")

@@ -70,7 +70,7 @@ def find_heads(
         unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
         return tuple(x.cpu() for x in (*scores, unit))
 
-    found = list(stream(batches_of(units, batch_size), run, progress))
+    found = [part.value for part in stream(batches_of(units, batch_size), run, progress)]
     hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*found, strict=True))
     chance = float(chances.mean())
     cluster = clusters_of(units, unit)

@@ -1,21 +1,31 @@
-"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums."""
+"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; and
+`load`, which reads it back from its folder.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
-from qkscope.analyses.about import with_notes
-from qkscope.analyses.sums import Sums
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.about import check_same_model, made_from, with_notes
+from qkscope.analyses.contrast_sums import ContrastSums, sums_file
+from qkscope.analyses.fit_folder import FitJob, job_of, read_job, read_sums, task_file, task_of
+from qkscope.analyses.prompts import units_hash
+from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_class
+from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
+from qkscope.runs.folder import RESULTS
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
@@ -31,7 +41,7 @@ class Fit(Result):
     comes_from = "as decompose gives"
 
     subspaces: Mapping[tuple[str, Head], Subspace] = field(default_factory=dict)
-    sums: Mapping[str, Sums] = field(default_factory=dict)
+    sums: Mapping[str, ContrastSums] = field(default_factory=dict)
     heads: tuple[Head, ...] = ()
     space: Space = "post_rope"
     chat: bool = False
@@ -42,8 +52,8 @@ class Fit(Result):
             raise BadInput(f"a fit is asked for a contrast and a head, as fit['lexical', 'L18H6'], but got {which!r}.")
         contrast, head = which[0], Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
-            raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {', '.join(self.contrasts)} at "
-                           f"{', '.join(map(str, self.heads))}.")  # fmt: skip
+            there = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
+            raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {there}.")
         return self.subspaces[contrast, head]
 
     def __iter__(self) -> Iterator[tuple[str, Head]]:
@@ -58,9 +68,107 @@ class Fit(Result):
         """One row per contrast and head."""
         return [dict(row) for row in self.tables["ranks"]]
 
+    def delta(self, contrast: str, head: str | Head) -> Float[Tensor, "d d"]:
+        """ΔC as it was fitted, centring included: its SVD is ``fit[contrast, head]``.
+
+        Parameters
+        ----------
+        contrast : its name.
+        head : one of the fitted heads.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from qkscope import Scope, decompose, tasks
+        >>> fit = decompose(Scope.load("nano:mixed"), tasks.binding(5), "L1H0", 32, replicates=19, progress=False)
+        >>> delta, found = fit.delta("lexical", "L1H0"), fit["lexical", "L1H0"]
+        >>> bool(torch.allclose(torch.linalg.svdvals(delta), found.S))
+        True
+        """
+        found = self[contrast, head]
+        return (found.U * found.S) @ found.V.mT
+
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None, state: str = "") -> Path:
+        """Write the folder that `decompose` would have written, for `load` and the later verbs.
+
+        Parameters
+        ----------
+        folder : a new one, or one of the same job.
+        files, state : a fit has none besides its own.
+        """
+        if files or state:
+            raise BadInput("the folder of a fit holds its own files alone: write others elsewhere.")
+        if not self.subspaces or not self.sums:
+            raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
+        asked = job_of(self.sums)
+        job, source = FitJob(folder, asked), task_file(asked)
+        if source is not None and not source.is_file():
+            raise BadInput(f"{source} is missing, the task's file, of which the folder keeps a copy: put it back.")
+        with job.hold():
+            job.start(asked, source)
+            for name, one in self.sums.items():
+                one.save(sums_file(folder, name))
+            job.finish(self)
+        return Path(folder)
+
+
+@overload
+def load(folder: str | Path, scope: None = None) -> Result: ...
+
+
+@overload
+def load(folder: str | Path, scope: Scope) -> Fit: ...
+
+
+@checked_call
+def load(folder: str | Path, scope: Scope | None = None) -> Result:
+    """Read back a run's folder: the fit of one that `decompose` wrote, and of any the tables.
+
+    Parameters
+    ----------
+    folder : that a verb or ``write`` of a result wrote.
+    scope : the model that a fit was made with; the `Fit` is then the one that `decompose` returned. Refused for other
+        weights or another tokenizer. Without it the tables, arrays and claims are read, as a plain `Result`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from qkscope import Scope, decompose, load, tasks
+    >>> scope, out = Scope.load("nano:mixed"), tempfile.mkdtemp()
+    >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, replicates=19, out=out, progress=False)
+    >>> load(out, scope).table() == fit.table()
+    True
+    >>> sorted(load(out).tables)
+    ['ranks', 'spectrum']
+    """
+    return Result.read(folder) if scope is None else _load_fit(Path(folder), scope)
+
+
+def _load_fit(folder: Path, scope: Scope) -> Fit:
+    """The fit of a finished folder, as `decompose` returned it."""
+    job = read_job(folder)
+    check_same_model(job, scope, str(folder))
+    if job.get("shard"):
+        raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
+    if not (folder / RESULTS).exists():
+        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
+    task = task_of(job, folder)
+    sums = read_sums(folder, job, task, device=scope.device)
+    for name, one in sums.items():
+        if one.moments.about.get("examples") != units_hash(task.fit(name, job["n"])):
+            raise BadInput(
+                f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose again into "
+                "another folder."
+            )
+    written = Result.read(folder)
+    asked: Any = written.provenance.get("asked", {})
+    cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
+    fit = fit_of(sums, task, made_from(scope, task, job["space"]), **cut)
+    return replace(fit, seconds=written.seconds, provenance=written.provenance)
+
 
 def fit_of(
-    sums: Mapping[str, Sums],
+    sums: Mapping[str, ContrastSums],
     task: Task,
     about: Mapping[str, Any],
     *,
@@ -110,7 +218,8 @@ def fit_of(
             **about,
             n=some.about["n"],
             replicates=some.replicates,
-            rank=str(rank),
+            rank=rank,
+            **({"center": dict(center)} if center else {}),
             **({"cut": parted} if parted else {}),
         ),
         subspaces=subspaces,

@@ -1,7 +1,7 @@
-"""A fit as a folder: the sums of each contrast, and the job that made them, so that later verbs need no second pass.
+"""The folder of a fit: the job that it is of, the sums of each contrast, and a copy of a task that is a file.
 
-``job.json`` is written before the model runs and says what was asked; a folder of another job is refused, and one whose
-job died is taken up. Subspaces are recomputed from the sums: they are cheap, and then they cannot disagree.
+``job.json`` is written before the model runs; subspaces are not stored, but made again from the sums: they are cheap,
+and then they cannot disagree.
 """
 
 from __future__ import annotations
@@ -9,45 +9,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qkscope import tasks
-from qkscope.analyses.about import check_same_model, made_from
-from qkscope.analyses.decompose import check_replicates, checked_contrasts, collect
-from qkscope.analyses.fit import Fit, fit_of
-from qkscope.analyses.prompts import batches_of, units_hash
-from qkscope.analyses.sums import Sums, sums_file
-from qkscope.capture.scope import Scope
-from qkscope.capture.spaces import Space, check_space
+from qkscope.analyses.contrast_sums import ContrastSums, sums_file
 from qkscope.errors import BadInput
-from qkscope.heads import Head
-from qkscope.runs.folder import (
-    JOB,
-    LOCK,
-    PAGE,
-    RESULTS,
-    SCHEMA,
-    as_json,
-    check_folder,
-    clear_left_over,
-    kept_if_stopped,
-    only_writer,
-    read_json,
-    write_run,
-    write_text,
-    writing,
-)
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import plain_value
+from qkscope.runs.folder import JOB, LOCK, PAGE, RESULTS, as_json, read_json, write_run, writing
+from qkscope.runs.job import Job
+from qkscope.runs.result import Result, plain_value
 from qkscope.runs.shards import SHARDS, Shard, is_shard
 from qkscope.tasks.task import Task
 
-MADE = ("command", "versions", "threads")
-"""What a job's file says besides the job: two shards may differ in it."""
+_MODEL = ("model", "weights", "dtype", "tokenizer")
 _FIELDS: dict[str, tuple[type, ...]] = {
     "weights": (str,), "tokenizer": (str, type(None)), "model": (str,), "task": (str,), "asked": (dict,),
     "task_seed": (int,), "heads": (list,), "n": (int,), "contrasts": (list,), "space": (str,), "batch_size": (int,),
@@ -55,133 +33,88 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def plan_decompose(
-    task: Task,
-    heads: Sequence[Head],
-    n: int,
-    out: str | Path,
-    *,
-    contrasts: Sequence[str] | None = None,
-    space: Space = "post_rope",
-    batch_size: int = 32,
-    replicates: int = 199,
-    seed: int = 0,
-    shard: Shard | None = None,
-) -> dict[str, Any]:
-    """The job as far as it is known without the model, checked: its examples, its options and its folder."""
-    names = checked_contrasts(task, contrasts)
-    if batch_size < 1:
-        raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
-    check_replicates(replicates)
-    for name in names:
-        units = task.fit(name, n)
-        if shard is not None and len(batches_of(units, batch_size)) < shard[1]:
-            raise BadInput(f"{len(units)} examples of {name} in batches of {batch_size} cannot be shared among "
-                           f"{shard[1]}: take fewer shards or smaller batches.")  # fmt: skip
-    check_space(space)
-    plan = {
-        "task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed,
-        "heads": [str(head) for head in heads], "n": n, "contrasts": names, "space": space,
-        "batch_size": batch_size, "replicates": replicates, "seed": seed,
-        **({} if shard is None else {"shard": list(shard)}),
-    }  # fmt: skip
-    check_place(Path(out), plan)
-    return plan
-
-
-def check_place(folder: Path, job: dict[str, Any]) -> None:
-    """A folder takes one job: the same one again, or nothing of anyone's yet."""
-    if folder.is_file():
-        raise BadInput(f"{folder} is a file and holds other things than a fit: name a new folder.")
-    if (folder / JOB).exists():
-        found = read_job(folder)
-        differs = [name for name in dict.fromkeys((*job, "shard")) if found.get(name) != job.get(name)]
-        if differs:
-            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
-    check_folder(folder, "decompose", state=_state(folder, job), called="other things than a fit")
-
-
-def _state(folder: Path, job: dict[str, Any]) -> str:
-    """What a fit keeps besides what it lists: job, sums, the copy of its task (once there is a job), and shares."""
-    own = [JOB, *(sums_file(folder, name).name for name in job["contrasts"])]
-    copy = [Path(job["asked"]["file"]).name] if isinstance(job["asked"].get("file"), str) else []
-    names, shares = (
-        "|".join(map(re.escape, given))
-        for given in ([*own, *(copy if (folder / JOB).exists() else [])], [*own, *copy, LOCK])
-    )
-    return rf"{names}|{SHARDS}/\d+-of-\d+/({shares})"
-
-
-def run_decompose(
-    scope: Scope,
-    task: Task,
-    heads: Sequence[Head],
-    n: int,
-    out: str | Path,
-    *,
-    shard: Shard | None = None,
-    show: Callable[[Fit], object] = lambda fit: None,
-    **options: Any,
-) -> Fit | None:
-    """Decompose into a folder, going on where an earlier run of the same job stopped; a shard leaves its sums alone.
+class FitJob(Job):
+    """A job of `decompose` in its folder, checked when it is made: the folder is for this job or for none yet.
 
     Parameters
     ----------
-    show : told the fit before it is written, as the disk may be full.
-    options : those of `plan_decompose`.
+    out : the folder; without one nothing is written.
+    asked : the job, as far as it is known without the model.
     """
-    start, folder = time.perf_counter(), Path(out)
-    heads = [scope.check(head) for head in heads]
-    plan = plan_decompose(task, heads, n, out, shard=shard, **options)
-    job = {
-        "model": scope.name, "weights": scope.weights_hash, "dtype": str(scope.model.dtype),
-        "tokenizer": scope.tokenizer_hash, **plan,
+
+    def __init__(self, out: str | Path | None, asked: Mapping[str, Any]) -> None:
+        super().__init__(out)
+        self.asked = dict(asked)
+        if self.out is not None:
+            self._check()
+
+    def _check(self) -> None:
+        self.check(self.asked, "decompose", self._state(), "other things than a fit", _FIELDS)
+
+    def start(self, about: Mapping[str, Any], file: Path | None) -> None:
+        """Say what the sums are of, now that the model is known; and keep the task's file, if it is one."""
+        if self.out is None:
+            return
+        self.asked = {**{name: about[name] for name in _MODEL}, **self.asked}
+        self._check()
+        self.say(self.asked)
+        if file is not None:
+            copy_into(self.out, file)
+
+    def finish(self, fit: Result) -> None:
+        """The finished numbers beside the sums they come from; their page is written by itself."""
+        assert self.out is not None
+        contents = {RESULTS: as_json(fit.to_json())}
+        about = plain_value(fit.provenance)
+        write_run(self.out, fit.experiment, contents, about, state=self._state(), later=[PAGE])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the folder holds its results and all of its sums."""
+        if self.out is None or not (self.out / RESULTS).is_file():
+            return False
+        return all(sums_file(self.out, name).is_file() for name in self.asked["contrasts"])
+
+    def _state(self) -> str:
+        """What a fit keeps besides what it lists: job, sums, the copy of its task (once there is a job), and shares."""
+        assert self.out is not None
+        own = [JOB, *(sums_file(self.out, name).name for name in self.asked["contrasts"])]
+        copy = [Path(self.asked["asked"]["file"]).name] if isinstance(self.asked["asked"].get("file"), str) else []
+        there = [*own, *(copy if (self.out / JOB).exists() else [])]
+        names, shares = ("|".join(map(re.escape, given)) for given in (there, [*own, *copy, LOCK]))
+        return rf"{names}|{SHARDS}/\d+-of-\d+/({shares})"
+
+
+def copy_into(folder: Path, file: Path) -> None:
+    """Keep a copy of a file; it may be there already."""
+    copy = folder / file.name
+    with writing(copy):
+        if not (copy.exists() and file.samefile(copy)):
+            shutil.copyfile(file, copy)
+
+
+def asked_of(task: Task) -> dict[str, Any]:
+    """What a job says of its task, as JSON has it."""
+    return {"task": task.name, "asked": json.loads(json.dumps(dict(task.asked))), "task_seed": task.seed}
+
+
+def job_of(sums: Mapping[str, ContrastSums]) -> dict[str, Any]:
+    """The job that finished sums are of, as its ``job.json`` would say it."""
+    some = next(iter(sums.values())).moments
+    about = json.loads(json.dumps(some.about))
+    return {
+        **{name: about[name] for name in (*_MODEL, "task", "asked", "task_seed")},
+        "heads": [str(head) for head in some.heads], "n": about["n"], "contrasts": list(sums),
+        "space": about["space"], "batch_size": about["batch_size"], "replicates": some.replicates, "seed": some.seed,
     }  # fmt: skip
-    with only_writer(folder):
-        check_place(folder, job)
-        with writing(folder):
-            clear_left_over(folder)
-        write_job(folder, job)
-        copy_task(task, job, Path(), folder)
-        same = {name: plan[name] for name in ("contrasts", "space", "batch_size", "replicates", "seed")}
-        with kept_if_stopped(folder, lambda: any(sums_file(folder, name).exists() for name in plan["contrasts"])):
-            sums = collect(scope, task, heads, n, **same, out=folder, shard=shard or (0, 1))
-        if shard is not None:
-            return None
-        fit = fit_of(sums, task, made_from(scope, task, plan["space"]))
-        fit = replace(fit, seconds=time.perf_counter() - start)
-        show(fit)
-        write_fit(folder, fit, job)
-    return fit
 
 
-def write_job(folder: Path, job: dict[str, Any]) -> None:
-    """Say what a folder is made from, before it is made."""
-    if not (folder / JOB).exists():
-        made = {"schema": SCHEMA, **{name: value for name, value in provenance().items() if name in MADE}, **job}
-        write_text(folder / JOB, json.dumps(made, indent=1, ensure_ascii=False))
-
-
-def copy_task(task: Task, job: dict[str, Any], source: Path, folder: Path) -> None:
-    """Keep the file of a task that is one; it stands in ``source``, or where it was named."""
-    if task.name not in tasks.BUILT_IN:
-        name = Path(job["asked"]["file"])
-        own, copy = source / (name.name if source.name else name), folder / name.name
-        with writing(copy):
-            if not (copy.exists() and own.samefile(copy)):
-                shutil.copyfile(own, copy)
-
-
-def write_fit(folder: Path, fit: Fit, job: dict[str, Any]) -> None:
-    """The finished numbers beside the sums they come from; their page is written by itself."""
-    contents = {RESULTS: as_json(fit.to_json())}
-    write_run(folder, fit.experiment, contents, plain_value(fit.provenance), state=_state(folder, job), later=[PAGE])
-
-
-def is_finished(folder: str | Path, job: dict[str, Any]) -> bool:
-    """Whether a folder, of this job, holds its results and all of its sums."""
-    folder = Path(folder)
-    return (folder / RESULTS).is_file() and all(sums_file(folder, name).is_file() for name in job["contrasts"])
+def task_file(asked: Mapping[str, Any], source: str | Path | None = None) -> Path | None:
+    """The file of a task that is one: in the folder ``source``, or where it was named; none of another task."""
+    if asked["task"] in tasks.BUILT_IN or not isinstance(asked["asked"].get("file"), str):
+        return None
+    path = Path(asked["asked"]["file"])
+    return path if source is None else Path(source) / path.name
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:
@@ -196,44 +129,29 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     return job
 
 
-def load_fit(folder: str | Path, scope: Scope) -> tuple[Fit, Task]:
-    """The fit of a finished folder, and its task; refused for other weights or another tokenizer."""
-    job = read_job(folder)
-    check_same_model(job, scope, str(folder))
-    if job.get("shard"):
-        raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
-    if not (Path(folder) / "results.json").exists():
-        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
-    task = task_of(job, folder)
-    read = finished_sums(Path(folder), job, task, device=scope.device)
-    for name, (one, _) in read.items():
-        if one.moments.about.get("examples") != units_hash(task.fit(name, job["n"])):
-            raise BadInput(f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose "
-                           "again into another folder.")  # fmt: skip
-    return fit_of({name: one for name, (one, _) in read.items()}, task, made_from(scope, task, job["space"])), task
-
-
-def finished_sums(
-    folder: Path, job: dict[str, Any], task: Task, shard: Shard = (0, 1), device: Any = "cpu"
-) -> dict[str, tuple[Sums, int]]:
-    """The sums of every contrast of a folder's job, and their numbers of batches; never made anew."""
+def read_sums(
+    folder: Path, job: Mapping[str, Any], task: Task, shard: Shard = (0, 1), device: torch.device | str = "cpu"
+) -> dict[str, ContrastSums]:
+    """The finished sums of every contrast of a folder's job; never made anew."""
     found = {}
     for name in checked_contrasts(task, job["contrasts"]):
         path = sums_file(folder, name)
         if not path.is_file():
             again = f"`{job['command']}`" if job.get("command") else "the same decompose command"
             raise BadInput(f"{path} is missing, the sums that {folder} is made of: run {again} again to make it.")
-        found[name] = sums, _ = Sums.read(path, shard, device)
+        found[name] = sums = ContrastSums.read(path, shard, device)
         made = sums.moments
         said = {**made.about, "heads": [str(h) for h in made.heads], "seed": made.seed, "replicates": made.replicates}
         differs = [fact for fact, value in said.items() if job.get(fact, value) != value]
-        if differs or sums.moments.contrasts != [name]:
-            raise BadInput(f"{path} was made by another job than {folder} says ({', '.join(differs) or 'contrast'} "
-                           "differs): run decompose again into another folder.")  # fmt: skip
+        if differs or made.contrasts != [name]:
+            raise BadInput(
+                f"{path} was made by another job than {folder} says ({', '.join(differs) or 'contrast'} differs): run "
+                "decompose again into another folder."
+            )
     return found
 
 
-def task_of(job: dict[str, Any], folder: str | Path) -> Task:
+def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
     """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
     asked, seed = dict(job["asked"]), job["task_seed"]
     if job["task"] in tasks.BUILT_IN:
@@ -255,3 +173,15 @@ def task_of(job: dict[str, Any], folder: str | Path) -> Task:
     if task.asked["hash"] != asked["hash"]:
         raise BadInput(f"{kept} has changed since {folder} was made from it: run decompose again.")
     return replace(task, asked=asked)  # its sums know it by the name it was given
+
+
+def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
+    """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
+    names = list(task.contrasts) if contrasts is None else list(contrasts)
+    for i, name in enumerate(names):
+        task.fit(name, 1)
+        if name in names[:i]:
+            raise BadInput(f"contrast {name!r} is named twice: name each once.")
+    if not names:
+        raise BadInput(f"no contrast was named: there is {', '.join(task.contrasts)}.")
+    return names

@@ -1,4 +1,6 @@
-"""Units of a task through a model: a fixed list of batches, in which a prompt and its copy stay together."""
+"""A task's prompts through a model: a fixed list of batches, in which a prompt and its copy stay together, and the rows
+of a contrast that each batch gives.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,19 @@ from qkscope.heads import Head
 from qkscope.runs.stream import stream
 from qkscope.tasks.drawn import WINDOW
 from qkscope.tasks.task import Contrast, Unit
+
+
+@dataclass(frozen=True)
+class Options:
+    """How prompts pass through a model, and what is drawn beside them."""
+
+    space: Space = "post_rope"
+    batch_size: int = 32
+    chat: bool = False
+    replicates: int = 199
+    seed: int = 0
+    shard: tuple[int, int] = (0, 1)
+    progress: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -65,18 +80,13 @@ def capture_units(
     batch_size: int = 32,
     chat: bool = False,
     rest: bool = True,
-    first: int = 0,
-    shard: tuple[int, int] = (0, 1),
     progress: bool | None = None,
 ) -> Iterator[Batch]:
-    """Stream the units batch by batch, from batch ``first`` of this shard's share on.
-
-    A batch that does not fit into memory comes in parts, each of whole units.
-    """
+    """Stream the units batch by batch; one that does not fit into memory comes in parts, each of whole units."""
     if not units:
         raise BadInput("there are no examples: give at least one.")
-    own = batches_of(units, batch_size)[shard[0] :: shard[1]][first:]
-    return stream(own, unit_runner(scope, units, heads, space=space, chat=chat, rest=rest), progress)
+    run = unit_runner(scope, units, heads, space=space, chat=chat, rest=rest)
+    return (part.value for part in stream(batches_of(units, batch_size), run, progress))
 
 
 def unit_runner(

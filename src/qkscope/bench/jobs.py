@@ -57,7 +57,7 @@ _PASS = """
 import logging, sys
 from qkscope import Scope, decompose, tasks
 logging.basicConfig(format="%(message)s")
-logging.getLogger("qkscope.analyses.sums").setLevel(logging.DEBUG)
+logging.getLogger("qkscope.runs.job").setLevel(logging.DEBUG)
 scope = Scope.load("smollm2-135m", device="cpu")
 print("ready", flush=True)
 sys.stdin.readline()

@@ -263,7 +263,7 @@ class Scope(Shape):
             encoded = self._pad(prompts, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
-        return stream(batches[shard[0] :: shard[1]], run, progress)
+        return (part.value for part in stream(batches[shard[0] :: shard[1]], run, progress))
 
     @torch.no_grad()
     def capture_inputs(

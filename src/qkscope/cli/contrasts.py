@@ -86,37 +86,21 @@ def decompose(
     """
     from qkscope.heads import parse_heads
 
-    chosen = parse_heads(heads)
+    chosen = parse_heads(heads)  # before a file is read
     made = make_task(task, form, size, seed, chat, center)
-    from qkscope.analyses.fit_folder import is_finished, plan_decompose, run_decompose
-    from qkscope.analyses.merge import merge_together
-    from qkscope.runs.shards import parse_shard, shard_folder, together, torchrun_shard
+    from qkscope.analyses.decompose import decompose as run
+    from qkscope.runs.shards import parse_shard, torchrun_device
 
     names = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
-    process = torchrun_shard() if shard is None else None
-    share = process if shard is None else parse_shard(shard)
-    folder = out if process is None else shard_folder(out, process)
-    options: Any = {"contrasts": names, "space": space, "batch_size": batch_size, "seed": seed, "shard": share,
-                    "replicates": replicates}  # fmt: skip
-    if process is not None:  # the whole is merged into it in the end: ask now
-        whole = plan_decompose(made, chosen, n, out, **{**options, "shard": None})
-        if is_finished(out, whole):  # by an earlier run: one process reads it, the others have nothing to do
-            if process[0] != 0:
-                return
-            process, folder, options["shard"] = None, out, None
-    plan_decompose(made, chosen, n, folder, **options)
-
-    def show(fit: Any) -> None:
-        print_result(fit, as_json)  # first: it is computed, and may not fit on the disk
-
-    with together(process, device) as own_device:
-        scope = load_scope(model, own_device, dtype)
-        fit = run_decompose(scope, made, chosen, n, folder, show=show, **options)
-    if process is not None:
-        fit = merge_together(out, process, show)
-    if fit is not None:
+    share: Any = "torchrun" if shard is None else parse_shard(shard)
+    fit = run(
+        lambda: load_scope(model, torchrun_device(device), dtype), made, chosen, n, contrasts=names, out=out,
+        space=space, batch_size=batch_size, seed=seed, shard=share, replicates=replicates,  # type: ignore[arg-type]
+        show=lambda fit: print_result(fit, as_json),
+    )  # fmt: skip
+    if fit.subspaces:
         _write_page(fit, as_json, out)
-    elif shard is not None and share is not None:
+    elif shard is not None:
         typer.echo(f"Shard {share[0]}/{share[1]} is in {out}; when all are done: qkscope merge SHARDS... --out DIR")
 
 
@@ -139,7 +123,7 @@ def merge(
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.merge import merge as run_merge
 
-    _write_page(run_merge(folders, out, lambda fit: print_result(fit, as_json)), as_json, out)
+    _write_page(run_merge(folders, out, show=lambda fit: print_result(fit, as_json)), as_json, out)
 
 
 @app.command()
@@ -151,7 +135,8 @@ def swap(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
-    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.fit import load
+    from qkscope.analyses.fit_folder import read_job, task_of
     from qkscope.analyses.swap import SIZES, check_swappable
     from qkscope.analyses.swap import swap as run_swap
     from qkscope.runs.job import Job
@@ -162,7 +147,7 @@ def swap(
     check_batch_size(batch_size)
     units = task_of(asked, folder).test(n)
     scope = load_scope(asked["model"], device, dtype)
-    fit, _ = load_fit(folder, scope)
+    fit = load(folder, scope)
     sizes = [k for k in SIZES if k <= scope.d_head]
     place = folder if os.access(folder, os.W_OK) else None
     job = [Job(place), Job(place)]
@@ -209,7 +194,8 @@ def explain(
     from typing import get_args
 
     from qkscope.analyses.attribute import attribute
-    from qkscope.analyses.fit_folder import load_fit, read_job, task_of
+    from qkscope.analyses.fit import load
+    from qkscope.analyses.fit_folder import read_job, task_of
     from qkscope.analyses.swap import check_swappable
     from qkscope.heads import Head
     from qkscope.maths.attribution import Split
@@ -223,9 +209,9 @@ def explain(
         raise BadInput("the prompt is empty: give at least one character.")
     task_of(asked, folder)
     scope = load_scope(asked["model"], device, dtype)
-    fit, made = load_fit(folder, scope)
+    fit = load(folder, scope)
     text = prompt.replace("\\n", "\n")
-    parts = attribute(scope, text, head or fit.heads[0], fit, split=split, chat=made.chat)  # type: ignore[arg-type]
+    parts = attribute(scope, text, head or fit.heads[0], fit, split=split, chat=fit.chat)  # type: ignore[arg-type]
     if as_json:
         print_json(parts.to_json())
         return

@@ -141,10 +141,10 @@ def _run(
     as_json: bool,
 ) -> None:
     """Run as a job, and say what was found before it is written: a disk that refuses then takes nothing away."""
-    from qkscope.runs.job import keeping
+    from qkscope.runs.job import Job
     from qkscope.runs.result import plain_value
 
-    with keeping(out) as job:
+    with Job(out).hold() as job:
         result = run(job)
         if as_json:
             print_json(result.to_json())

@@ -21,8 +21,9 @@ import torch
 
 from qkscope import tasks
 from qkscope.analyses.attribute import split_logits, token_rows
-from qkscope.analyses.fit import Fit
-from qkscope.analyses.fit_folder import load_fit, run_decompose
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import Fit, load
+from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.capture.cache import cache_dir
 from qkscope.capture.encode import Encoding
@@ -87,8 +88,7 @@ class Session:
         """With the features of a fit folder, or with none yet."""
         if folder is None:
             return cls(scope)
-        fit, task = load_fit(folder, scope)
-        return cls(scope, fit, task, str(folder))
+        return cls(scope, load(folder, scope), task_of(read_job(folder), folder), str(folder))
 
     # ------------------------------------------------------------------ what is asked
 
@@ -152,8 +152,7 @@ class Session:
             at = self.scope.check(head)
             if at not in self._features:
                 place = cache_dir("explorer", self.scope.weights_hash, self._job(), str(at))
-                fit = run_decompose(self.scope, self._task, [at], _FITTED_ON, place, contrasts=self._contrasts)
-                assert fit is not None  # only a shard of a job has none
+                fit = decompose(self.scope, self._task, [at], _FITTED_ON, contrasts=self._contrasts, out=place)
                 self._features[at] = {name: fit[name, at] for name in self._contrasts}
             return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
 

@@ -1,9 +1,11 @@
-"""A long run in pieces: what is done is kept beside the results to come, and the same command takes it up.
+"""A long run: what is asked, the folder that keeps what is done of it, and one writer; said again, it goes on.
 
-Pieces live in ``OUT/.work/JOB`` until the whole is written, JOB being a fingerprint of all that decides the numbers:
+``job.json`` says what is asked, before any work. What is done is kept in pieces, each one safetensors file, written
+whole or not at all. There are two places for them. Where they are the result's own (the sums of a fit, the checkpoints
+of a sweep), they stand in the run's folder, which takes that one job and refuses others. Where they only serve to go
+on, they stand in ``OUT/.work/JOB`` until the whole is written, JOB being a fingerprint of all that decides the numbers:
 the model's weights, the tokenizer, the examples, every option, the versions. So pieces of another job are never taken
-for ours; they stay where they are until that job is finished or someone deletes them. A piece is one safetensors file,
-written whole or not at all, and one that cannot be read is made again.
+for ours; they stay where they are until that job is finished or someone deletes them.
 """
 
 from __future__ import annotations
@@ -17,75 +19,162 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qkscope.errors import BadInput, Terminated
-from qkscope.runs.folder import WORK, clear_left_over, file_name, only_writer, write_text, writing
-from qkscope.runs.provenance import provenance
+from qkscope.runs.folder import (
+    JOB,
+    SCHEMA,
+    WORK,
+    Kinds,
+    check_folder,
+    clear_left_over,
+    file_name,
+    kept_if_stopped,
+    only_writer,
+    read_json,
+    write_text,
+    writing,
+)
+from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.store import read_tensors, write_tensors
-from qkscope.runs.stream import stream
+from qkscope.runs.stream import Part, stream
 
 log = logging.getLogger(__name__)
 
-_REST = 100  # times what a save takes, until the next: saving is 1% of a run ...
-_LONGEST_REST = 45.0  # ... but never longer than this many seconds, which is what a kill can lose,
-_SHORTEST_REST = 10  # nor shorter than this many times a save: where sums are huge, saving would be all the work
-_FIRST = 0.01  # seconds that the first save is taken to cost
+T = TypeVar("T")
+
+_REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
+_LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
+_FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
 _TENSOR = "tensor"
 
 
+class State(Protocol):
+    """What a pass adds to, and how it is kept: sums of our own, or pieces."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the next save will write, by name."""
+
+    def save(self, path: Path, batches: int) -> None:
+        """Write what this many batches gave."""
+
+    def take_up(self, path: Path) -> int:
+        """Go on from what was saved; gives how many batches it holds."""
+
+
 class Job:
-    """Where a run keeps its pieces; without a folder nothing is written, and every piece is made anew."""
+    """Where a run keeps what is done; without a folder nothing is written, and every piece is made anew.
+
+    Parameters
+    ----------
+    out : the run's folder.
+    """
 
     def __init__(self, out: str | Path | None = None) -> None:
-        self.work = None if out is None else Path(out) / WORK
+        self.out = None if out is None else Path(out)
         self.folder: Path | None = None
         self.name = ""
 
+    # ------------------------------------------------------------------ which job it is, and whose folder
+
     def begin(self, scope: Any, examples: Any, **asked: Any) -> Job:
-        """Say which job the pieces are of; those of other jobs are left alone, and said to be there."""
-        if self.work is None:
+        """Say which job the pieces in ``.work`` are of; those of other jobs are left alone, and said to be there."""
+        if self.out is None:
             return self
         said = {
             "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, "dtype": str(scope.model.dtype),
             "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
             "versions": provenance()["versions"],
         }  # fmt: skip
-        text = json.dumps(said, sort_keys=True, default=str)
+        text, work = json.dumps(said, sort_keys=True, default=str), self.out / WORK
         self.name = _hash(text)
-        self.folder = self.work / self.name
+        self.folder = work / self.name
         with writing(self.folder):
-            others = [path.name for path in self.work.iterdir() if path != self.folder] if self.work.is_dir() else []
+            others = [path.name for path in work.iterdir() if path != self.folder] if work.is_dir() else []
             self.folder.mkdir(parents=True, exist_ok=True)
             clear_left_over(self.folder)
-            if not (self.folder / "job.json").exists():
-                write_text(self.folder / "job.json", text)
-            elif any(self.folder.glob("*.safetensors")):
+            if not (self.folder / JOB).exists():
+                write_text(self.folder / JOB, text)
+            elif self._pieces():
                 log.info("Going on from what is done in %s.", self.folder)
         if others and asked.get("verb") != "downstream":  # which stands beside its swap's
-            log.warning("%s also keeps the unfinished work of another job (%s): say that command again to finish it, "
-                        "or delete it.", self.work, ", ".join(sorted(others)))  # fmt: skip
+            log.warning(
+                "%s also keeps the unfinished work of another job (%s): say that command again to finish it, or delete "
+                "it.", work, ", ".join(sorted(others)),
+            )  # fmt: skip
         return self
+
+    def check(
+        self, asked: Mapping[str, Any], kind: str, state: str, called: str, fields: Mapping[str, Kinds] | None = None
+    ) -> None:
+        """Refuse a folder of another job, or with anything of anyone's; ask before long work.
+
+        Parameters
+        ----------
+        asked : the job as far as it is known.
+        kind, state, called : as in `qkscope.runs.folder.check_folder`.
+        fields : of what kind parts of ``job.json`` are.
+        """
+        assert self.out is not None
+        if self.out.is_file():
+            raise BadInput(f"{self.out} is a file and holds {called}: name a new folder.")
+        if (self.out / JOB).exists():
+            found = read_json(self.out / JOB, fields)
+            differs = [name for name in {**asked, "shard": None} if found.get(name) != asked.get(name)]
+            if differs:
+                raise BadInput(f"{self.out} holds another job ({', '.join(differs)} differ): name another folder.")
+        check_folder(self.out, kind, state=state, called=called)
+
+    def say(self, asked: Mapping[str, Any]) -> None:
+        """Write what the folder is made from, before it is made; its pieces stand in it."""
+        assert self.out is not None
+        self.folder = self.out
+        with writing(self.folder):
+            clear_left_over(self.folder)
+        if not (self.folder / JOB).exists():
+            made = {name: value for name, value in provenance().items() if name in MADE}
+            write_text(self.folder / JOB, json.dumps({"schema": SCHEMA, **made, **asked}, indent=1, ensure_ascii=False))
+
+    @contextmanager
+    def hold(self) -> Iterator[Job]:
+        """Be the folder's one writer, and say where the pieces are when the run is stopped."""
+        assert self.out is not None
+        try:
+            with kept_if_stopped(self.out, self._pieces), only_writer(self.out):
+                yield self
+        except BadInput:
+            if self.folder != self.out and not self._pieces():
+                self.clear()
+            raise
 
     def sub(self, name: str) -> Path | None:
         """A folder for those who keep their pieces themselves."""
         return None if self.folder is None else self.folder / name
 
+    def clear(self) -> None:
+        """The whole is written: pieces that only serve to go on have done their work."""
+        if self.out is None or self.folder is None or self.folder == self.out:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if (self.out / WORK).is_dir() and not any((self.out / WORK).iterdir()):
+            (self.out / WORK).rmdir()
+
+    # ------------------------------------------------------------------ what is done, kept and taken up
+
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, or gave in an earlier run: plain values and tensors in dicts and lists (no tuples)."""
-        path = self._path(name)
-        if path is None:
+        if self.folder is None:
             return make()
-        found = self._read(path)
+        found = self._read(name)
         if found is None:
             found = {"value": make()}
-            self._write(path, found)
+            self._write(name, found)
         return found["value"]
 
     def stream(
@@ -100,87 +189,63 @@ class Job:
 
         ``sums`` are tensors that ``run`` adds to in place; they are saved together with the batches they hold.
         """
+        pieces = _Pieces(self, name, sums or {})
+        self.add_up(name, batches, run, lambda part: pieces.fresh.append(part.value), pieces, progress)
+        return pieces.kept + pieces.fresh
+
+    def add_up(
+        self,
+        name: str,
+        batches: list[list[int]],
+        run: Callable[[list[int]], T],
+        add: Callable[[Part[T]], object],
+        state: State,
+        progress: bool | None = None,
+    ) -> None:
+        """Run the batches that are not done yet and ``add`` what each part gives; the state is saved after a batch.
+
+        Being asked to stop waits for the end of a batch, so that sums are never half added, and saves first.
+        """
         if self.folder is None:
-            return list(stream(batches, run, progress))
-        done, found, chunks = self._taken_up(name, sums)
-        fresh: list[Any] = []
-        sizes: list[int] = []
-        ends = {count: number for number, count in enumerate(accumulate(map(len, batches)), 1)}
-        so_far = sum(map(len, batches[:done]))
-        saved, cost = time.monotonic(), _FIRST
-
-        def measured(indices: list[int]) -> Any:
-            result = run(indices)
-            sizes.append(len(indices))
-            return result
-
-        with patient_interrupt() as interrupted:
-            for result in stream(batches[done:], measured, progress):
-                fresh.append(result)
-                so_far += sizes.pop()
-                number = ends.get(so_far, 0)  # 0: in the middle of a batch that memory cut into parts
-                rest = max(min(_REST * cost, _LONGEST_REST), _SHORTEST_REST * cost)
-                due = interrupted() or time.monotonic() - saved >= rest or number == len(batches)
-                if number and due:
+            for part in stream(batches, run, progress):
+                add(part)
+            return
+        path = self._path(name)
+        done = state.take_up(path) if path.exists() else 0
+        once, rate = _FIRST_SAVE
+        saved, cost = time.monotonic(), once + sum(tensor.nbytes for tensor in state.tensors().values()) / rate
+        with _patient_interrupt() as interrupted:
+            for part in stream(batches, run, progress, done):
+                add(part)
+                if not part.last:
+                    continue
+                rest, count = min(_REST * cost, _LONGEST_REST), part.number + 1
+                if interrupted() or time.monotonic() - saved >= rest or count == len(batches):
                     start = time.monotonic()
-                    self._keep(name, number, chunks, fresh, sums)
-                    found += fresh
-                    fresh = []
+                    state.save(path, count)
                     saved = time.monotonic()
                     cost = saved - start
-                if number and interrupted():
+                    log.debug("saved %d of %d batches in %.3f s", count, len(batches), cost)
+                if interrupted():
                     raise KeyboardInterrupt
-        return found + fresh
-
-    def clear(self) -> None:
-        """The whole is written: its pieces have done their work."""
-        if self.work is None or self.folder is None:
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.work.is_dir() and not any(self.work.iterdir()):
-            self.work.rmdir()
 
     # ------------------------------------------------------------------ files
 
-    def _path(self, name: str) -> Path | None:
-        return None if self.folder is None else self.folder / f"{file_name(name)}.safetensors"
+    def _pieces(self) -> bool:
+        return self.folder is not None and any(self.folder.glob("**/*.safetensors"))
 
-    def _keep(
-        self, name: str, number: int, chunks: list[int], fresh: list[Any], sums: Mapping[str, Tensor] | None
-    ) -> None:
-        """The fresh batches first, then the sums with how far they reach: a kill in between loses the fresh ones."""
-        path, chunk = self._path(name), self._path(f"{name}.{number}")
-        assert path is not None
-        assert chunk is not None
-        self._write(chunk, {"value": fresh})
-        self._write(path, {"batches": number, "chunks": [*chunks, number], "sums": dict(sums or {})})
-        chunks.append(number)
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{file_name(name)}.safetensors"
 
-    def _taken_up(self, name: str, sums: Mapping[str, Tensor] | None) -> tuple[int, list[Any], list[int]]:
-        path = self._path(name)
-        assert path is not None
-        found = self._read(path)
-        if found is None:
-            return 0, [], []
-        parts: list[Any] = []
-        for number in found["chunks"]:
-            chunk = self._path(f"{name}.{number}")
-            part = None if chunk is None else self._read(chunk)
-            if part is None:
-                log.warning("A part of %s is missing in %s: it is made again.", name, self.folder)
-                return 0, [], []
-            parts += part["value"]
-        for own, tensor in (sums or {}).items():
-            tensor.copy_(found["sums"][own])
-        return int(found["batches"]), parts, list(found["chunks"])
-
-    def _write(self, path: Path, value: Any) -> None:
+    def _write(self, name: str, value: Any) -> None:
         tensors: dict[str, Tensor] = {}
         plain = _apart(value, tensors)
-        write_tensors(path, "piece", tensors, {"job": self.name, "value": plain})
+        write_tensors(self._path(name), "piece", tensors, {"job": self.name, "value": plain})
 
-    def _read(self, path: Path) -> Any:
+    def _read(self, name: str) -> Any:
         """A piece of this job; None where there is none that can be read."""
+        path = self._path(name)
         if not path.exists():
             return None
         try:
@@ -193,9 +258,41 @@ class Job:
             return None
 
 
+class _Pieces:
+    """What batches gave, in chunks of what came between two saves, and the sums that they added to."""
+
+    def __init__(self, job: Job, name: str, sums: Mapping[str, Tensor]) -> None:
+        self.job, self.name, self.sums = job, name, sums
+        self.kept: list[Any] = []
+        self.fresh: list[Any] = []
+        self.chunks: list[int] = []
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.sums
+
+    def save(self, path: Path, batches: int) -> None:
+        """The fresh batches first, then the sums with how far they reach: a kill in between loses the fresh ones."""
+        self.job._write(f"{self.name}.{batches}", {"value": self.fresh})
+        self.chunks.append(batches)
+        self.job._write(self.name, {"batches": batches, "chunks": self.chunks, "sums": dict(self.sums)})
+        self.kept += self.fresh
+        self.fresh = []
+
+    def take_up(self, path: Path) -> int:
+        found = self.job._read(self.name)
+        chunks = [self.job._read(f"{self.name}.{number}") for number in found["chunks"]] if found else []
+        if found is None or None in chunks:
+            log.warning("A part of %s is missing in %s: it is made again.", self.name, path.parent)
+            return 0
+        self.kept, self.chunks = [value for chunk in chunks for value in chunk["value"]], list(found["chunks"])
+        for name, tensor in self.sums.items():
+            tensor.copy_(found["sums"][name])
+        return int(found["batches"])
+
+
 @contextmanager
-def patient_interrupt() -> Iterator[Callable[[], bool]]:
-    """Whether to stop, asked between batches: sums are never half added. Asked twice, it stops now.
+def _patient_interrupt() -> Iterator[Callable[[], bool]]:
+    """Whether to stop, asked between batches. Asked twice, it stops now.
 
     Ctrl-C asks for it, and so does a scheduler (SIGTERM), which ends in `Terminated`.
     """
@@ -221,23 +318,6 @@ def patient_interrupt() -> Iterator[Callable[[], bool]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-@contextmanager
-def keeping(out: Path) -> Iterator[Job]:
-    """Hold a run folder while a long run writes to it, and say where its pieces are when it is stopped."""
-    job = Job(out)
-    try:
-        with only_writer(out):
-            yield job
-    except KeyboardInterrupt:
-        if job.folder is not None and any(job.folder.glob("*.safetensors")):
-            log.info("What is done is kept in %s: say the same again, and it goes on from there.", job.folder)
-        raise
-    except BadInput:
-        if job.folder is not None and not any(job.folder.glob("*.safetensors")):
-            job.clear()
-        raise
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
@@ -257,7 +337,7 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
-        return (
-            tensors[value[_TENSOR]] if set(value) == {_TENSOR} else {k: _together(v, tensors) for k, v in value.items()}
-        )
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {name: _together(item, tensors) for name, item in value.items()}
     return [_together(item, tensors) for item in value] if isinstance(value, list) else value

@@ -14,6 +14,8 @@ from qkscope.errors import BadInput
 from qkscope.runs.folder import JOB, MANIFEST, read_json
 from qkscope.runs.store import read_manifest
 
+MADE = ("command", "versions", "threads")
+"""What a job's file says besides the job: two shards may differ in it."""
 _FIRST = ("model", "revision", "weights", "tokenizer", "dtype", "seed")
 
 
@@ -76,6 +78,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {"threads": None, **read_json(path / MANIFEST)}
     if (path / JOB).is_file():
         job = read_json(path / JOB)
-        ours = ("schema", "command", "versions", "threads")
-        return {"threads": None, **job, "asked": {name: value for name, value in job.items() if name not in ours}}
+        asked = {name: value for name, value in job.items() if name not in ("schema", *MADE)}
+        return {"threads": None, **job, "asked": asked}
     raise BadInput(f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote.")

@@ -1,8 +1,8 @@
 """One job in many processes: each takes its shard of the batches into a folder of its own, and the sums are added.
 
-``--shard i/n`` is for schedulers, `merge` puts the folders together; under ``torchrun`` a process is a shard, and the
-first one merges when all are done. Batches are whole and sums are float64, so the numbers are those of one process to
-rounding, however many there were.
+A scheduler starts each shard ``i/n`` by itself and `merge` puts the folders together; under ``torchrun`` a process is a
+shard, and the first one merges when all are done. Batches are whole and sums are float64, so the numbers are those of
+one process to rounding, however many there were.
 """
 
 from __future__ import annotations
@@ -69,31 +69,37 @@ def shard_folder(out: str | Path, shard: Shard) -> Path:
     return Path(out) / SHARDS / f"{shard[0]}-of-{shard[1]}"
 
 
-@contextmanager
-def together(shard: Shard | None, device: str | None) -> Iterator[str | None]:
-    """Join the other processes of torchrun, and wait for them at the end; gives the device of this one's own."""
-    if shard is None:
-        yield device
-        return
+def torchrun_device(device: str | None) -> str | None:
+    """The device of this process: under torchrun each takes a GPU of its own, unless another device was named."""
     import torch
+
+    shard = torchrun_shard()
+    if shard is None or device not in (None, "cuda") or not torch.cuda.is_available():
+        return device
+    local = os.environ.get("LOCAL_RANK", "")
+    return f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
+
+
+@contextmanager
+def together(shard: Shard | None) -> Iterator[None]:
+    """Join the other processes of torchrun, and wait for them at the end; alone, do nothing."""
+    if shard is None:
+        yield
+        return
     from torch import distributed
 
-    gpu = torch.cuda.is_available() and device in (None, "cuda")
-    if gpu:
-        local = os.environ.get("LOCAL_RANK", "")
-        device = f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
     try:
         store, rank, world = next(distributed.rendezvous("env://", timeout=_MEETING))
     except (RuntimeError, ValueError) as error:  # nobody is there, or they are too few
-        raise BadInput(f"the {shard[1]} processes of torchrun did not meet within {_MEETING.seconds // 60} minutes "
-                       f"({str(error).splitlines()[0]}): start them all again.") from None  # fmt: skip
+        raise BadInput(
+            f"the {shard[1]} processes of torchrun did not meet within {_MEETING.seconds // 60} minutes "
+            f"({str(error).splitlines()[0]}): start them all again."
+        ) from None
     store.set_timeout(_LONGEST_WAIT)
-    distributed.init_process_group(
-        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT
-    )
+    # They only wait for one another, on whatever device each runs: what they made is on the disk.
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT)
     try:
-        yield device
+        yield
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved, and nothing else could end the wait
         try:
             distributed.barrier()

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -15,7 +15,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bool | None = None) -> Iterator[T]:
+class Part(NamedTuple, Generic[T]):
+    """What a batch gave, or one part of a batch that did not fit into memory: its number, whether it is the last."""
+
+    number: int
+    last: bool
+    value: T
+
+
+def stream(
+    batches: list[list[int]], run: Callable[[list[int]], T], progress: bool | None = None, first: int = 0
+) -> Iterator[Part[T]]:
     """Run the batches in order; one that does not fit into memory is halved, and so are those after it.
 
     Parameters
@@ -26,11 +36,13 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
         Runs one batch.
     progress : bool, optional
         Whether to show a bar; if not given, where stderr is a terminal.
+    first : int
+        The batch to begin with; those before it are done.
     """
-    size = max(map(len, batches), default=1)
+    size = max(map(len, batches[first:]), default=1)
     shown = sys.stderr.isatty() if progress is None else progress
-    with _bar(sum(map(len, batches)), shown) as advance:
-        for batch in batches:
+    with _bar(sum(map(len, batches[first:])), shown) as advance:
+        for number, batch in enumerate(batches[first:], first):
             todo = [batch[start : start + size] for start in range(0, len(batch), size)]
             while todo:
                 try:
@@ -46,7 +58,7 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
                         torch.cuda.empty_cache()
                     continue
                 advance(len(todo.pop(0)))
-                yield result
+                yield Part(number, not todo, result)
 
 
 def out_of_memory(error: BaseException) -> bool:
