@@ -324,10 +324,12 @@ def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
         job = {"scope": scope, "task": task, "heads": [Head(0, 0)], "n": 8, "contrasts": ["order"], **other}
         with pytest.raises(BadInput, match=f"holds another job .*{says}"):
             decompose(**job, out=out)
-    # the sums themselves know their job too, for those who call decompose with a folder
+    said = (out / "job.json").read_text()
     for options, says in (({"batch_size": 4}, "batch_size differs"), ({"n": 9}, "n, examples differs")):
+        (out / "job.json").unlink()  # the sums themselves know their job too
         with pytest.raises(BadInput, match=says):
             decompose(scope, task, ["L0H0"], **{"n": 8, "contrasts": ["order"], "out": out, **options})
+    (out / "job.json").write_text(said)
     twin = Scope.from_model(tiny_model("llama", seed=1), scope.tokenizer, check=False)
     with pytest.raises(BadInput, match="other weights"):
         load(out, twin)
