@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from qkscope.analyses.decompose import checked_contrasts, decompose
+from qkscope.analyses.decompose import decompose
 from qkscope.analyses.discover.curve import Curve
 from qkscope.analyses.discover.evidence import Evidence, feature_row, nearest_contrast, nearest_singular
 from qkscope.analyses.discover.rows import QueryRows
 from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, Study, counted, untested_words
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different
 from qkscope.analyses.fit import Fit
+from qkscope.analyses.fit_folder import checked_contrasts
 from qkscope.analyses.singular import singular_basis
 from qkscope.analyses.swap import SIZES
 from qkscope.capture.scope import Scope
