@@ -9,8 +9,8 @@ through which such code is imported is shut.
 
 from __future__ import annotations
 
-import errno
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +31,19 @@ from qkscope.errors import BadInput
 log = logging.getLogger(__name__)
 
 _LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
-_OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ProxyError"}
+_CAUSES = {  # what the errors of a loader are called or say, and what that means
+    r"MemoryError|allocate memory|[Oo]ut of memory": "there is not enough memory to load {name}: close other programs, "
+    "take a smaller model, or load this one with dtype bfloat16 or spread over devices.",
+    r"RevisionNotFoundError|valid git identifier": "{name} has no revision {revision!r}: check the branch, tag or "
+    "commit.",
+    r"GatedRepoError": "{name} is gated: accept its licence on the hub and log in with `hf auth login`.",
+    r"RepositoryNotFoundError|valid model identifier": "the hub has no model {name}: check the name, or give a folder "
+    "or .gguf file.",
+    r"trust_remote_code|custom code": "{name} brings its own code, which qkscope never runs: use a model transformers "
+    "knows.",
+    r"LocalEntryNotFoundError|OfflineModeIsEnabled|ProxyError|[Cc]onnect": "{name} is not in the local cache and the "
+    "hub cannot be reached: connect once to download it, give a local folder, or use smollm2-135m.",
+}
 
 
 @dataclass(frozen=True)
@@ -217,34 +229,12 @@ def _sentence(error: Exception, name: str, what: str, revision: str | None) -> s
     chain: list[BaseException] = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    kinds = {type(link).__name__ for link in chain}
-    text = " ".join(str(link) for link in chain)
-    if any(map(_out_of_memory, chain)):
-        return (
-            f"there is not enough memory to load {name}: close other programs, take a smaller model, or load this one "
-            "with dtype bfloat16 or spread over devices."
-        )
-    if "RevisionNotFoundError" in kinds or "valid git identifier" in text:
-        return f"{name} has no revision {revision!r}: check the branch, tag or commit."
-    if "GatedRepoError" in kinds:
-        return f"{name} is gated: accept its licence on the hub and log in with `hf auth login`."
-    if "RepositoryNotFoundError" in kinds or "valid model identifier" in text:
-        return f"the hub has no model {name}: check the name, or give a folder or .gguf file."
-    if "trust_remote_code" in text or "custom code" in text:
-        return f"{name} brings its own code, which qkscope never runs: use a model transformers knows."
-    if kinds & _OFFLINE or "connect" in text.lower():
-        return (
-            f"{name} is not in the local cache and the hub cannot be reached: connect once to download it, give a"
-            " local folder, or use smollm2-135m."
-        )
+    text = " ".join(f"{type(link).__name__} {link}" for link in chain)
+    for pattern, sentence in _CAUSES.items():
+        if re.search(pattern, text):
+            return sentence.format(name=name, revision=revision)
     return f"{name} {what} ({type(error).__name__}: {_first_line(error)}): the files may be damaged or half downloaded."
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    told_so = "allocate memory" in str(error) or "out of memory" in str(error).lower()
-    return isinstance(error, kinds) or told_so or getattr(error, "errno", None) == errno.ENOMEM
