@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Row
 from qkscope.runs.claims import Claim
 from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.runs.provenance import provenance

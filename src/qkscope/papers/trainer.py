@@ -69,6 +69,7 @@ class TrainingTask(ABC):
 
     names: Sequence[str]  # one per model, for people
     device: torch.device
+    _buffers: dict[tuple[str, tuple[int, ...]], Tensor]
 
     @abstractmethod
     def start(self) -> Stack:
@@ -93,6 +94,13 @@ class TrainingTask(ABC):
     @abstractmethod
     def about(self) -> dict[str, Any]:
         """What identifies the task, as JSON would have it: a checkpoint of another one is refused."""
+
+    def _buffer(self, name: str, *shape: int) -> Tensor:
+        """Memory that the steps use again and again."""
+        key = (name, shape)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, device=self.device)
+        return self._buffers[key]
 
     def gradients(self, params: Stack, batch: Any, out: Stack) -> Float[Tensor, " m"]:
         """Losses; their gradients go into ``out``."""

@@ -15,9 +15,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
-from qkscope.papers.plots import Files, figure_name, files_of, heat_map
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.papers.tables import Files, Row, figure_name, files_of, heat_map, least, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

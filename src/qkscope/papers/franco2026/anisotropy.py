@@ -27,9 +27,8 @@ from qkscope.papers.franco2026.toy.superposition import (
     distort,
     isotropic_dictionary,
 )
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

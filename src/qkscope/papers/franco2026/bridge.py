@@ -33,11 +33,9 @@ from qkscope.maths.singular import SingularBasis
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.claims import Claim
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
 
@@ -75,16 +73,13 @@ def run(settings: Settings) -> Result:
     fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
     units = task.test(work.test)
     tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
-    return Result(
-        experiment=f"franco2026/{settings.figure}",
-        answer=_answer(tables["alignment"]),
-        tables={**tables, "heads": ranking.top("row_accuracy")[: work.heads]},
-        arrays=arrays,
-        claims=_claims([row for row in tables["alignment"] if row["contrast"] == "lexical"]),
-        preset=settings.preset,
-        model=settings.model,
-        seed=settings.seed,
-        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}),
+    return settings.result(
+        _answer(tables["alignment"]),
+        {**tables, "heads": ranking.top("row_accuracy")[: work.heads]},
+        _claims([row for row in tables["alignment"] if row["contrast"] == "lexical"]),
+        arrays,
+        settings.model,
+        {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws},
     )
 
 

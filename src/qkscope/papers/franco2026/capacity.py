@@ -17,9 +17,8 @@ from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, tr
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
-from qkscope.papers.plots import Files, files_of, heat_map
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, files_of, heat_map, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -20,9 +20,8 @@ from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
-from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean
+from qkscope.papers.tables import Files, Row, files_of, mean
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -24,9 +24,8 @@ from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import alignment_rows
 from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

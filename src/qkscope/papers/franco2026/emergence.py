@@ -24,9 +24,8 @@ from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, t
 from qkscope.papers.franco2026.dynamics import checkpoints
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import Toy
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -19,9 +19,8 @@ from qkscope.page.figures.style import new_figure
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
-from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, figure_name, files_of, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -18,9 +18,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import revisions_of
-from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -13,9 +13,8 @@ from matplotlib.axes import Axes
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope.papers.franco2026.model_sweep import Sweep, swept
-from qkscope.papers.plots import Files, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of, model_name, slanted
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

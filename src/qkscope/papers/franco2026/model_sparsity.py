@@ -26,9 +26,8 @@ from qkscope.analyses.sparsity import group_difference
 from qkscope.heads import Head
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Sweep, swept
-from qkscope.papers.plots import Files, column, files_of, model_name, slanted
 from qkscope.papers.registry import NANO, Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, column, files_of, model_name, slanted
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.ioi import TEMPLATES

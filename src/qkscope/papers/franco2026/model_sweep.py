@@ -20,7 +20,7 @@ from qkscope.analyses.sparsity import Sparsity
 from qkscope.analyses.sweep import stored_terms, sweep
 from qkscope.capture.names import Checkpoint, checkpoints, nano_steps
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Row
 
 CHANCE, RIGHT = 0.6, 0.95  # share of prompts answered right, of two names: up to here chance, from here on learned
 PYTHIA = "EleutherAI/pythia-160m"

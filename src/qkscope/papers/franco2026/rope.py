@@ -17,9 +17,8 @@ from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, tr
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
-from qkscope.papers.plots import Files, figure_name, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.papers.tables import Files, Row, figure_name, files_of, least, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

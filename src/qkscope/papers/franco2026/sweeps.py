@@ -11,9 +11,8 @@ from qkscope.page.figures.style import INK, REST, new_figure
 from qkscope.papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row, least, mean, pick
+from qkscope.papers.tables import Files, Row, column, files_of, least, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

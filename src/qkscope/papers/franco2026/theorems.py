@@ -22,9 +22,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row, mean, pick
+from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -15,9 +15,8 @@ from qkscope.analyses.swap import SIZES, swap
 from qkscope.heads import Head
 from qkscope.papers.lee2026.language import THRESHOLD, ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
-from qkscope.papers.plots import Files
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

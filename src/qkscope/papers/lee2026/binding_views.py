@@ -21,9 +21,8 @@ from qkscope.heads import Head
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
-from qkscope.papers.plots import Files, figure_name, files_of, model_name, name_axes
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, figure_name, files_of, model_name, name_axes
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

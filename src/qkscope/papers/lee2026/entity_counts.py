@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from qkscope.page.figures.style import REST, new_figure
 from qkscope.papers.lee2026.language import Session, session_of
-from qkscope.papers.plots import Files, column, files_of, model_name
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row, pick
+from qkscope.papers.tables import Files, Row, column, files_of, model_name, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -12,9 +12,8 @@ from typing import Any
 from qkscope.analyses.swap import swap
 from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full
-from qkscope.papers.plots import Files
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.filter import POOLED

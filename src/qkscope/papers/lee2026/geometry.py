@@ -23,9 +23,8 @@ from qkscope.maths.subspace import Subspace
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
-from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

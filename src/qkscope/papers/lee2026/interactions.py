@@ -23,9 +23,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope.papers.lee2026.toy.trained import TrainedHead
-from qkscope.papers.plots import Files, column, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, column, files_of
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -22,7 +22,7 @@ from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Row
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 

@@ -19,9 +19,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
-from qkscope.papers.plots import Files, files_of, model_name
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

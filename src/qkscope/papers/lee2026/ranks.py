@@ -24,9 +24,8 @@ from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_g
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.trained import TrainedHead
-from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

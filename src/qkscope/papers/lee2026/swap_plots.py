@@ -10,8 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope.papers.plots import Files, files_of, model_name
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.result import Result
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels

@@ -30,9 +30,8 @@ from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
-from qkscope.papers.plots import Files, files_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Files, Row, files_of
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 

@@ -9,7 +9,7 @@ import torch
 from qkscope.papers.franco2026.toy.alignment import cosines, random_best
 from qkscope.papers.franco2026.toy.superposition import Toy, by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
-from qkscope.papers.rows import Row
+from qkscope.papers.tables import Row
 
 
 def alignment_rows(

@@ -121,7 +121,7 @@ class StackedSuperposition(TrainingTask):
         self.positional = [
             (i, q, k, strength, float(band_frequencies(self.d_head)[band])) for i, q, k, strength, band in rows
         ]
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._buffers = {}
 
     # ------------------------------------------------------------------ the contract of TrainingTask
 
@@ -269,12 +269,6 @@ class StackedSuperposition(TrainingTask):
 
     def _like(self, name: str, rows: slice, table: Tensor) -> Tensor:
         return self._buffer(name, len(self.cells[rows]), *table.shape)
-
-    def _buffer(self, name: str, *shape: int) -> Tensor:
-        key = (name, shape)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, device=self.device)
-        return self._buffers[key]
 
     def toys(self, params: Mapping[str, Tensor]) -> list[Toy]:
         """Trained weights as toys, without their padding."""

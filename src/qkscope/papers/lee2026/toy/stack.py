@@ -96,7 +96,7 @@ class StackedRetrieval(TrainingTask):
         self.T_q = torch.stack([self._query_map(h.encoders) for h in heads]).to(self.device)
         self.T_k = torch.stack([self._key_map(h.encoders) for h in heads]).to(self.device)
         self.scale = torch.tensor([h.scale for h in heads], device=self.device)[:, None, None]
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._buffers = {}
         self._held_out: list[Batch] | None = None
 
     def _place(self, latents: Float[Tensor, "d R"], ranks: Sequence[int]) -> Float[Tensor, "W d"]:
@@ -250,12 +250,6 @@ class StackedRetrieval(TrainingTask):
             whole = [Batch(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))]
             self._held_out = whole if self.device.type == "cuda" else drawn
         return self._held_out
-
-    def _buffer(self, name: str, *shape: int) -> Tensor:
-        key = (name, shape)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, device=self.device)
-        return self._buffers[key]
 
     def heads(self, params: Mapping[str, Tensor]) -> list[RetrievalHead]:
         """Trained weights as heads, without their padding."""

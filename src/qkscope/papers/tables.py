@@ -1,20 +1,41 @@
-"""What drawings of papers share: the files they give, and how they name the model and the axes of a 3-D view."""
+"""What figures share: rows of tables and small sums over them, the files a drawing gives, and how it names things."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from qkscope.page.figures.style import with_page
 from qkscope.runs.result import Result
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]  # one line of a result's table
 Files = dict[str, str | bytes]  # by their names in the run's folder
+
+
+def mean(values: Iterable[float]) -> float:
+    """NaN of nothing."""
+    kept = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(kept) if kept else math.nan
+
+
+def least(values: Iterable[float]) -> float:
+    """The smallest; NaN of nothing."""
+    return min(values, default=math.nan)
+
+
+def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """Rows with these values."""
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
 def files_of(result: Result, figure: Figure) -> Files:
     """The figure under its own name as PNG and PDF, and the page that shows it."""
+    from qkscope.page.figures.style import with_page  # matplotlib: who only lists figures need not wait for it
+
     return with_page(result, {figure_name(result): figure})
 
 
