@@ -144,8 +144,8 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["made", "FULL"], "holds no manifest.json"),
     (["made", "none"], "holds no manifest.json"),
     (["made", "FIT", "--check"], "/nowhere/model does not exist"),
-    (["toy", "retrieval", "--workers", "0", "--out", "OUT"], "workers are CPU threads, at least 1"),
-    (["toy", "superposition", "--workers", "0", "--out", "OUT"], "workers are CPU threads, at least 1"),
+    (["toy", "retrieval", "--workers", "0", "--out", "OUT"], "workers is at least 1"),
+    (["toy", "superposition", "--workers", "0", "--out", "OUT"], "workers is at least 1"),
 ]
 
 # Python, with qk for qkscope; scope is of MODEL, and fit, basis, lex, moments and units are of it (see the test).
@@ -321,8 +321,8 @@ CALLS: list[tuple[str, str]] = [
     ("Superposition(p=0.0)", "a feature is present with a probability p in (0, 1], but got"),
     ("Retrieval(())", "the task needs two or more latent variables of rank 1 or mor"),
     ("Retrieval((3, 0))", "the task needs two or more latent variables of rank 1 or mor"),
-    ('train_retrieval("OUT", workers=0)', "workers are CPU threads, at least 1, but got 0."),
-    ('train_superposition("OUT", workers=0)', "workers are CPU threads, at least 1, but got 0."),
+    ('train_retrieval("OUT", workers=0)', "workers is at least 1, but got 0."),
+    ('train_superposition("OUT", workers=0)', "workers is at least 1, but got 0."),
     ('train_superposition("OUT", target="none.json")', "there is no file none.json with a target matrix."),
     ('train_nano("OUT", preset="huge")', "there is no preset 'huge'"),
 ]  # fmt: skip

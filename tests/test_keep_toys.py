@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qkscope.errors import Terminated
-from qkscope.papers.lee2026.toy import trained
+from qkscope.papers import fleet
 from qkscope.papers.lee2026.toy.retrieval import Retrieval
 from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import train_heads
@@ -30,7 +30,7 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, mon
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
-    real = trained.train_all
+    real = fleet.train_all
 
     def stopped(trainers, workers):
         def later() -> None:
@@ -42,7 +42,7 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, mon
         return real(trainers, workers)
 
     try:
-        monkeypatch.setattr(trained, "train_all", stopped)
+        monkeypatch.setattr(fleet, "train_all", stopped)
         with pytest.raises(Terminated):
             train_heads(CELLS, tmp_path / "stopped", recipe=RECIPE)
     finally:

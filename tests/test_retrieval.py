@@ -197,12 +197,12 @@ def test_a_head_travels_with_its_encoders_and_is_refused_with_others(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"payloads": 1}, "P of 2 or more"),
-        ({"keys": 1}, "T of 2 or more"),
+        ({"payloads": 1}, "payloads is at least 2"),
+        ({"keys": 1}, "keys is at least 2"),
         ({"ranks": (3,)}, "two or more latent variables"),
         ({"ranks": (3, 0)}, "rank 1 or more"),
         ({"variant": "ternary"}, "discrete, continuous"),
-        ({"noise": -1.0}, "not negative"),
+        ({"noise": -1.0}, "noise is at least 0"),
     ],
 )
 def test_bad_tasks_get_a_sentence(wrong, says):

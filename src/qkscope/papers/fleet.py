@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from qkscope.errors import BadInput
 from qkscope.papers.registry import Experiment, Figure, Settings, figure
 from qkscope.papers.trainer import Outcome, Trainer
 from qkscope.runs.folder import kept_if_stopped, only_writer
@@ -143,12 +142,6 @@ def train_missing(
 def short_hash(value: Any) -> str:
     """What tells one cell's file from another's: a hash of everything that made it."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def check_workers(workers: int | None) -> None:
-    """Refuse it before anything is made."""
-    if workers is not None and workers < 1:
-        raise BadInput(f"workers are CPU threads, at least 1, but got {workers}.")
 
 
 def _cores() -> int:

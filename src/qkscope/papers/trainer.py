@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.kinds import Count, checked_class
 from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -111,28 +112,20 @@ class TrainingTask(ABC):
         return losses.detach()
 
 
+@checked_class
 @dataclass(frozen=True)
 class Recipe:
     """How to train: AdamW and early stopping on the validation loss. Learning rates belong to the models."""
 
-    steps: int = 50_000
-    validate_every: int = 200
-    patience: int = 5
+    steps: Count = 50_000
+    validate_every: Count = 200
+    patience: Count = 5
     min_delta: float = 1e-4
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     schedule: Literal["constant", "cosine"] = "constant"
     diverged_above: float = 10.0  # times the loss before training
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.validate_every < 1 or self.patience < 1:
-            raise BadInput(
-                f"steps, validate_every and patience must be at least 1, but got {self.steps}, "
-                f"{self.validate_every} and {self.patience}."
-            )
-        if self.schedule not in ("constant", "cosine"):
-            raise BadInput(f"there is no schedule {self.schedule!r}: take constant or cosine.")
 
     def table(self) -> Float[Tensor, "steps 3"]:
         """Per step: learning-rate factor, the same over Adam's first correction, and the root of the second."""

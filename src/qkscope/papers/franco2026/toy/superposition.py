@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_class
+from qkscope.kinds import AtLeast, Count, checked_class
 from qkscope.maths.draws import derived_seed
 from qkscope.maths.svd import thin_svd
 
@@ -60,10 +60,10 @@ class Superposition:
     head_std : size of the head's entries before training; the paper does not say. 0.18 is that of ``nn.Linear``.
     """
 
-    n: int = 20
-    d: int = 10
-    d_head: int = 10
-    context: int = 4
+    n: Count = 20
+    d: Count = 10
+    d_head: Count = 10
+    context: Annotated[int, AtLeast(2)] = 4
     p: float = 0.52
     weight: float = 4.0
     pairs: tuple[Pair, ...] = FOUR_PAIRS
@@ -75,11 +75,6 @@ class Superposition:
     head_std: float = 0.18
 
     def __post_init__(self) -> None:
-        if min(self.n, self.d, self.d_head) < 1 or self.context < 2:
-            raise BadInput(
-                f"features, dimensions and the head need at least 1, a context at least 2 keys, but got "
-                f"n={self.n}, d={self.d}, d_head={self.d_head}, context={self.context}."
-            )
         if not 0 < self.p <= 1:
             raise BadInput(f"a feature is present with a probability p in (0, 1], but got {self.p}.")
         if self.d_head > self.d:
@@ -88,8 +83,6 @@ class Superposition:
             raise BadInput(f"the weight of a loss is at least 0 and finite, but got {self.weight}.")
         if not 0 < self.head_std < math.inf:
             raise BadInput(f"a head starts from entries of a positive, finite size, but got {self.head_std}.")
-        if self.reading not in READINGS:
-            raise BadInput(f"there is no reading {self.reading!r} of the loss: take C or B.")
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
             if not (0 <= first < self.n and 0 <= second < self.n and math.isfinite(logit)):
                 raise BadInput(

@@ -14,8 +14,8 @@ import torch
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_call
-from qkscope.papers.fleet import TRAINED, check_workers
+from qkscope.kinds import Count, checked_call
+from qkscope.papers.fleet import TRAINED
 from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and_error
 from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
@@ -41,12 +41,12 @@ def train_superposition(
     target: str | Path | None = None,
     reading: Reading = "C",
     rope: bool = False,
-    seeds: int = 1,
-    steps: int = 20_000,
+    seeds: Count = 1,
+    steps: Count = 20_000,
     lr: float = 1e-3,
-    every: int = 200,
+    every: Count = 200,
     device: str = "cpu",
-    workers: int | None = None,
+    workers: Count | None = None,
     show: Callable[[Result], object] = lambda result: None,
 ) -> Result:
     """Train toys into ``out/toys`` (resuming what was interrupted) and write ``out/superposition``.
@@ -58,12 +58,9 @@ def train_superposition(
     every : steps between the checkpoints that are kept with a toy.
     show : told the result before it is written.
     """
-    if min(seeds, steps, every) < 1:
-        raise BadInput(f"seeds, steps and every are at least 1, but got {seeds}, {steps} and {every}.")
     if not 0 < lr < math.inf:
         raise BadInput(f"a learning rate is positive and finite, but got {lr}.")
     check_device(device)
-    check_workers(workers)
     shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
     tasks: dict[str, Superposition] = {}
     for one_p, one_weight in product(p, weight):

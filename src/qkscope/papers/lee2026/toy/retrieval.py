@@ -19,14 +19,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_class
+from qkscope.kinds import AtLeast, Count, checked_class
 from qkscope.maths.draws import derived_seed
 from qkscope.runs.store import read_tensors, write_tensors
 
@@ -71,27 +71,19 @@ class Retrieval:
 
     ranks: tuple[int, ...] = (3, 5)
     variant: Variant = "discrete"
-    d: int = 32
-    keys: int = 16
-    payloads: int = 10
-    noise: float = 0.01
+    d: Count = 32
+    keys: Annotated[int, AtLeast(2)] = 16
+    payloads: Annotated[int, AtLeast(2)] = 10
+    noise: Annotated[float, AtLeast(0)] = 0.01
     latent_scale: float | None = None
     payload_scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
-        if self.variant not in VARIANTS:
-            raise BadInput(f"there is no variant {self.variant!r}: take discrete or continuous.")
         if len(self.ranks) < 2 or min(self.ranks) < 1:
             raise BadInput(f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}.")
         if max(self.ranks) > 48:
             raise BadInput(f"a latent variable of rank {max(self.ranks)} is too large: take 48 or less.")
-        if self.keys < 2:
-            raise BadInput(f"a context of {self.keys} keys leaves nothing to choose: take T of 2 or more.")
-        if self.payloads < 2:
-            raise BadInput(f"{self.payloads} payloads leave nothing to learn: take P of 2 or more.")
-        if self.d < 1 or self.noise < 0:
-            raise BadInput(f"d must be at least 1 and the noise not negative, but got {self.d} and {self.noise}.")
 
     @property
     def total_rank(self) -> int:

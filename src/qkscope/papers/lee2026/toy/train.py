@@ -9,8 +9,8 @@ from typing import Any
 
 from qkscope.devices import check_device
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_call
-from qkscope.papers.fleet import TRAINED, check_workers
+from qkscope.kinds import Count, checked_call
+from qkscope.papers.fleet import TRAINED
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell
@@ -29,12 +29,12 @@ def train_retrieval(
     ranks: Sequence[int] = (3, 5),
     variant: Variant = "discrete",
     d_head: int = 16,
-    seeds: int = 1,
+    seeds: Count = 1,
     lr: float = 1e-4,
     steps: int = 50_000,
     as_written: bool = False,
     device: str = "cpu",
-    workers: int | None = None,
+    workers: Count | None = None,
     contexts: int = 4096,
     show: Callable[[Result], object] = lambda result: None,
 ) -> Result:
@@ -47,10 +47,7 @@ def train_retrieval(
     contexts : fresh contexts per head for its accuracy and ceilings.
     show : told the result before it is written.
     """
-    if seeds < 1:
-        raise BadInput(f"the number of seeds must be at least 1, but got {seeds}.")
     check_device(device)
-    check_workers(workers)
     scales: dict[str, Any] = AS_WRITTEN if as_written else {}
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)
