@@ -35,20 +35,9 @@ from qkscope.maths.swap import swapped_keys
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import OBJECTS
-from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread, as conftest gives this process
 HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def scope(folder: Path) -> Scope:
-    return Scope.load(folder, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +242,13 @@ decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", "L1H
 """
 
 
-def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(scope, task, folder, tmp_path):
+def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(scope, task, model, tmp_path):
     """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state after each."""
     heads = [Head(0, 1), Head(1, 2)]
     whole, dead = tmp_path / "whole", tmp_path / "dead"
     wanted = decompose(scope, task, heads, 70, out=whole, batch_size=4)
     # all states of order and 16 of lexical are kept; it dies while it writes the next
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(dead), "35"], capture_output=True, env=ALONE)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(model), str(dead), "35"], capture_output=True, env=ALONE)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert wanted.sums["lexical"].take_up(sums_file(dead, "lexical")) == 16
     assert list(dead.glob("*.part")), "the state it was writing"
@@ -702,7 +691,7 @@ def test_features_of_another_head_or_in_two_spaces_are_refused(scope, task, fit)
 # ---------------------------------------------------------------- find
 
 
-def test_scores_are_those_of_the_models_own_attention(scope, folder):
+def test_scores_are_those_of_the_models_own_attention(scope, model):
     """Keys labelled 0 are no candidates, however much attention they get."""
     examples = []
     for (example,) in tasks.binding(4, "sentence", filler=3).choose(6):
@@ -711,7 +700,7 @@ def test_scores_are_those_of_the_models_own_attention(scope, folder):
         examples.append(Example(text=example.text, keys=keys))
     task = Task("mine", {}, lambda use, contrast, n: [(example,) for example in examples])
     rows = {row["head"]: row for row in find_heads(scope, task, 6, batch_size=4).top()}
-    eager = Scope.load(folder, device="cpu", attn="eager")
+    eager = Scope.load(model, device="cpu", attn="eager")
     accuracy, row_accuracy, ratio, mass = 0, 0, 0, 0
     for example in examples:
         encoded = scope.encode([example])
@@ -780,7 +769,7 @@ def qkscope(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def fitted(scope, folder, tmp_path_factory) -> Path:
+def fitted(scope, model, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("fits") / "fit"
     decompose(scope, tasks.binding(3), [Head(1, 3), Head(0, 1)], 16, out=out, contrasts=["order", "lexical"])
     return out
@@ -802,11 +791,11 @@ def test_a_fit_in_pre_rope_cannot_be_swapped_or_explained(qkscope, fitted, tmp_p
         assert says in err
 
 
-def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, folder, tmp_path):
+def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, model, tmp_path):
     out = tmp_path / "fit"
     said = {}
     for name, arguments in {
-        "heads": ["heads", "binding", "--size", 3, "--n", 8, "--model", folder],
+        "heads": ["heads", "binding", "--size", 3, "--n", 8, "--model", model],
         "decompose": [
             "decompose",
             "binding",
@@ -815,7 +804,7 @@ def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, fold
             "--n",
             16,
             "--model",
-            folder,
+            model,
             "--heads",
             "L1H3",
             "--out",
@@ -836,15 +825,15 @@ def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, fold
     assert all(f'class="block {kind}"' in page for kind in ("spectra", "swaps", "cloud"))
 
 
-def test_no_head_above_the_threshold_is_an_answer(qkscope, folder):
-    code, out, _ = qkscope("heads", "binding", "--size", 12, "--n", 24, "--threshold", "1", "--model", folder)
+def test_no_head_above_the_threshold_is_an_answer(qkscope, model):
+    code, out, _ = qkscope("heads", "binding", "--size", 12, "--n", 24, "--threshold", "1", "--model", model)
     assert code == 0
     assert "No head reaches 100%: the best is L" in out
     assert "chance is 8%" in out
 
 
 def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused(
-    qkscope, folder, tmp_path, monkeypatch, caplog
+    qkscope, model, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
     lines = []
@@ -852,12 +841,12 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
         keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
         lines.append({"prompt": f"{word} : A hat : B {word} :", "keys": keys, "group": i // 2})
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    code, out, err = qkscope("heads", "mine.jsonl", "--model", folder, "--json")
+    code, out, err = qkscope("heads", "mine.jsonl", "--model", model, "--json")
     assert code == 0, err
     assert json.loads(out)["tables"]["heads"][0]["chance"] == 0.5
     assert "mine.jsonl holds 5 examples to choose, fewer than 256: taking all." in caplog.text
     for arguments in (
-        ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", folder, "--center", "query"],
+        ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--model", model, "--center", "query"],
         ["swap", "fit", "--downstream"],
         ["explain", "fit", "hat : A cat : B hat :"],
     ):
@@ -886,7 +875,7 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
     assert (code, "fit/mine.jsonl is missing, the copy of the task" in err) == (2, True)
 
 
-def test_stdout_is_json_alone_in_a_process_of_its_own(folder, fitted):
+def test_stdout_is_json_alone_in_a_process_of_its_own(model, fitted):
     done = subprocess.run([sys.executable, "-m", "qkscope", "swap", str(fitted), "--n", "4", "--downstream", "--json"],
                           capture_output=True, text=True, env=ALONE)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,6 @@ from qkscope.explorer.opening import page_of
 from qkscope.explorer.server import Explorer
 from qkscope.explorer.session import Session
 from qkscope.maths.bases import joint_basis
-from tiny_llama import write_tiny_llama
 
 PROMPT = "hat : O jam : Z cat : B jam :"
 BUDGET_MS = 100
@@ -57,16 +56,6 @@ def ask(server, what, question=None, *, host=None, token=None, kind="application
     text = answer.read().decode()
     connection.close()
     return answer.status, dict(answer.headers), json.loads(text) if text.startswith("{") else text
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def scope(folder):
-    return qk.Scope.load(folder, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +284,7 @@ def test_a_model_without_a_tokenizer_cannot_be_asked(scope):
         Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 
 
-def test_the_command_serves_until_it_is_stopped(scope, folder, tmp_path):
+def test_the_command_serves_until_it_is_stopped(scope, model, tmp_path):
     decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, out=tmp_path / "fit", contrasts=["order", "lexical"])
     assert 'class="block made"' in page_of(tmp_path / "fit").read_text()  # a fit is a run folder too
     command = [sys.executable, "-m", "qkscope", "view", "--live", "--fit", str(tmp_path / "fit"), "--no-browser"]

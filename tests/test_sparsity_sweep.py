@@ -24,12 +24,8 @@ from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"n": 6, "controls": 1, "draws": 4}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
