@@ -235,7 +235,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.swap(scope, units, fit, "L0H0")', "nothing was fitted for 'order' at L0H0"),
     ("qk.swap(scope, [], fit)", "there are no examples"),
     ("qk.swap(scope, task, fit)", "units of swap should be a list of items that are each a unit (as task"),
-    ("qk.swap(scope, units, fit, draws=0)", "draws is the number of random subspaces, at least 1, but got"),
+    ("qk.swap(scope, units, fit, draws=0)", "draws is at least 1, but got 0."),
     ("qk.swap(scope, units, fit, sizes=[99])", "a curve of 99 dimensions does not fit into a head of 16."),
     ('qk.swap(scope, units, fit, features=["shape"])', "nothing was fitted for 'shape' at L1H3"),
     ("qk.swap(scope, units, fit, features=[])", "features are different contrasts of order, lexical, but got"),

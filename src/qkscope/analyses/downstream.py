@@ -27,7 +27,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import checked_call
+from qkscope.kinds import Count, checked_call
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
@@ -45,8 +45,8 @@ def swap_downstream(
     *,
     features: Sequence[str] | None = None,
     together: bool = True,
-    draws: int = 20,
-    batch_size: int = 32,
+    draws: Count = 20,
+    batch_size: Count = 32,
     seed: int = 0,
     progress: bool | None = None,
     job: Job | None = None,
@@ -57,13 +57,34 @@ def swap_downstream(
     subspaces, by turns, so that many cost no more runs than one. The pairs of keys are those that `swap` draws with the
     same seed; all edits are of the keys of the unedited run. An answer counts as right when the likeliest candidate is
     a right one. Intervals are clustered as those of `swap` are: by the word that is asked for, where one is marked.
+
+    Parameters
+    ----------
+    scope : the model.
+    units : from ``task.test(n)``, with one query in each prompt.
+    fit : features fitted in ``post_rope``, as `decompose` gives them.
+    heads : which heads; all of the fit by default.
+    features : contrasts of the fit that are swapped together; by default those that `swap` takes.
+    together : whether all heads are patched at once, or one after the other.
+    draws : random subspaces that the prompts take by turns.
+    batch_size : prompts that run together.
+    seed : of the keys that are drawn and of the random subspaces.
+    progress : whether to show a progress bar; by default where one is looking.
+    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+
+    Examples
+    --------
+    >>> from qkscope import Scope, decompose, swap_downstream, tasks
+    >>> scope, task = Scope.load("nano:mixed"), tasks.binding(5, form="sentence")
+    >>> fit = decompose(scope, task, "L1H0", 8, contrasts=["lexical"], replicates=3, progress=False)
+    >>> answers = swap_downstream(scope, task.test(4), fit, progress=False)
+    >>> [(row["feature"], row["kind"]) for row in answers.tables["downstream"]]
+    [('lexical', 'feature'), ('lexical', 'random'), ('lexical', 'key_pca')]
     """
     start = time.perf_counter()
     check_swappable(fit.space, downstream=True)
     what = Features.of(scope, fit, heads, features)
     check_rows(scope, fit)
-    if draws < 1:
-        raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
     pairs = draw_pairs(units, batch_size, seed)
     for example in pairs.examples:
         if len(example.queries) > 1:
@@ -101,7 +122,8 @@ def swap_downstream(
         projectors=_hashed(projectors),
     )  # fmt: skip
     pieces = job.stream("answers", pairs.batches, run, progress)
-    shown = dict.fromkeys(_text(scope, token) for piece in pieces for token in piece["tokens"])
+    tokens = dict.fromkeys(token for piece in pieces for token in piece["tokens"])
+    shown = dict.fromkeys(str(scope.tokenizer.decode([t]) if scope.tokenizer else t) for t in tokens)
     clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
     table: list[dict[str, Any]] = []
     for (kind, group), values in zip(cases, edited, strict=True):
@@ -172,10 +194,6 @@ def _candidates(
         signs[row, :count], signs[row, count : len(every)] = 1, -1
         right[row], wrong[row] = 0, count
     return _Read(tokens, signs, right, wrong)
-
-
-def _text(scope: Scope, token: int) -> str:
-    return str(token) if scope.tokenizer is None else str(scope.tokenizer.decode([token]))
 
 
 def _read(examples: Sequence[Example], tokens: list[str]) -> str:

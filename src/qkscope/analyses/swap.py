@@ -6,38 +6,37 @@ One capture of the held-out prompts serves every condition: the edited rows have
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.analyses.about import check_same_model, with_notes
 from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.prompts import batches_of, clusters_of, unit_runner
+from qkscope.analyses.pairs import Pairs, Targets
+from qkscope.analyses.pairs import draw_pairs as draw_pairs
+from qkscope.analyses.prompts import unit_runner
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_kind
-from qkscope.examples import Example
+from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
+from qkscope.maths.swap import Condition, Method, SwapRows
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.tasks.task import ANSWER, ASKED, Unit
+from qkscope.tasks.task import Unit
 
 SIZES = (1, 2, 4, 8, 12)
 Own = Subspace | Tensor
 """A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
-Targets = Callable[[Example], int] | Sequence[int]
 _PARTS = tuple(field.name for field in fields(AttentionRows))
 
 
@@ -63,10 +62,10 @@ def swap(
     targets: Targets | None = None,
     space: Space = "post_rope",
     chat: bool = False,
-    draws: int = 20,
+    draws: Count = 20,
     sizes: Sequence[int] = (),
     clouds: bool = False,
-    batch_size: int = 32,
+    batch_size: Count = 32,
     seed: int = 0,
     progress: bool | None = None,
     job: Job | None = None,
@@ -107,8 +106,6 @@ def swap(
     """
     start = time.perf_counter()
     chosen = Features.of(scope, fit, heads, features, subspaces, space=space, chat=chat)
-    if draws < 1:
-        raise BadInput(f"draws is the number of random subspaces, at least 1, but got {draws}.")
     for k in sizes:
         if not 1 <= k <= scope.d_head:
             raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
@@ -281,114 +278,6 @@ def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, 
     if found.d_head != d_head:
         raise BadInput(f"subspace {name!r} has {found.d_head} dimensions at {head}, where the head has {d_head}.")
     return found
-
-
-# ---------------------------------------------------------------------- which keys change places
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The keys that change places: a row for each query of each held-out prompt, in the order in which batches run."""
-
-    batches: list[list[int]]
-    examples: list[Example]  # of each row
-    unit: list[int]
-    orig: Int[Tensor, " n"]
-    target: Int[Tensor, " n"]
-    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
-    cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
-
-    def rows_of(self, units: Sequence[int]) -> Int[Tensor, " m"]:
-        """The rows of some units."""
-        known: dict[int, list[int]] = {}
-        for row, unit in enumerate(self.unit):
-            known.setdefault(unit, []).append(row)
-        return torch.tensor([row for unit in units for row in known[unit]])
-
-    def one_cluster(self) -> str:
-        """What to say where there is nothing to resample."""
-        alone = len(self.cluster.unique()) < 2
-        return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
-
-
-def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0, targets: Targets | None = None) -> Pairs:
-    """A right key and a wrong one of every row, uniformly drawn once, for every condition and every verb."""
-    check_answers(units)
-    batches = batches_of(units, batch_size)
-    listed = [
-        (i, m)
-        for batch in batches
-        for i in batch
-        for m, example in enumerate(units[i])
-        for _ in example.queries or (0,)
-    ]
-    examples = [units[i][m] for i, m in listed]
-    labels = torch.zeros(len(listed), max(len(example.keys) for example in examples), dtype=torch.long)
-    for row, example in enumerate(examples):
-        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
-    orig = draw_targets(torch.full((len(labels),), -1), labels > 0, seed)
-    target = draw_targets(orig, labels < 0, seed + 1) if targets is None else _given_targets(units, listed, targets)
-    others = _sham(labels, orig, target, seed)
-    return Pairs(batches, examples, [i for i, _ in listed], orig, target, others, _clusters(units, listed))
-
-
-def _given_targets(units: Sequence[Unit], listed: Sequence[tuple[int, int]], targets: Targets) -> Int[Tensor, " n"]:
-    """The keys that were named, checked."""
-    prompts = [(i, m) for i, unit in enumerate(units) for m in range(len(unit))]
-    named = [targets(units[i][m]) for i, m in prompts] if callable(targets) else list(targets)
-    if len(named) != len(prompts):
-        raise BadInput(f"targets should name a key of each of {len(prompts)} prompts, but there are {len(named)}.")
-    for (i, m), key in zip(prompts, named, strict=True):
-        keys = units[i][m].keys
-        if not isinstance(key, int) or not 0 <= key < len(keys):
-            raise BadInput(f"a target is the place of a key, from 0 to {len(keys) - 1}, but got {key!r}.")
-        if keys[key].label(ANSWER) > 0:
-            raise BadInput(f"a target is not a right key, but key {key} is one in {units[i][m].show(80)}.")
-    of = dict(zip(prompts, named, strict=True))
-    return torch.tensor([of[row] for row in listed])
-
-
-def _sham(
-    labels: Int[Tensor, "n k"], orig: Int[Tensor, " n"], target: Int[Tensor, " n"], seed: int
-) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None:
-    """Two keys whose swap should do nothing: two right ones (a filter list), or two wrong ones beside the target."""
-    right = labels > 0
-    if bool((right.sum(dim=1) > 1).all()):
-        return orig, draw_targets(orig, right, seed + 2)
-    free = (labels < 0) & (torch.arange(labels.shape[1]) != target[:, None])
-    if not bool((free.sum(dim=1) > 1).all()):
-        return None
-    one = draw_targets(target, free, seed + 2)
-    return one, draw_targets(one, free, seed + 3)
-
-
-def _clusters(units: Sequence[Unit], listed: Sequence[tuple[int, int]]) -> Int[Tensor, " n"]:
-    """A number for each row, the same for rows that ask for the same word; for rows of one unit where none is marked.
-
-    A task has a few dozen words and any number of prompts: resampling prompts alone would trust the words too much.
-    """
-    examples = [units[i][m] for i, m in listed]
-    if all(ASKED in example.roles for example in examples):
-        numbers: dict[str, int] = {}
-        asked = [example.piece(example.roles[ASKED]) for example in examples]
-        return torch.tensor([numbers.setdefault(word, len(numbers)) for word in asked])
-    return clusters_of(units, torch.tensor([i for i, _ in listed]))
-
-
-def check_answers(units: Sequence[Unit]) -> None:
-    """Every example to be swapped needs a right key and a wrong one."""
-    check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
-    if not units:
-        raise BadInput("there are no examples: give at least one.")
-    for unit in units:
-        if not unit:
-            raise BadInput("a unit holds no example: give one prompt or more in each.")
-        for example in unit:
-            if not {1, -1} <= {key.label(ANSWER) for key in example.keys}:
-                raise BadInput(
-                    f"a swap needs keys labelled {ANSWER!r} 1 and -1 in every example, but this one has not both: "
-                    f"{example.show(80)}."
-                )
 
 
 # ---------------------------------------------------------------------- through the model

@@ -30,8 +30,9 @@ Method = Callable[[int | Sequence[int]], Projector]
 """A way to choose k directions of every head; see `qkscope.maths.methods`."""
 
 _VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
-_KEPT = ("orig_before", "target_before", "orig_after", "target_after", "shift")
-_GAINS = ("gain", "carried", "carried_gain")
+_MEASURES = ("shift", "gain", "carried", "carried_gain")
+_ENDS = ("", "_low", "_high")
+_ATTENTION = ("orig_before", "target_before", "orig_after", "target_after", "shift")
 
 
 class Condition(NamedTuple):
@@ -173,10 +174,11 @@ class SwapRows:
             else:
                 pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
             for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
-                gains = {f"{name}{end}": row[f"{name}{end}"] for name in _GAINS for end in ("", "_low", "_high")}
+                gains = {f"{name}{end}": row[f"{name}{end}"] for name in _MEASURES[1:] for end in _ENDS}
                 table.append({
                     "head": row["head"], "method": row["condition"], "feature": row["feature"], "kind": row["kind"],
-                    "k": k, **{name: row[name] for name in _KEPT}, "low": row["shift_low"], "high": row["shift_high"],
+                    "k": k, **{name: row[name] for name in _ATTENTION},
+                    "low": row["shift_low"], "high": row["shift_high"],
                     **gains, "n": row["n"],
                 })  # fmt: skip
         return table
@@ -245,8 +247,8 @@ def _check_slots(rows: AttentionRows, orig: Tensor, target: Tensor) -> None:
     slots = rows.k.shape[2]
     for name, chosen in (("orig", orig), ("target", target)):
         if chosen.shape != (len(rows.q),) or bool((chosen < 0).any()) or bool((chosen >= slots).any()):
-            raise BadInput(f"{name} should name one of {slots} keys for each of {len(rows.q)} rows, "
-                           f"but has shape {tuple(chosen.shape)}, values {chosen.unique().tolist()[:8]}.")  # fmt: skip
+            values = f"shape {tuple(chosen.shape)}, values {chosen.unique().tolist()[:8]}"
+            raise BadInput(f"{name} should name one of {slots} keys for each of {len(rows.q)} rows, but has {values}.")
     if bool((orig == target).any()):
         raise BadInput("a key cannot be swapped with itself: target must differ from orig in every row.")
 
@@ -277,62 +279,41 @@ def swap_table(
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
     ``carried`` and ``carried_gain`` are the same for the logit.
     """
-    pairs = dict(against or {})
-    known = _names([_condition(name) for name in effects])
-    baseline = [list(effects).index(pairs[name]) if name in pairs else None for name in effects]
+    pairs, names = dict(against or {}), list(effects)
+    conditions = [_condition(name) for name in names]
+    taken = Counter(what.name for what in conditions)
+    baseline = [names.index(pairs[name]) if name in pairs else None for name in names]
     table = []
     for column, head in enumerate(heads):
-        measures = _measures(list(effects.values()), column, baseline)
-        every = torch.stack(list(measures.values()), dim=1)
-        low, high = clustered_bootstrap(every, prompts, draws=draws, seed=seed)
-        for i, (name, effect) in enumerate(effects.items()):
-            what, shown = known[i]
-            told = {
-                measure: _with_interval(measure, x[:, i], low[at, i], high[at, i],
-                                        known=name in pairs or not measure.endswith("gain"))
-                for at, (measure, x) in enumerate(measures.items())
-            }  # fmt: skip
+        values = _measures(list(effects.values()), column, baseline)
+        low, high = clustered_bootstrap(values, prompts, draws=draws, seed=seed)
+        for i, (what, effect) in enumerate(zip(conditions, effects.values(), strict=True)):
+            told: dict[str, float | None] = {}
+            for m, measure in enumerate(_MEASURES):
+                known = baseline[i] is not None or not measure.endswith("gain")
+                found = (values[:, m, i].mean(), low[m, i], high[m, i])
+                told |= {f"{measure}{end}": float(x) if known else None for end, x in zip(_ENDS, found, strict=True)}
+            ours = what.kind == "feature" and taken[what.name] > 1  # a feature that is called as a row of ours
             table.append({
-                "head": str(head), "condition": shown, "feature": what.feature, "kind": what.kind,
-                "rank": int(effect.rank[column]),
+                "head": str(head), "condition": f"'{what.name}'" if ours else what.name, "feature": what.feature,
+                "kind": what.kind, "rank": int(effect.rank[column]),
                 "orig_before": float(effect.orig_before[:, column].mean()),
                 "target_before": float(effect.target_before[:, column].mean()),
                 "orig_after": float(effect.orig_after[..., column].mean()),
-                "target_after": float(effect.target_after[..., column].mean()),
-                **told.pop("shift"),
+                "target_after": float(effect.target_after[..., column].mean()), **told,
                 "flip": float(effect.flipped[..., column].double().mean()), "n": len(prompts),
                 "draws": effect.orig_after.shape[0], "vacuous": bool(effect.vacuous[column]),
-                **{key: value for found in told.values() for key, value in found.items()},
             })  # fmt: skip
     return table
 
 
-def _names(conditions: Sequence[Condition]) -> list[tuple[Condition, str]]:
-    """The name of each; a feature that is called as a row of ours is quoted."""
-    taken = Counter(what.name for what in conditions)
-    return [
-        (what, f"'{what.name}'" if what.kind == "feature" and taken[what.name] > 1 else what.name)
-        for what in conditions
-    ]
-
-
 def _measures(
-    effects: list[SwapEffect], column: int, baseline: list[int | None]
-) -> dict[str, Float[Tensor, "n conditions"]]:
-    """Shift and logit carried of every condition at one head, and what they gain over a baseline."""
-
-    def gain(x: Tensor) -> Tensor:
-        return torch.stack([x[:, i] - (x[:, b] if b is not None else 0) for i, b in enumerate(baseline)], dim=1)
-
-    shift, carried = (
-        torch.stack([getattr(effect, name)[:, column].double() for effect in effects], dim=1)
-        for name in ("shift", "carried")
-    )
-    return {"shift": shift, "gain": gain(shift), "carried": carried, "carried_gain": gain(carried)}
-
-
-def _with_interval(
-    name: str, values: Float[Tensor, " n"], low: Tensor, high: Tensor, known: bool = True
-) -> dict[str, float | None]:
-    found = (float(values.mean()), float(low), float(high))
-    return {key: x if known else None for key, x in zip((name, f"{name}_low", f"{name}_high"), found, strict=True)}
+    effects: Sequence[SwapEffect], column: int, baseline: Sequence[int | None]
+) -> Float[Tensor, "n measures conditions"]:
+    """Shift and logit carried of every condition at one head, each followed by what it gains over a baseline."""
+    measures = []
+    for name in ("shift", "carried"):
+        own = [getattr(effect, name)[:, column].double() for effect in effects]
+        gain = [x - own[b] if b is not None else x for x, b in zip(own, baseline, strict=True)]
+        measures += [torch.stack(own, dim=1), torch.stack(gain, dim=1)]
+    return torch.stack(measures, dim=1)
