@@ -1,6 +1,6 @@
 """Which keys change places: a right key of every held-out row, the one it is swapped with, and two more for a sham.
 
-They are drawn once for every condition and for every verb that swaps: the same units, batch size and seed give the same.
+They are drawn once for every condition and every verb that swaps: the same units, batch size and seed give the same.
 """
 
 from __future__ import annotations
