@@ -21,12 +21,17 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Edit:
     """Replacement values for one head; build it with `keys`, `queries` or `logits`.
 
     Positions are columns of the padded batch (`Capture.key_positions`), vectors are in `post_rope`; a position of -1
     leaves its slot alone.
+
+    Examples
+    --------
+    >>> Edit.keys("L1H0", torch.tensor([[2, -1]]), torch.zeros(1, 2, 4))
+    Edit(keys of L1H0 at 1 places)
     """
 
     head: Head
@@ -36,16 +41,39 @@ class Edit:
     key: Int[Tensor, "n"]
     value: Float[Tensor, "n *d"]
 
+    def __repr__(self) -> str:
+        return f"Edit({self.kind} of {self.head} at {len(self.row)} places)"
+
     @classmethod
     def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
-        """Give one head other keys at some positions of each sequence."""
+        """Give one head other keys at some positions of each sequence.
+
+        Parameters
+        ----------
+        head : Head or str
+            The query head that reads them; the others of its group keep theirs.
+        positions : Int [b, k]
+            Columns of the batch.
+        values : Float [b, k, d]
+            The keys to put there, as the dot product sees them.
+        """
         _check_shapes("keys", positions, values[..., 0], 2)
         row, slot = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
     def queries(cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]) -> Edit:
-        """Give one head another query at one position of each sequence."""
+        """Give one head another query at one position of each sequence.
+
+        Parameters
+        ----------
+        head : Head or str
+            The head.
+        positions : Int [b]
+            A column of the batch for each sequence.
+        values : Float [b, d]
+            The queries to put there, as the dot product sees them.
+        """
         _check_shapes("queries", positions, values[..., 0], 1)
         (row,) = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
@@ -54,7 +82,19 @@ class Edit:
     def logits(
         cls, head: Head | str, queries: Int[Tensor, "b"], positions: Int[Tensor, "b k"], values: Float[Tensor, "b k"]
     ) -> Edit:
-        """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence."""
+        """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence.
+
+        Parameters
+        ----------
+        head : Head or str
+            The head.
+        queries : Int [b]
+            The column of the query in each sequence.
+        positions : Int [b, k]
+            Columns of the keys.
+        values : Float [b, k]
+            The logits to put there; ``-inf`` hides a key.
+        """
         _check_shapes("logits", positions, values, 2)
         if bool(values.isnan().any()):
             raise BadInput("edited logits are numbers, but some of them are NaN.")

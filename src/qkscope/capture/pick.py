@@ -82,6 +82,14 @@ class Capture:
         Next-token logits at the query; None when they were not asked for.
     space : str
         `post_rope`, `pre_rope` or `query_frame`. In `pre_rope` ``scale · q·k`` is not the model's logit.
+
+    Examples
+    --------
+    >>> from qkscope import Example, Scope
+    >>> example = Example.mark("hat jam hat", keys=["jam"])
+    >>> (batch,) = Scope.load("nano:mixed").capture([example], "L2H3")
+    >>> batch.attention().shape
+    torch.Size([1, 1, 1])
     """
 
     heads: tuple[Head, ...]
