@@ -245,7 +245,7 @@ def test_round_off_does_not_crowd_the_axis_of_a_spectrum(report):
         """([rows, panel]) => {
           const place = document.createElement("div");
           document.body.append(place);
-          qk.spectra(place, rows, [panel]);
+          qk.charts.spectra(place, rows, { panels: [panel] });
           const all = (what, name) => [...place.querySelectorAll(what)].map((each) => Number(each.getAttribute(name)));
           const found = [all("circle", "cy"), all("text[text-anchor=end]", "y")];
           place.remove();

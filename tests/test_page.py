@@ -163,7 +163,7 @@ def nano():
     return {
         "heads": qk.find_heads(scope, task, 4),
         "decompose": fit,
-        "swap": qk.swap(scope, task.test(8), fit, sizes=[1, 2]),
+        "swap": qk.swap(scope, task.test(8), fit, sizes=[1, 2], clouds=True),
         "explain": qk.attribute(scope, "hat: O\njam: Z\njam:", "L2H0", fit),
         "sparsity": qk.sparsity(scope, task, n=4),
         "discover": qk.discover(scope, task, "L2H0", n=40, directions=2, replicates=39, sizes=(1, 2), progress=False),

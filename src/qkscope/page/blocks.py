@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
@@ -136,26 +136,22 @@ def _spectra(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
 
 
 def _points(result: Result) -> Iterator[Block]:
-    """Points that can be turned: a row for each, with its label in every colouring."""
-    rows: list[Row] = []
-    panels = []
-    for cloud in clouds_of(result):
-        for side, points in (("key", cloud.keys), ("query", cloud.queries)):
-            labels = {
-                by: [c.names[i] if 0 <= i < len(c.names) else None for i in (c.keys if side == "key" else c.queries)]
-                for by, c in cloud.colourings.items()
-            }
-            for i, (x, y, z) in enumerate(points.tolist()):
-                at = {"x": round(x, 4), "y": round(y, 4), "z": round(z, 4)}
-                rows.append({"cloud": cloud.title, "side": side, **at} | {by: of[i] for by, of in labels.items()})
-        colourings = {by: {"names": c.names, "ordered": c.ordered} for by, c in cloud.colourings.items()}
-        panels.append({"name": cloud.title, "colourings": colourings})
+    """Points that can be turned; the script makes a row of each, which takes a third of the room here."""
+    panels = [
+        {
+            "name": cloud.title,
+            "keys": [[round(x, 4) for x in point] for point in cloud.keys.tolist()],
+            "queries": [[round(x, 4) for x in point] for point in cloud.queries.tolist()],
+            "colourings": {by: asdict(colouring) for by, colouring in cloud.colourings.items()},
+        }
+        for cloud in clouds_of(result)
+    ]
+    words = (
+        "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at one to "
+        "read it."
+    )
     if panels:
-        words = (
-            "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at one "
-            "to read it."
-        )
-        yield Block("cloud", "Keys and queries in the subspace", words, rows, {"panels": panels}, "clouds")
+        yield Block("cloud", "Keys and queries in the subspace", words, [], {"panels": panels}, "clouds")
 
 
 # ---------------------------------------------------------------------- features without labels

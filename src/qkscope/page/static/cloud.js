@@ -4,7 +4,20 @@
   const { make, choose, viridis, isDark } = qk;
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;"); // plotly reads markup
 
+  // a row for each point, with its label in every colouring
+  function* pointsOf({ name, keys, queries, colourings }) {
+    for (const [side, points, of] of [
+      ["key", keys, "keys"],
+      ["query", queries, "queries"],
+    ])
+      for (const [i, [x, y, z]] of points.entries()) {
+        const labels = Object.entries(colourings).map(([by, each]) => [by, each.names[each[of][i]] ?? null]);
+        yield { cloud: name, side, x, y, z, ...Object.fromEntries(labels) };
+      }
+  }
+
   qk.charts.cloud = (element, rows, { panels }) => {
+    for (const panel of panels) rows.push(...pointsOf(panel)); // what the reader can copy
     const stage = make("div", {
       class: "stage",
       tabindex: 0,
