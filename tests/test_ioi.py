@@ -7,8 +7,8 @@ import re
 import pytest
 
 from qkscope import BadInput, Example, Scope, tasks
-from qkscope.tasks.story_words import EVENTS, NAMES, PEOPLE, PLACES, THINGS
 from qkscope.tasks.task import ANSWER
+from qkscope.tasks.words import EVENTS, NAMES, PEOPLE, PLACES, THINGS
 
 MADE = {"ioi": tasks.ioi, "induction": tasks.induction, "greater_than": tasks.greater_than, "pronoun": tasks.pronoun}
 ROLES = {

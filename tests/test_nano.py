@@ -27,9 +27,8 @@ from qkscope.nano.train import train_nano
 from qkscope.nano.trainer import STATE, NanoRecipe, NanoTrainer
 from qkscope.nano.words import PAD, nano_tokenizer, vocabulary, word_ids
 from qkscope.runs.store import read_tensors
-from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import ANSWER, pools
-from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
+from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp": 32, "rows": 20, "prompts": 4}
 LONG = {**TINY, "steps": 64, "check_every": 8, "solved": 0.0}

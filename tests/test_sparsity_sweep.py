@@ -22,7 +22,7 @@ from qkscope.maths import relative as measure
 from qkscope.maths.relative import rotated_sparsity, shared_sparsity
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.ioi import TEMPLATES
-from qkscope.tasks.story_words import NAMES, PLACES, THINGS
+from qkscope.tasks.words import NAMES, PLACES, THINGS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"n": 6, "controls": 1, "draws": 4}

@@ -21,8 +21,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.runs.stream import stream
-from qkscope.tasks.drawn import WINDOW
-from qkscope.tasks.task import Contrast, Unit
+from qkscope.tasks.task import WINDOW, Contrast, Unit
 
 
 @dataclass(frozen=True)

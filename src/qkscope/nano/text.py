@@ -23,9 +23,8 @@ from qkscope.nano.words import BOS, PAD, SPECIAL, vocabulary, word_ids
 from qkscope.tasks.binding import LINES
 from qkscope.tasks.filter import FORMS
 from qkscope.tasks.ioi import TEMPLATES
-from qkscope.tasks.story_words import NAMES, PLACES, THINGS
 from qkscope.tasks.task import pools
-from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
+from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 
 QUESTIONS = {"list": 6, "sentence": 4, "question": 3}
 """Questions about one context: fewer where they are long."""

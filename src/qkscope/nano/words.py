@@ -13,8 +13,7 @@ from typing import Any
 from qkscope.tasks.binding import FILLER, LINES
 from qkscope.tasks.filter import FORMS
 from qkscope.tasks.ioi import TEMPLATES
-from qkscope.tasks.story_words import NAMES, PLACES, THINGS
-from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, OBJECTS
+from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 
 BOS, PAD, UNKNOWN = SPECIAL = ("<s>", "<pad>", "<unk>")
 _TOKEN = r"\n|\w+|[^\w\s]"

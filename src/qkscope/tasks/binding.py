@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from itertools import count
+from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
+from qkscope.kinds import Between, Natural, checked_call
+from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -35,7 +35,7 @@ FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", 
 
 @checked_call
 def binding(
-    entities: int = 9,
+    entities: Annotated[int, Between(2, 20)] = 9,
     form: Form = "list",
     seed: int = 0,
     *,
@@ -43,7 +43,7 @@ def binding(
     words: Sequence[str] = OBJECTS,
     boxes: Sequence[str] = BOXES,
     pool: int | None = None,
-    filler: int = 0,
+    filler: Natural = 0,
     chat: bool = False,
 ) -> Task:
     """Make the binding task.
@@ -59,18 +59,13 @@ def binding(
     filler : up to so many words before each pair, so that order is not token position.
     chat : whether prompts go into the model's chat template.
     """
-    if form not in LINES:
-        raise BadInput(f"form is one of {', '.join(LINES)}, but got {form!r}.")
-    checked_count(entities, "the number of entities in a prompt", 2, 20)
-    checked_count(filler, "the number of filler words", 0)
-    if lexical not in ("same_query", "own_query"):
-        raise BadInput(f"lexical is 'same_query' or 'own_query', but got {lexical!r}.")
     labelled = checked_words(boxes, "boxes")
     if len(labelled) <= entities:
         raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
-    if pool is not None:
-        checked_count(pool, f"the pool for {entities} entities and a counterfactual", entities + 1, len(split["fit"]))
+    if pool is not None and not entities < pool <= len(split["fit"]):
+        words_needed = f"from {entities + 1} to {len(split['fit'])}"
+        raise BadInput(f"{entities} entities and a counterfactual need a pool {words_needed}, but got {pool}.")
     fitted = split["fit"][:pool]
 
     def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
@@ -89,12 +84,10 @@ def binding(
         ahead, word, rest = question[: question.index("{")], pairs[asked][0], question[question.index("}") + 1 :]
         return draft.write(ahead).write(word).role(ASKED).write(rest.format(word)).example(cluster=cluster)
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "binding", form, entities, use, contrast)
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         own = fitted if use == "fit" else split[use]
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
-        for cluster in range(n):
+        for cluster in count():
             if contrast == "order":
                 named, labels = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
                 asked = named.index(fixed_words[0])
@@ -120,19 +113,17 @@ def binding(
                 copy = _negated(copy, contrast)
             yield (first, copy)
 
+    across = lexical == "same_query"
     contrasts = (
         Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
-        Contrast(
-            "lexical",
-            "the asked word's box / the same box with another word",
-            across=lexical == "same_query",
-            unit=ASKED,
-        ),
+        Contrast("lexical", "the asked word's box / the same box with another word", across=across, unit=ASKED),
         Contrast("box", "the answer's label / another label in its place", across=True),
     )
-    asked_for = {"entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
-                 "words": list(words), "boxes": list(boxes)}  # fmt: skip
-    return Task("binding", {c.name: c for c in contrasts}, draw, seed, chat, asked_for)
+    asked_for = {
+        "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
+        "words": tuple(words), "boxes": tuple(boxes),
+    }  # fmt: skip
+    return made("binding", seed, contrasts, walk, asked_for, address=(form, entities))
 
 
 def _negated(example: Example, contrast: str) -> Example:

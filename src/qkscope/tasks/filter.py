@@ -7,14 +7,15 @@ One contrast per category (+ its items, − all other items, in prompts that ask
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
+from qkscope.kinds import Count, checked_call
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import CATEGORIES, FIVE
 
 Form = Literal["list", "bullets", "question"]
@@ -33,7 +34,7 @@ def filter_task(
     form: Form = "list",
     seed: int = 0,
     *,
-    items: int = 5,
+    items: Count = 5,
     words: Mapping[str, Sequence[str]] = CATEGORIES,
     chat: bool = False,
 ) -> Task:
@@ -43,13 +44,11 @@ def filter_task(
     ----------
     categories : 5 or 13 for the papers' sets, or names from ``words``.
     form : ``list``, ``bullets`` or ``question``.
+    seed : of every draw.
     items : items of each category in a prompt.
     words : words of every category; your own lists are welcome, and words of several tokens too.
     chat : whether prompts go into the model's chat template.
     """
-    if form not in FORMS:
-        raise BadInput(f"form is one of {', '.join(FORMS)}, but got {form!r}.")
-    checked_count(items, "the number of items of a category", 1)
     if isinstance(categories, int):
         named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]
         if len(named) != categories:
@@ -70,31 +69,24 @@ def filter_task(
             if home.setdefault(word, name) != name:
                 raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "filter", form, items, *named, use, contrast)
-        for cluster in range(n):
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
             # every category is asked for equally often
             wanted = contrast if contrast in named else named[cluster % len(named)]
             chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
             rng.shuffle(chosen)
             yield (_prompt(chosen, wanted, contrast, form, cluster),)
 
-    contrasts = {
-        name: Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False, unit="prompt")
+    contrasts = [
+        Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False, unit="prompt")
         for name in named
-    }
-    contrasts[POOLED] = Contrast(
-        POOLED, "items of the asked category / other items", center="query", paired=False, unit="prompt"
-    )
-    asked = {
-        "categories": named,
-        "form": form,
-        "items": items,
-        "chat": chat,
-        "words": {n: list(words[n]) for n in named},
-    }
-    return Task("filter", contrasts, draw, seed, chat, asked, starts_with_key=not chat and not FORMS[form][0])
+    ]
+    pooled = "items of the asked category / other items"
+    contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
+    lists = {name: list(words[name]) for name in named}
+    asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
+    first = not chat and not FORMS[form][0]
+    return made("filter", seed, contrasts, walk, asked, address=(form, items, *named), starts_with_key=first)
 
 
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:

@@ -10,16 +10,17 @@ reads the whole year as a token is refused. Roles: ``XX``, ``YY`` and ``END``.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Draft, Example
 from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.story_words import EVENTS
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, made, pools
+from qkscope.tasks.words import EVENTS
 
 YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
 
@@ -43,16 +44,14 @@ def greater_than(
     chat : whether prompts go into the model's chat template.
     """
     for half in (*centuries, *years):
-        if not (isinstance(half, str) and len(half) == 2 and half.isascii() and half.isdigit()):
+        if len(half) != 2 or not half.isascii() or not half.isdigit():
             raise BadInput(f"half a year is two digits, but got {half!r}.")
     if not centuries:
         raise BadInput("there are no centuries: give at least one.")
     happened, ends = pools(events, seed, "events", least=1), pools(years, seed, "years", least=2)
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "greater_than", use, contrast)
-        for cluster in range(n):
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
             event, century = rng.choice(happened[use]), rng.choice(list(centuries))
             year, other = rng.sample(ends[use], 2)
             first = _prompt(event, century, year, contrast, cluster)
@@ -62,8 +61,8 @@ def greater_than(
         Contrast("year", "the year's last two digits / another year's", across=True),
         Contrast("half", "the year's last two digits / its first two", center="query"),
     )
-    asked = {"events": list(events), "centuries": list(centuries), "years": list(years), "chat": chat}
-    return Task("greater_than", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+    asked = {"events": tuple(events), "centuries": tuple(centuries), "years": tuple(years), "chat": chat}
+    return made("greater_than", seed, contrasts, walk, asked)
 
 
 def _prompt(event: str, century: str, year: str, contrast: str, cluster: int) -> Example:

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
+from itertools import count
 
+from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
 from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_count, checked_words, pools, seeded
+from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import OBJECTS
 
 
@@ -31,27 +33,25 @@ def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS,
     chat : whether prompts go into the model's chat template.
     """
     most = len(checked_words(words, "words")) // len(USES) - 1  # and one for the copy
-    checked_count(length, "the number of words in the list", 3, most if most >= 3 else None)
+    if length < 3 or length > most >= 3:
+        raise BadInput(f"length is from 3 to {max(most, 3)}, but got {length}.")
     split = pools(words, seed, "words", least=length + 1)
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "induction", length, use, contrast)
-        for cluster in range(n):
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
             *listed, other = rng.sample(split[use], length + 1)
             at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
             first = _prompt(listed, at, contrast, cluster)
             copy = [other if i == at else word for i, word in enumerate(listed)]
             yield (first, _prompt(copy, at, contrast, cluster)) if contrast == "word" else (first,)
 
+    says = "the word after the first occurrence / the other words"
     contrasts = (
-        Contrast(
-            "next", "the word after the first occurrence / the other words", center="query", paired=False, unit="END"
-        ),
+        Contrast("next", says, center="query", paired=False, unit="END"),
         Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
     )
-    asked = {"length": length, "words": list(words), "chat": chat}
-    return Task("induction", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+    asked = {"length": length, "words": tuple(words), "chat": chat}
+    return made("induction", seed, contrasts, walk, asked, address=(length,))
 
 
 def _prompt(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:

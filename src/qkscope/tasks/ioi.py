@@ -11,16 +11,17 @@ Both orders of the names are drawn: ``ABBA`` puts the indirect object first, ``B
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
 from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.story_words import NAMES, PLACES, THINGS
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, pools, seeded
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
+from qkscope.tasks.words import NAMES, PLACES, THINGS
 
 Order = Literal["both", "ABBA", "BABA"]
 TEMPLATES = (
@@ -57,18 +58,14 @@ def ioi(
     names, things, places : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
     """
-    if form not in ("both", "ABBA", "BABA"):
-        raise BadInput(f"form is both, ABBA or BABA, but got {form!r}.")
     shapes = [_checked(template) for template in checked_words(templates, "templates")]
     if not shapes:
         raise BadInput("there are no templates: give at least one.")
     people = pools(names, seed, "names", least=3)
     goods, spots = pools(things, seed, "things", least=1), pools(places, seed, "places", least=1)
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "ioi", form, use, contrast)
-        for cluster in range(n):
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
             order = ("ABBA", "BABA")[cluster % 2] if form == "both" else form
             template = rng.choice(shapes)
             io, subject, third = rng.sample(people[use], 3)
@@ -86,20 +83,18 @@ def ioi(
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
         Contrast("name", "the indirect object / another name in its place", across=True),
     )
-    asked = {"form": form, "templates": list(templates), "names": list(names), "things": list(things),
-             "places": list(places), "chat": chat}  # fmt: skip
-    return Task("ioi", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+    asked = {
+        "form": form, "templates": tuple(templates), "names": tuple(names), "things": tuple(things),
+        "places": tuple(places), "chat": chat,
+    }  # fmt: skip
+    return made("ioi", seed, contrasts, walk, asked, address=(form,))
 
 
 def _checked(template: str) -> str:
     slots = re.findall(r"\{(\w*)\}", template)
-    if [slot for slot in slots if slot in ("A", "B", "S")] != ["A", "B", "S"] or set(slots) - {
-        "A", "B", "S", "place", "thing",
-    }:  # fmt: skip
-        raise BadInput(
-            f"a template has {{A}}, {{B}} and {{S}} once each, in this order, and {{place}} and {{thing}} where wanted,"
-            f" as not in {template!r}."
-        )
+    if [slot for slot in slots if slot not in ("place", "thing")] != ["A", "B", "S"]:
+        rule = "{A}, {B} and {S} once each, in this order, and {place} and {thing} where wanted"
+        raise BadInput(f"a template has {rule}, but this one does not: {template!r}.")
     if not re.search(r"\w$", template) or re.search(r"^\{[ABS]\}|\{[ABS]\}(?![^\w{]*\w)", template):
         raise BadInput(f"a template begins with a word, ends with a word, and has one after each name: {template!r}.")
     return template

@@ -23,39 +23,36 @@ import hashlib
 import json
 import logging
 import re
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Span, find_span
 from qkscope.kinds import checked_call
-from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_name
+from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, checked_name
 
 log = logging.getLogger(__name__)
 
 _FIELDS = {"prompt", "query", "keys", "group", "use", "answers"}
 _LARGEST = 1 << 30  # bytes: some millions of lines
-_KEY_FIELDS = {"text", "span", "labels"}
 _SAID: set[tuple[str, str]] = set()
-_CENTERS = ("none", "query", "both")
 
 
 @dataclass(frozen=True)
 class _Line:
     number: int
-    where: str
     example: Example
     group: str | None
     use: Use | None
 
+    def signs(self, contrast: str) -> set[int]:
+        return {key.label(contrast) for key in self.example.keys} - {0}
+
 
 @checked_call
-def from_jsonl(
-    path: str | Path, *, seed: int = 0, center: Literal["none", "query", "both"] = "none", chat: bool = False
-) -> Task:
+def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat: bool = False) -> Task:
     """Read a task from a file; every line is checked, and an error names the line.
 
     Parameters
@@ -64,10 +61,18 @@ def from_jsonl(
     seed : of dealing out lines that do not say their use; what the file is called and how it is sorted do not matter.
     center : centring of every contrast: take out of ΔC what all queries (``query``), or also all keys, see alike.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> import json, tempfile
+    >>> keys = [{"text": "O", "labels": {"mine": -1}}, {"text": "Z", "labels": {"mine": 1}}]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "mine.jsonl").write_text(json.dumps({"prompt": "hat O, jam Z. The jam:", "keys": keys}))
+    ...     task = from_jsonl(f"{folder}/mine.jsonl")
+    >>> list(task.contrasts)
+    ['mine']
     """
     path = Path(path)
-    if center not in _CENTERS:
-        raise BadInput(f"center is one of {', '.join(_CENTERS)}, but got {center!r}.")
     lines = _lines(path)
     read = [_line(text, number, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
     if not read:
@@ -77,20 +82,26 @@ def from_jsonl(
     groups = _groups(read, contrasts)
     alike = _alike(groups)
     uses = _uses(groups, alike, seed)
-    groups = {
+    units = {
         name: [replace(line, example=replace(line.example, cluster=alike[name])) for line in group]
         for name, group in groups.items()
     }
-    digest = _digest("\n".join(lines))[:32]
-    copies, notes = len(groups) - len(set(alike.values())), list[str]()
-    if copies:
+    digest, notes = _digest("\n".join(lines))[:32], list[str]()
+    if copies := len(groups) - len(set(alike.values())):
         notes.append(
             f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
         )
         _say_once(f"{path}: {notes[0]}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
-        own = [unit for name, group in groups.items() if uses[name] == use and (unit := _unit(group, use, contrast))]
+        """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
+        least = 1 if use == "fit" else 2
+        found = [
+            tuple(line.example for line in group if len(line.signs(contrast)) >= least)
+            for name, group in units.items()
+            if uses[name] == use
+        ]
+        own = [unit for unit in found if unit]
         if not own:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
@@ -99,8 +110,7 @@ def from_jsonl(
         return own[:n]
 
     made = {
-        name: Contrast(name, "as labelled", center=center, paired=_paired(name, list(groups.values())))
-        for name in contrasts
+        name: Contrast(name, "as labelled", center=center, paired=_paired(name, groups.values())) for name in contrasts
     }
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
     first = not chat and any(_begins(line.example) for line in read)
@@ -114,15 +124,30 @@ def _say_once(sentence: str, about: str) -> None:
         log.warning("%s", sentence)
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- lines that belong together
+
+
 def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_Line]]:
     """The lines by group; a line of its own gets a name that no group can have: groups are named by text."""
     groups: dict[str, list[_Line]] = {}
     for number, line in enumerate(read):
         own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
         if own and own[0].use != line.use:
-            raise BadInput(f"{line.where} has another use than its group {line.group!r}: give them the same.")
+            where = line.example.where
+            raise BadInput(f"{where} has another use than its group {line.group!r}: give them the same.")
         own.append(replace(line, example=_with_answer(line.example, contrasts)))
     return groups
+
+
+def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
+    if any(ANSWER in key.labels for key in example.keys):
+        return example
+    first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
+    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
 
 
 def _alike(groups: Mapping[str, Sequence[_Line]]) -> dict[str, str]:
@@ -146,28 +171,37 @@ def _alike(groups: Mapping[str, Sequence[_Line]]) -> dict[str, str]:
     return {name: digests[root(name)] for name in groups}
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _uses(groups: Mapping[str, Sequence[_Line]], alike: Mapping[str, str], seed: int) -> dict[str, Use]:
     """The use of each group. Copies have one use; those that do not say theirs are dealt out by what they say."""
     said: dict[str, _Line] = {}
-    for name, group in groups.items():
-        for line in group:
-            before = said.setdefault(alike[name], line) if line.use is not None else line
-            if before.use != line.use:
-                same = [a for b in groups.values() for a in b if a.example.text == line.example.text and a.use]
-                other = next((a for a in same if a.use != line.use), before)
-                raise BadInput(
-                    f"{line.where} is for {line.use}, but its prompt is that of line {other.number}, which is for "
-                    f"{other.use}: what is tested must be new, so take one of them out, or give both the same use."
-                )
+    for line, name in ((line, alike[name]) for name, group in groups.items() for line in group if line.use):
+        before = said.setdefault(name, line)
+        if before.use != line.use:
+            same = [a for b in groups.values() for a in b if a.example.text == line.example.text and a.use]
+            other = next((a for a in same if a.use != line.use), before)
+            raise BadInput(
+                f"{line.example.where} is for {line.use}, but its prompt is that of line {other.number}, which is for "
+                f"{other.use}: what is tested must be new, so take one of them out, or give both the same use."
+            )
     free = sorted({name for name in alike.values() if name not in said}, key=lambda name: _digest(f"{seed}/{name}"))
-    dealt: dict[str, Use] = {name: USES[i % len(USES)] for i, name in enumerate(free)}
-    own: dict[str, Use] = {name: line.use for name, line in said.items() if line.use is not None}
-    of_cluster = {**dealt, **own}
-    return {name: of_cluster[cluster] for name, cluster in alike.items()}
+    dealt = {name: USES[i % len(USES)] for i, name in enumerate(free)}
+    return {name: said[own].use or "fit" if own in said else dealt[own] for name, own in alike.items()}
+
+
+def _paired(contrast: str, groups: Iterable[Sequence[_Line]]) -> bool:
+    """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
+    labelled = [[(line, signs) for line in group if (signs := line.signs(contrast))] for group in groups]
+    whole = any(len(signs) == 2 for group in labelled for _, signs in group)
+    for group in labelled:
+        together = {sign for _, signs in group for sign in signs}
+        for line, signs in group:
+            if len(signs) == 1 and (whole or len(together) == 1):
+                has, lacks = ("+", "−") if signs == {1} else ("−", "+")
+                raise BadInput(
+                    f"{line.example.where} has {has} but no {lacks} keys of {contrast!r}: label both in every line, or"
+                    " put the two lines of each pair into one group."
+                )
+    return not whole
 
 
 def _begins(example: Example) -> bool:
@@ -176,19 +210,19 @@ def _begins(example: Example) -> bool:
     return any(not text[: key.span[0]].strip() for key in example.keys if any(key.labels.values()))
 
 
+# ---------------------------------------------------------------- one line
+
+
 def _lines(path: Path) -> list[str]:
     """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
     shown = str(path).encode("utf-8", "backslashreplace").decode()
     if shown != str(path):
         raise BadInput(f"the name of {shown} is not UTF-8: rename the file.")
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe or a device may never end
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe or a device may never end
             raise BadInput(f"{path} is not a plain file: name a file with one JSON object per line.")
-        if found.st_size > _LARGEST:
-            raise BadInput(
-                f"{path} has {found.st_size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines."
-            )
+        if (size := path.stat().st_size) > _LARGEST:
+            raise BadInput(f"{path} has {size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines.")
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
@@ -196,151 +230,115 @@ def _lines(path: Path) -> list[str]:
     except BadInput:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise BadInput(f"{path} cannot be read ({reason}): name a file with one JSON object per line.") from None
     return re.split(r"\r\n|\n|\r", text)
 
 
-def _signs(line: _Line, contrast: str) -> set[int]:
-    return {key.label(contrast) for key in line.example.keys} - {0}
-
-
-def _unit(group: Sequence[_Line], use: Use, contrast: str) -> Unit:
-    """The lines of a group that count: to fit, those with labels; to score or swap, those with right and wrong keys."""
-    wanted = 1 if use == "fit" else 2
-    return tuple(line.example for line in group if len(_signs(line, contrast)) >= wanted)
-
-
-def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
-    """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
-    labelled = [[line for line in group if _signs(line, contrast)] for group in groups]
-    whole = [line for group in labelled for line in group if len(_signs(line, contrast)) == 2]
-    for group in labelled:
-        together = {sign for line in group for sign in _signs(line, contrast)}
-        for line in group:
-            has = _signs(line, contrast)
-            if len(has) == 1 and (whole or len(together) == 1):
-                sign, other = ("+", "−") if has == {1} else ("−", "+")
-                raise BadInput(
-                    f"{line.where} has {sign} but no {other} keys of {contrast!r}: label both in every line, or put"
-                    " the two lines of each pair into one group."
-                )
-    return not whole
+def _need(holds: object, sentence: str) -> None:
+    if not holds:
+        raise BadInput(sentence)
 
 
 def _line(text: str, number: int, where: str) -> _Line:
-    try:
-        return _parsed(_json(text, where), number, where)
-    except RecursionError:
-        raise BadInput(f"{where} is nested too deeply: write one flat object per line.") from None
-
-
-def _json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
-                raise BadInput(f"{where} names {name[:80]!r} twice in one object: keep one.")
+            _need(name not in found, f"{where} names {name[:80]!r} twice in one object: keep one.")
             found[name] = value
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return _parsed(json.loads(text, object_pairs_hook=unique), number, where)
     except BadInput:
         raise
+    except RecursionError:
+        raise BadInput(f"{where} is nested too deeply: write one flat object per line.") from None
     except ValueError:  # not only JSONDecodeError: a number of 5,000 digits is one too
         raise BadInput(f"{where} is not JSON: write one object per line.") from None
 
 
 def _parsed(data: Any, number: int, where: str) -> _Line:
-    if not isinstance(data, dict):
-        raise BadInput(f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
-    unknown = sorted(set(data) - _FIELDS)
-    if unknown:
-        raise BadInput(f"{where} has a field {unknown[0][:80]!r}: the fields are {', '.join(sorted(_FIELDS))}.")
-    prompt = data.get("prompt")
-    if not isinstance(prompt, str) or not prompt:
-        raise BadInput(f"{where} needs a prompt: a text that is not empty.")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise BadInput(f"{where} has half a surrogate pair in its prompt, which no tokenizer reads: take it out.")
-    if not isinstance(data.get("keys"), list) or not data["keys"]:
-        raise BadInput(f"{where} needs keys: a list of pieces of the prompt with their labels.")
-    keys = [_key(prompt, key, f"{where}, key {i}") for i, key in enumerate(data["keys"], 1)]
+    _need(isinstance(data, dict), f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
+    unknown = min(set(data) - _FIELDS, default="")
+    _need(
+        not set(data) - _FIELDS, f"{where} has a field {unknown[:80]!r}: the fields are {', '.join(sorted(_FIELDS))}."
+    )
+    prompt, listed, query = data.get("prompt"), data.get("keys"), data.get("query")
+    use, group, answers = data.get("use"), data.get("group"), data.get("answers")
+    _need(isinstance(prompt, str) and prompt, f"{where} needs a prompt: a text that is not empty.")
+    whole = not any("\ud800" <= character <= "\udfff" for character in prompt)
+    _need(whole, f"{where} has half a surrogate pair in its prompt, which no tokenizer reads: take it out.")
+    _need(isinstance(listed, list) and listed, f"{where} needs keys: a list of pieces of the prompt with their labels.")
+    keys = [_key(prompt, key, f"{where}, key {i}") for i, key in enumerate(listed, 1)]
     seen: dict[Span, int] = {}
     for i, key in enumerate(keys, 1):
-        if seen.setdefault(key.span, i) < i:
-            raise BadInput(f"{where}, key {i} is key {seen[key.span]} again: name each piece once.")
-    if not any(sign for key in keys for sign in key.labels.values()):
-        raise BadInput(f"{where} labels no key: give at least one key a label of 1 or -1.")
-    use, group = data.get("use"), data.get("group")
-    if use is not None and use not in USES:
-        raise BadInput(f"{where} has use {_short(use)}: it is one of {', '.join(USES)}.")
-    if group is not None and type(group) not in (str, int):
-        raise BadInput(f"{where} has group {_short(group)}: name it by a text or a number.")
-    query = data.get("query")
-    if isinstance(query, dict) and set(query) - {"text", "span"}:
-        raise BadInput(f"{where}, query should be a text, or an object with text or span.")
-    queries = () if query is None else (_span(prompt, query, f"{where}, query"),)
-    answers = _answers(data["answers"], where) if data.get("answers") is not None else None
-    example = Example(text=prompt, queries=queries, keys=tuple(keys), answers=answers, where=where)
-    return _Line(number, where, example, None if group is None else str(group), use)
+        same = seen.setdefault(key.span, i)
+        _need(same == i, f"{where}, key {i} is key {same} again: name each piece once.")
+    labelled = any(sign for key in keys for sign in key.labels.values())
+    _need(labelled, f"{where} labels no key: give at least one key a label of 1 or -1.")
+    _need(use is None or use in USES, f"{where} has use {_short(use)}: it is one of {', '.join(USES)}.")
+    fine = group is None or type(group) in (str, int)
+    _need(fine, f"{where} has group {_short(group)}: name it by a text or a number.")
+    fine = not isinstance(query, dict) or not set(query) - {"text", "span"}
+    _need(fine, f"{where}, query should be a text, or an object with text or span.")
+    example = Example(
+        text=prompt,
+        queries=() if query is None else (_span(prompt, query, f"{where}, query"),),
+        keys=tuple(keys),
+        answers=None if answers is None else _answers(answers, where),
+        where=where,
+    )
+    return _Line(number, example, None if group is None else str(group), use)
 
 
 def _answers(data: Any, where: str) -> Answers:
-    sides = []
+    sides: list[tuple[str, ...]] = []
     for side in ("right", "wrong"):
         value = data.get(side) if isinstance(data, dict) else None
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not listed or not all(isinstance(text, str) and text for text in listed):
-            raise BadInput(f'{where} needs answers like {{"right": " is", "wrong": [" are"]}}, but has {_short(data)}.')
+        listed: Any = [value] if isinstance(value, str) else value
+        fine = isinstance(listed, list) and listed and all(isinstance(text, str) and text for text in listed)
+        _need(fine, f'{where} needs answers like {{"right": " is", "wrong": [" are"]}}, but has {_short(data)}.')
         sides.append(tuple(dict.fromkeys(listed)))
-    if set(data) - {"right", "wrong"}:
-        raise BadInput(f"{where} has answers that are neither right nor wrong: name these two.")
+    _need(len(data) == len(sides), f"{where} has answers that are neither right nor wrong: name these two.")
     try:
         return Answers(*sides)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    shown = json.dumps(value)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
 def _key(prompt: str, data: Any, where: str) -> Key:
-    if not isinstance(data, Mapping) or set(data) - _KEY_FIELDS:
-        raise BadInput(f"{where} should be an object with text or span, and labels.")
+    fine = isinstance(data, dict) and not set(data) - {"text", "span", "labels"}
+    _need(fine, f"{where} should be an object with text or span, and labels.")
     labels = data.get("labels", {})
-    if not isinstance(labels, Mapping) or any(type(v) is not int or v not in (-1, 0, 1) for v in labels.values()):
-        raise BadInput(f"{where} needs labels of 1, -1 or 0 by contrast, but has {_short(labels)}.")
+    fine = isinstance(labels, dict) and all(type(v) is int and v in (-1, 0, 1) for v in labels.values())
+    _need(fine, f"{where} needs labels of 1, -1 or 0 by contrast, but has {_short(labels)}.")
     try:
-        return Key(_span(prompt, data, where), {checked_name(name): sign for name, sign in labels.items()})
+        named = {checked_name(name): sign for name, sign in labels.items()}
     except BadInput as error:
-        raise BadInput(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+        raise BadInput(f"{where}: {error}") from None
+    return Key(_span(prompt, data, where), named)
 
 
 def _span(prompt: str, data: Any, where: str) -> Span:
-    if isinstance(data, str):
-        data = {"text": data}
-    if not isinstance(data, Mapping) or ("text" in data) == ("span" in data):
-        raise BadInput(f"{where} should name either its text or its span [start, stop].")
+    data = {"text": data} if isinstance(data, str) else data
+    fine = isinstance(data, dict) and ("text" in data) != ("span" in data)
+    _need(fine, f"{where} should name either its text or its span [start, stop].")
     if "text" in data:
-        if not isinstance(data["text"], str) or not data["text"]:
-            raise BadInput(f"{where} has an empty text: name the piece of the prompt.")
+        piece = data["text"]
+        _need(isinstance(piece, str) and piece, f"{where} has an empty text: name the piece of the prompt.")
         try:
-            return find_span(prompt, data["text"])
+            return find_span(prompt, piece)
         except BadInput as error:
             says, often, _ = str(error).partition(": mark it by its offsets")  # advice for those who write Python
             raise BadInput(f"{where}: {says}" + (': name it by "span": [start, stop].' if often else "")) from None
     span = data["span"]
-    right = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
-    if not right or not 0 <= span[0] < span[1] <= len(prompt):
-        raise BadInput(f"{where} has span {_short(span, 40)}, which is not in the prompt of {len(prompt)} characters.")
+    fine = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
+    fine = fine and 0 <= span[0] < span[1] <= len(prompt)
+    _need(fine, f"{where} has span {_short(span, 40)}, which is not in the prompt of {len(prompt)} characters.")
     return span[0], span[1]
 
 
-def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
-    if any(ANSWER in key.labels for key in example.keys):
-        return example
-    first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
-    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
+def _short(value: Any, limit: int = 80) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

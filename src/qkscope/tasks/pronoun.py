@@ -9,14 +9,15 @@ The query is the last token, keys are the name (the answer: it decides the prono
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 from qkscope.examples import Answers, Draft, Example
 from qkscope.kinds import checked_call
-from qkscope.tasks.drawn import drawn
-from qkscope.tasks.story_words import MEN, PEOPLE, WOMEN
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, pools, seeded
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, made, pools
+from qkscope.tasks.words import MEN, PEOPLE, WOMEN
 
 PRONOUNS = (" he", " she")  # of the men and of the women
 
@@ -42,10 +43,8 @@ def pronoun(
     named = (pools(men, seed, "names of men", least=1), pools(women, seed, "names of women", least=1))
     trades = pools(people, seed, "people", least=1)
 
-    @drawn
-    def draw(use: Use, contrast: str, n: int) -> Iterator[Unit]:
-        rng = seeded(seed, "pronoun", use, contrast)
-        for cluster in range(n):
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
             names = [rng.choice(named[(cluster + other) % 2][use]) for other in (0, 1)]
             trade = rng.choice(trades[use])
             turns = [PRONOUNS[(cluster + other) % 2] for other in (0, 1)]
@@ -58,8 +57,8 @@ def pronoun(
         Contrast("gender", "the name / a name that takes the other pronoun", across=True),
         Contrast("person", "the name / the noun", center="query"),
     )
-    asked = {"men": list(men), "women": list(women), "people": list(people), "chat": chat}
-    return Task("pronoun", {c.name: c for c in contrasts}, draw, seed, chat, asked)
+    asked = {"men": tuple(men), "women": tuple(women), "people": tuple(people), "chat": chat}
+    return made("pronoun", seed, contrasts, walk, asked)
 
 
 def _prompt(name: str, trade: str, contrast: str, cluster: int) -> Example:

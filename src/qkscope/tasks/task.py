@@ -2,27 +2,34 @@
 
 The three uses draw their words from disjoint pools, so that nothing a head or a subspace was chosen on is tested on.
 What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual copy. A unit is the random unit of
-every null and interval.
+every null and interval. Units by the million are held a window at a time (`LazyUnits`): what reads them takes a
+window's units in any order, then the next's, and memory does not grow with their number.
+
+A task of ours is `made` of its contrasts and a walk: a generator that draws one unit after the other, without end.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal, overload
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.kinds import checked_class
+from qkscope.kinds import Count, checked_class
 
 ANSWER = "answer"
 """The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it."""
 
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
+Center = Literal["none", "query", "both"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
+WINDOW = 8192
+"""How many units are held at once."""
 
 
 @checked_class
@@ -40,24 +47,46 @@ class Contrast:
     unit : what prompts are told apart by in the nulls and in cross-validation, as prompts that share it are not
         independent: the text of their + keys (``key``), the piece in a role of that name, or ``prompt``, where by
         design nothing but the arrangement varies.
+
+    Examples
+    --------
+    >>> Contrast("mine", "the right box / the others", paired=False).center
+    'none'
     """
 
     name: str
     says: str
     across: bool = False
-    center: Literal["none", "query", "both"] = "none"
+    center: Center = "none"
     paired: bool = True
     unit: str = "key"
-
-    def __post_init__(self) -> None:
-        if self.center not in ("none", "query", "both"):
-            raise BadInput(f"center is one of none, query, both, but got {self.center!r}.")
 
 
 @checked_class
 @dataclass(frozen=True)
 class Task:
-    """Named contrasts and a way to draw units for each use."""
+    """Named contrasts and a way to draw units for each use.
+
+    Parameters
+    ----------
+    name : what it is called; of the built-in ones, the name of the function that makes it.
+    contrasts : by their names.
+    draw : gives n units for a use and a contrast.
+    seed : of every draw.
+    chat : whether prompts go into the model's chat template.
+    asked : the parameters it was made with, for the manifest.
+    notes : what a reader of its results must know, as sentences.
+    starts_with_key : whether a labelled key may be the first thing in a prompt.
+
+    Examples
+    --------
+    >>> from qkscope import tasks
+    >>> task = tasks.binding(3)
+    >>> list(task.contrasts)
+    ['order', 'lexical', 'box']
+    >>> len(task.test(2)), len(task.fit("lexical", 1)[0])
+    (2, 2)
+    """
 
     comes_from = "as tasks.binding() or tasks.from_jsonl(file) makes"
 
@@ -66,27 +95,95 @@ class Task:
     draw: Callable[[Use, str, int], Sequence[Unit]]
     seed: int = 0
     chat: bool = False
-    asked: Mapping[str, Any] = field(default_factory=dict)  # the parameters, for the manifest
-    notes: tuple[str, ...] = ()  # what a reader of its results must know, as sentences
-    starts_with_key: bool = False  # whether a labelled key may be the first thing in a prompt
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    starts_with_key: bool = False
 
     def __post_init__(self) -> None:
         for name in self.contrasts:
             checked_name(name)
 
-    def choose(self, n: int) -> Sequence[Unit]:
-        """Units for scoring heads."""
-        return self.draw("choose", ANSWER, _positive(n))
+    def choose(self, n: Count) -> Sequence[Unit]:
+        """Units for scoring heads.
 
-    def fit(self, contrast: str, n: int) -> Sequence[Unit]:
-        """Units for one contrast."""
+        Parameters
+        ----------
+        n : how many.
+        """
+        return self.draw("choose", ANSWER, n)
+
+    def fit(self, contrast: str, n: Count) -> Sequence[Unit]:
+        """Units for one contrast.
+
+        Parameters
+        ----------
+        contrast : its name.
+        n : how many.
+        """
         if contrast not in self.contrasts:
             raise BadInput(f"task {self.name} has no contrast {contrast!r}: it has {', '.join(self.contrasts)}.")
-        return self.draw("fit", contrast, _positive(n))
+        return self.draw("fit", contrast, n)
 
-    def test(self, n: int) -> Sequence[Unit]:
-        """Held-out units for swaps."""
-        return self.draw("test", ANSWER, _positive(n))
+    def test(self, n: Count) -> Sequence[Unit]:
+        """Held-out units for swaps.
+
+        Parameters
+        ----------
+        n : how many.
+        """
+        return self.draw("test", ANSWER, n)
+
+
+Walk = Callable[[random.Random, Use, str], Iterator[Unit]]
+
+
+def made(
+    name: str,
+    seed: int,
+    contrasts: Sequence[Contrast],
+    walk: Walk,
+    asked: Mapping[str, Any],
+    address: Sequence[object] = (),
+    starts_with_key: bool = False,
+) -> Task:
+    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use and contrast."""
+
+    def draw(use: Use, contrast: str, n: int) -> Sequence[Unit]:
+        units = LazyUnits(lambda: walk(seeded(seed, name, *address, use, contrast), use, contrast), n)
+        return list(units) if n <= WINDOW else units
+
+    plain: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
+    return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key)
+
+
+class LazyUnits(Sequence[Unit]):
+    """Units of which one window is in memory: going forward draws on, going back draws again from the start."""
+
+    def __init__(self, walk: Callable[[], Iterator[Unit]], n: int) -> None:
+        self._walk, self._n = walk, n
+        self._rest, self._held, self._window = walk(), list[Unit](), -1
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __iter__(self) -> Iterator[Unit]:
+        return islice(self._walk(), self._n)
+
+    @overload
+    def __getitem__(self, i: int) -> Unit: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Unit]: ...
+    def __getitem__(self, i: int | slice) -> Unit | list[Unit]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(self._n)[i]]
+        window, place = divmod(range(self._n)[i], WINDOW)
+        if window < self._window:
+            self._rest, self._window = self._walk(), -1
+        while self._window < window:
+            self._held = []  # the one before goes first
+            self._held = list(islice(self._rest, WINDOW))
+            self._window += 1
+        return self._held[place]
 
 
 def seeded(*address: object) -> random.Random:
@@ -107,30 +204,16 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
 
 
-def checked_name(name: str) -> str:
-    """A name for a contrast: any that can be shown."""
-    if not name.strip() or not name.isprintable():
-        raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
-    return name
-
-
 def checked_words(words: Sequence[str], what: str) -> list[str]:
-    """The different words of a list, in its order; anything that is not a list of words is refused."""
-    if isinstance(words, str) or not isinstance(words, Sequence):
-        raise BadInput(f"{what} should be a list of words, but got {type(words).__name__}.")
+    """The different words of a list, in its order."""
     for word in words:
         if not isinstance(word, str) or not word.strip() or word != word.strip():
             raise BadInput(f"{what} should be words without blanks around them, but there is {word!r}.")
     return list(dict.fromkeys(words))
 
 
-def checked_count(value: int, what: str, low: int, high: int | None = None) -> int:
-    """A whole number in a range, or a sentence that says what it counts."""
-    if type(value) is not int or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise BadInput(f"{what} should be a whole number {wanted}, but got {value!r}.")
-    return value
-
-
-def _positive(n: int) -> int:
-    return checked_count(n, "the number of examples", 1)
+def checked_name(name: str) -> str:
+    """A name for a contrast: any that can be shown."""
+    if not name.strip() or not name.isprintable():
+        raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
+    return name

@@ -11,8 +11,7 @@ import pytest
 
 from qkscope import tasks
 from qkscope.analyses.prompts import batches_of, units_hash
-from qkscope.tasks import drawn
-from qkscope.tasks.drawn import Drawn
+from qkscope.tasks.task import LazyUnits
 from tiny_llama import write_tiny_llama
 
 TASKS = [tasks.binding(3), tasks.filter(5), tasks.ioi(), tasks.induction(4), tasks.greater_than(), tasks.pronoun()]
@@ -22,9 +21,9 @@ TASKS = [tasks.binding(3), tasks.filter(5), tasks.ioi(), tasks.induction(4), tas
 def test_units_held_in_part_are_those_of_a_list(task, monkeypatch):
     contrast = next(iter(task.contrasts))
     whole = list(task.fit(contrast, 50))
-    monkeypatch.setattr(drawn, "WINDOW", 8)
+    monkeypatch.setattr("qkscope.tasks.task.WINDOW", 8)
     units = task.fit(contrast, 50)
-    assert isinstance(units, Drawn)
+    assert isinstance(units, LazyUnits)
     assert list(units) == whole
     assert [units[i] for i in range(50)] == whole
     assert [units[i] for i in (49, 3, 8, 7, -1)] == [whole[i] for i in (49, 3, 8, 7, -1)]  # back again, too
@@ -52,8 +51,8 @@ from qkscope import tasks
 from qkscope.analyses import prompts
 from qkscope.analyses.decompose import decompose
 from qkscope.capture.scope import Scope
-from qkscope.tasks import drawn
-drawn.WINDOW = prompts.WINDOW = int(sys.argv[2])
+from qkscope.tasks import task
+task.WINDOW = prompts.WINDOW = int(sys.argv[2])
 scope, peaks = Scope.load(sys.argv[1], device="cpu"), []
 for n in (500, 4500):
     decompose(scope, tasks.binding(9), "L0H0", n, contrasts=["order"], batch_size=100, replicates=3, progress=False)
