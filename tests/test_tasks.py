@@ -269,7 +269,7 @@ def test_a_category_may_be_called_like_a_parameter():
 def test_the_number_of_examples_is_a_positive_whole_number(n):
     task = tasks.binding(2)
     for draw in (task.choose, task.test, lambda n: task.fit("order", n)):
-        with pytest.raises(BadInput, match="n of .* should be a whole number|n is at least 1"):
+        with pytest.raises(BadInput, match=r"n of .* should be a whole number|n is at least 1"):
             draw(n)
 
 
