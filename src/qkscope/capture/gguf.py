@@ -106,7 +106,7 @@ def _make(file: Path, folder: Path) -> None:
                 raise BadInput(
                     f"the tokenizer of {file.name} cannot be made as the file says ({broken}): give a folder instead."
                 )
-        write_json(folder / _MANIFEST, {"layout": _LAYOUT, "files": _hashes(folder)})
+        write_json(folder / _MANIFEST, _made(folder))
 
 
 # ---------------------------------------------------------------- what the file says, and whether it was heard
@@ -254,25 +254,21 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    return {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _MANIFEST}
+def _made(folder: Path) -> dict[str, Any]:
+    """What the manifest of a folder says: the hashes of all of its files."""
+    files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _MANIFEST}
+    return {"layout": _LAYOUT, "files": files}
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a cached folder is what was written there."""
+    """Whether a cached folder is what was written there, and in today's layout."""
     if not folder.is_dir():
         return False
-    made = read_json(folder / _MANIFEST)
-    if not isinstance(made, dict) or made.get("layout") != _LAYOUT:
-        log.info("%s is of an older layout, and is made anew", folder)
-        return False
-    try:
-        whole = made.get("files") == _hashes(folder)
-    except OSError:  # a folder among the files, or one that is gone
-        whole = False
-    if not whole:
-        log.warning("%s was changed since it was written, and is made anew", folder)
-    return whole
+    with suppress(OSError):  # a folder among the files, or one that is gone
+        if read_json(folder / _MANIFEST) == _made(folder):
+            return True
+    log.warning("%s was changed since it was written, or by an older version, and is made anew", folder)
+    return False
 
 
 def _put(temporary: Path, folder: Path) -> None:
