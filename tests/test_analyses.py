@@ -32,6 +32,7 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.significance import wilson
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swapped_keys
+from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import OBJECTS
@@ -322,6 +323,48 @@ def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
     twin = Scope.from_model(tiny_model("llama", seed=1), scope.tokenizer, check=False)
     with pytest.raises(BadInput, match="other weights"):
         load(out, twin)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": {"order": 2, "lexical": "null"}, "center": {"order": "none"}}])
+def test_what_decompose_writes_load_reads(scope, task, tmp_path, options):
+    """The fit it returned, to the bit; and `write` writes such a folder of a fit that was made without one."""
+    job = {"contrasts": ["order", "lexical"], "batch_size": 4, "replicates": 9, "progress": False, **options}
+    kept = decompose(scope, task, "L0H1,L1H2", 16, **job, out=tmp_path / "out")
+    alone = decompose(scope, task, "L0H1,L1H2", 16, **job)
+    assert alone.write(tmp_path / "written") == tmp_path / "written"
+    for fit, folder in ((kept, "out"), (alone, "written")):
+        read = load(tmp_path / folder, scope)
+        assert list(read) == list(fit)
+        assert (read.tables, read.answer, read.seconds, read.seed) == (fit.tables, fit.answer, fit.seconds, fit.seed)
+        assert read.provenance == json.loads(json.dumps(fit.provenance))
+        for which in fit:
+            assert read[which].rank == fit[which].rank
+            for part in ("U", "S", "V", "cov_k"):
+                assert torch.equal(getattr(read[which], part), getattr(fit[which], part))
+        for name, sums in fit.sums.items():
+            assert read.sums[name].manifest() == json.loads(json.dumps(sums.manifest()))
+            assert all(torch.equal(x, read.sums[name].tensors()[part]) for part, x in sums.tensors().items())
+        assert load(tmp_path / folder).to_json() == fit.to_json()
+    jobs = [json.loads((tmp_path / folder / "job.json").read_text()) for folder in ("out", "written")]
+    assert jobs[0] == jobs[1]
+    again = decompose(scope, task, "L0H1,L1H2", 16, **job, out=tmp_path / "written")
+    assert again.tables == kept.tables
+    with pytest.raises(BadInput, match="holds no sums"):
+        dataclasses.replace(kept, sums={}).write(tmp_path / "empty")
+    Result("toy", {}).write(tmp_path / "toy")
+    with pytest.raises(BadInput, match="is not a folder that decompose wrote"):
+        load(tmp_path / "toy", scope)
+
+
+def test_delta_is_the_matrix_whose_svd_the_subspace_is(task, fit):
+    for which in fit:
+        delta, found = fit.delta(*which), fit[which]
+        torch.testing.assert_close(delta @ found.V, found.U * found.S)
+        moments = fit.sums[which[0]].moments
+        direct = moments.delta(which[0], task.contrasts[which[0]].center)[moments.heads.index(which[1])]
+        torch.testing.assert_close(delta, direct.to(delta), rtol=1e-5, atol=1e-5 * float(direct.abs().max()))
+    with pytest.raises(BadInput, match="nothing was fitted for"):
+        fit.delta("nothing", "L0H0")
 
 
 def test_folders_that_are_no_fit_are_left_alone(scope, task, tmp_path):

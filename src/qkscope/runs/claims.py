@@ -23,6 +23,10 @@ class Claim:
     control: float | None
     rule: str
 
+    def __repr__(self) -> str:
+        """One line: the claim, its numbers, and whether its rule holds."""
+        return f"<Claim {self.claim} | ours {self.ours}, control {self.control} | {self.rule}: {self.holds}>"
+
     @property
     def holds(self) -> bool:
         """Computed from the rule, never typed in."""

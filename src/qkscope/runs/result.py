@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.runs.claims import Claim
-from qkscope.runs.folder import RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
+from qkscope.runs.folder import MANIFEST, RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 
 _OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 
@@ -39,6 +40,44 @@ class Result:
     answer: str = ""  # the finding in one sentence, for people
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
+    def __init_subclass__(cls) -> None:
+        """Every kind of result is shown as results are: a dataclass would dump its fields."""
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """One line: what it is, of which model, its tables with their rows, and the answer."""
+        tables = ", ".join(f"{name} ({len(rows)})" for name, rows in self.tables.items()) or "no tables"
+        said = [self.experiment, *([self.model] if self.model else []), tables]
+        held = sum(claim.holds for claim in self.claims)
+        claims = [f"{held} of {len(self.claims)} claims hold"] if self.claims else []
+        answer = [shorten(self.answer, 100, placeholder=" …")] if self.answer else []
+        return f"<{type(self).__name__} {' | '.join([*said, *claims, *answer])}>"
+
+    def to_pandas(self, table: str | None = None) -> Any:
+        """A table as a pandas DataFrame.
+
+        Parameters
+        ----------
+        table : its name; the first one by default.
+
+        Examples
+        --------
+        >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}).to_pandas()  # doctest: +SKIP
+           head  accuracy
+        0  L1H0       0.5
+        """
+        name = next(iter(self.tables), "") if table is None else table
+        if name not in self.tables:
+            there = ", ".join(self.tables) or "none"
+            raise BadInput(f"there is no table {name!r} in this result: there is {there}.")
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            raise BadInput("pandas is not installed: install it, or read the rows from result.tables.") from None
+        return pandas.DataFrame([dict(row) for row in self.tables[name]])
+
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""
         return plain_value({
@@ -53,13 +92,18 @@ class Result:
 
     @classmethod
     def read(cls, folder: str | Path) -> Result:
-        """A run folder read back; one that is missing, half-written or of a newer qkscope is refused."""
+        """A run folder read back; one that is missing, half-written or of a newer qkscope is refused.
+
+        Parameters
+        ----------
+        folder : that a verb or `write` wrote.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
-        if not (folder / "results.json").is_file():
+        if not (folder / RESULTS).is_file():
             raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
-        stored, manifest = (read_json(folder / name) for name in ("results.json", "manifest.json"))
+        stored, manifest = (read_json(folder / name) for name in (RESULTS, MANIFEST))
         try:
             claims = [Claim(*(c[part] for part in ("claim", "paper", "ours", "control", "rule")))
                       for c in stored["claims"]]  # fmt: skip
@@ -74,10 +118,13 @@ class Result:
         return result
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None, state: str = "") -> Path:
-        """Write the run folder; ``files`` are further files by relative name (report.html, figures/…).
+        """Write the run folder; one that holds anything but a run of this kind is refused and left as it is.
 
-        A folder that holds anything but a run of this kind (and files called ``state``, a regular expression) is
-        refused and left as it is.
+        Parameters
+        ----------
+        folder : a new one, or one of an earlier run of this kind.
+        files : further files by relative name (report.html, figures/…).
+        state : names of files that may stand there besides, as a regular expression.
         """
         folder = check_folder(folder, self.experiment.partition("/")[0], state=state)
         contents: dict[str, str | bytes] = {RESULTS: as_json(self.to_json()), **(files or {})}

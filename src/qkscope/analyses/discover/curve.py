@@ -70,9 +70,9 @@ class Curve:
         heads, study = list(fit.heads), self.study
         every = self._blind(heads)
         for name in fit.contrasts:
-            own = [fit[name, head] for head in heads]
-            every[name] = methods.leading(torch.stack([s.V for s in own]))
-            every[f"{name}_moving"] = methods.moving(torch.stack([s.U @ torch.diag(s.S) @ s.V.mT for s in own]).cpu())
+            every[name] = methods.leading(torch.stack([fit[name, head].V for head in heads]))
+            deltas = torch.stack([fit.delta(name, head) for head in heads])
+            every[f"{name}_moving"] = methods.moving(deltas.cpu())
         cov_q, cov_k = fitted_covariances(fit, heads)
         every["cov_qk"] = methods.cov_qk(cov_q, cov_k)
         every["cov_qk_moving"] = methods.moving(cov_q @ cov_k)
