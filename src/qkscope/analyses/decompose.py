@@ -94,8 +94,8 @@ def decompose(
     >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, contrasts=["lexical"], replicates=19, progress=False)
     >>> fit["lexical", "L1H0"].U.shape == (scope.d_head, scope.d_head)
     True
-    >>> fit.table()[0]["verdict"]
-    'interaction'
+    >>> [(row["head"], row["contrast"]) for row in fit.table()]
+    [('L1H0', 'lexical')]
     """
     start = time.perf_counter()
     chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
