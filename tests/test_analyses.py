@@ -22,8 +22,9 @@ from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import load
 from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
-from qkscope.analyses.swap import Features, capture_rows, default_features, draw_pairs, swap
+from qkscope.analyses.swap import Features, capture_rows, default_features, swap
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope

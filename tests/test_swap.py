@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.attention import AttentionRows
-from qkscope.maths.baselines import cov_qk, key_pca
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths.methods import cov_qk, key_pca
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
 
@@ -206,9 +206,9 @@ def test_baselines_find_what_varies():
     cov_k, cov_q = Covariance(1, 6), Covariance(1, 6)
     cov_k.update(keys)
     cov_q.update(queries)
-    pca = key_pca(cov_k.matrix(), 2)[0]
+    pca = key_pca(cov_k.matrix())(2).left[0]
     assert torch.linalg.svdvals(pca[:2]).min() > 0.99
-    both = cov_qk(cov_q.matrix(), cov_k.matrix(), 1)[0]
+    both = cov_qk(cov_q.matrix(), cov_k.matrix())(1).left[0]
     assert both[0].abs() > 0.99  # queries hardly vary along the second direction in which keys do
 
 
@@ -233,7 +233,7 @@ def test_bad_input_gets_a_sentence():
         (lambda: draw_targets(zeros, torch.zeros(7, 5) > 0, 0), "row 0 has no other key"),
         (lambda: AttentionRows(rows.q, rows.k, 1.0), "4 heads cannot read 2 key heads"),
         (lambda: AttentionRows(rows.q[..., :3], rows.k, 1.0), "(7, 4, 3)"),
-        (lambda: key_pca(torch.eye(4), 9), "rank 9"),
+        (lambda: key_pca(torch.eye(4))(9), "rank 9"),
         (lambda: Covariance(2, 3).matrix(), "at least two"),
         (lambda: Covariance(2, 3).update(torch.ones(5, 2, 4)), "(5, 2, 4)"),
     ):

@@ -16,8 +16,7 @@ from torch import Tensor
 from qkscope.analyses.about import check_same_model, with_notes
 from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import Pairs, Targets
-from qkscope.analyses.pairs import draw_pairs as draw_pairs
+from qkscope.analyses.pairs import Pairs, Targets, draw_pairs
 from qkscope.analyses.prompts import unit_runner
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope

@@ -19,8 +19,9 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.discover.study import Options, Study
 from qkscope.analyses.discover.texts import corpus, text_examples
 from qkscope.analyses.fit import Fit
+from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
-from qkscope.analyses.swap import Features, capture_rows, draw_pairs
+from qkscope.analyses.swap import Features, capture_rows
 from qkscope.bench.harness import Row, Seconds, compare, hardware, not_here, row
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pool import pool

@@ -14,7 +14,8 @@ import torch
 from qkscope.analyses.discover.rows import QueryRows
 from qkscope.analyses.discover.study import Study
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.swap import capture_rows, draw_pairs, fitted_covariances
+from qkscope.analyses.pairs import draw_pairs
+from qkscope.analyses.swap import capture_rows, fitted_covariances
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths import methods

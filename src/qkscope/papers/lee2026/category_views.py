@@ -18,8 +18,8 @@ from torch import Tensor
 from qkscope.analyses.clouds import principal
 from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
-from qkscope.maths.baselines import key_pca
 from qkscope.maths.bases import joint_basis
+from qkscope.maths.methods import key_pca
 from qkscope.maths.subspace import Side
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.language import ChosenHeads, Session, session_of
@@ -136,7 +136,7 @@ def _fine(session: Session, head: Head) -> tuple[list[Row], dict[str, Tensor]]:
     even = torch.tensor([place[word] % 2 == 0 for word in words])
     projected = flat @ basis
     cov_k = [fit.sums[name].cov_k for name in names]  # of the keys that the directions were fitted on, as theirs are
-    pca = key_pca(cov_k[0].merge(*cov_k[1:]).matrix()[fit.heads.index(head)].cpu(), basis.shape[1]).to(flat)
+    pca = key_pca(cov_k[0].merge(*cov_k[1:]).matrix()[fit.heads.index(head)].cpu())(basis.shape[1]).left.to(flat)
     generator = torch.Generator().manual_seed(session.seed)
     # words, not keys, are dealt out to categories: a word's many keys are one observation
     shuffled = []
