@@ -161,8 +161,16 @@ class Session:
     def _job(self) -> str:
         """What else a fit depends on, for its place in the cache: another size, form or file is another fit."""
         task = self._task
-        asked = [task.name, dict(task.asked), task.seed, task.chat, self._contrasts, _FITTED_ON,
-                 self.scope.tokenizer_hash, str(self.scope.model.dtype)]  # fmt: skip
+        asked = [
+            task.name,
+            dict(task.asked),
+            task.seed,
+            task.chat,
+            self._contrasts,
+            _FITTED_ON,
+            self.scope.tokenizer_hash,
+            str(self.scope.model.dtype),
+        ]
         return f"{file_name(task.name)}-{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]}"
 
     @property
