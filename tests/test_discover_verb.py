@@ -51,6 +51,14 @@ def test_a_task_gives_features_with_evidence_and_a_curve_beside_the_labelled_con
     assert curve["self_contrast", 4]["low"] > curve["random", 4]["high"]
 
 
+def test_the_learned_ceiling_can_be_left_out():
+    nano, options = Scope.load("nano:mixed", device="cpu"), {"directions": 2, "sizes": [1], "progress": False}
+    short = qk.discover(nano, qk.tasks.induction(), "L1H1", 40, contrasts=["word"], ceiling=False, **options)
+    methods = [row["method"] for row in short.tables["curve"]]
+    assert "ceiling" not in methods
+    assert {"self_contrast", "word", "cov_qk", "omega_svd", "random"} <= set(methods)
+
+
 def test_examples_mark_the_tokens_they_name(found):
     assert found.tables["examples"]
     for row in found.tables["examples"]:

@@ -8,24 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import (
-    BatchSize,
-    Chat,
-    Device,
-    Dtype,
-    Form,
-    Json,
-    Model,
-    Out,
-    Seed,
-    Size,
-    app,
-    load_scope,
-    make_task,
-    print_json,
-    print_table,
-    say,
-)
+from qkscope.cli import shell
 from qkscope.errors import BadInput
 
 Space = Annotated[str, typer.Option("--space", help="query_frame or post_rope.")]
@@ -35,27 +18,27 @@ Skip = Annotated[int, typer.Option("--skip", help="Tokens from the first on that
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Learn a basis by gradient, to compare with.")]
 
 
-@app.command()
+@shell.app.command()
 def discover(
     sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, text files, or corpus (ours).")],
     heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
-    out: Out,
-    model: Model = "smollm2-135m",
+    out: shell.Out,
+    model: shell.Model = "smollm2-135m",
     n: Annotated[int, typer.Option("--n", help="Passages of text, or prompts to fit and to test.")] = 256,
     directions: Directions = 16,
     space: Space = "query_frame",
     skip: Skip = 1,
     replicates: Replicates = 199,
-    form: Form = "list",
-    size: Size = None,
-    seed: Seed = 0,
-    chat: Chat = False,
+    form: shell.Form = "list",
+    size: shell.Size = None,
+    seed: shell.Seed = 0,
+    chat: shell.Chat = False,
     contrasts: Annotated[str | None, typer.Option("--contrasts", help="Labelled contrasts to compare with.")] = None,
     ceiling: Ceiling = True,
-    batch_size: BatchSize = 16,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: Json = False,
+    batch_size: shell.BatchSize = 16,
+    device: shell.Device = None,
+    dtype: shell.Dtype = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Find the features that some heads match on, without labels, with the evidence for each on held-out text.
 
@@ -72,35 +55,29 @@ def discover(
     check_folder(out, "discover")
     options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
     is_task = len(sources) == 1 and _is_task(sources[0])
-    source = make_task(sources[0], form, size, seed, chat) if is_task else _texts(sources)
+    source = shell.make_task(sources[0], form, size, seed, chat) if is_task else _texts(sources)
     named = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
     checked_source(source, n, directions, named, Options(**options))
-    scope = load_scope(model, device, dtype)
+    scope = shell.load_scope(model, device, dtype)
     asked: Any = {"directions": directions, "contrasts": named, "ceiling": ceiling, **options}
-    _run(
-        lambda job: run(scope, source, chosen, n, job=job, **asked),
-        draw_discovery,
-        lambda result: {name: result.tables.get(name, []) for name in ("heads", "features", "curve")},
-        out,
-        as_json,
-    )
+    _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json)
 
 
-@app.command()
+@shell.app.command()
 def atlas(
     sources: Annotated[list[str] | None, typer.Argument(help="Text files; our own corpus by default.")] = None,
-    out: Out = Path("runs/atlas"),
-    model: Model = "smollm2-135m",
+    out: shell.Out = Path("runs/atlas"),
+    model: shell.Model = "smollm2-135m",
     n: Annotated[int, typer.Option("--n", help="Passages to sum over.")] = 384,
     test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
     space: Space = "query_frame",
     skip: Skip = 1,
     replicates: Replicates = 41,
-    seed: Seed = 0,
-    batch_size: BatchSize = 32,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: Json = False,
+    seed: shell.Seed = 0,
+    batch_size: shell.BatchSize = 32,
+    device: shell.Device = None,
+    dtype: shell.Dtype = None,
+    as_json: shell.Json = False,
 ) -> None:
     """Look at every head in one pass: directions above the null, the logit they carry, examples.
 
@@ -115,31 +92,13 @@ def atlas(
     check_folder(out, "atlas")
     options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
     Options(**options)
-    takes = "an atlas takes text files, or nothing for our corpus"
-    for name in sources or ():
-        if _is_task(name):
-            raise BadInput(f"{takes}, and {name} is a task: run qkscope discover {name} --heads … for tasks.")
-        if name != "corpus" and not Path(name).is_file():
-            raise BadInput(f"there is no file {name!r}: {takes}.")
-    texts = _texts(sources or ["corpus"])
+    texts = _texts(sources or ["corpus"], "an atlas takes text files, or nothing for our corpus")
     checked_passages(texts, n, test)
-    scope = load_scope(model, device, dtype)
-    _run(
-        lambda job: run(scope, texts, n, test=test, job=job, **options),
-        draw_atlas,
-        lambda result: {"atlas (the first 20)": result.tables["atlas"][:20]},
-        out,
-        as_json,
-    )
+    scope = shell.load_scope(model, device, dtype)
+    _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json)
 
 
-def _run(
-    run: Callable[[Any], Any],
-    draw: Callable[[Any], Any],
-    shown: Callable[[Any], dict[str, Any]],
-    out: Path,
-    as_json: bool,
-) -> None:
+def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool) -> None:
     """Run as a job, and say what was found before it is written: a disk that refuses then takes nothing away."""
     from qkscope.runs.job import Job
     from qkscope.runs.result import plain_value
@@ -147,11 +106,12 @@ def _run(
     with Job(out).hold() as job:
         result = run(job)
         if as_json:
-            print_json(result.to_json())
+            shell.print_json(result.to_json())
         else:
-            say(result.answer)
-            for name, rows in shown(result).items():
-                print_table(name, plain_value(rows))
+            shell.say(result.answer)
+            shell.print_table("atlas (the first 20)", plain_value(result.tables.get("atlas", [])[:20]))
+            for name in ("heads", "features", "curve"):
+                shell.print_table(name, plain_value(result.tables.get(name, [])))
         result.write(out, files=draw(result))
         job.clear()
     if not as_json:
@@ -164,8 +124,8 @@ def _is_task(source: str) -> bool:
     return source in BUILT_IN or source.lower().endswith(".jsonl")
 
 
-def _texts(sources: list[str]) -> Any:
-    """Passages of text files, or of our corpus; a word that is neither file nor task is refused."""
+def _texts(sources: list[str], only: str | None = None) -> Any:
+    """Passages of text files, or of our corpus; what is neither is refused, saying what ``only`` is taken, if so."""
     from qkscope.analyses.discover.texts import corpus, read_texts
     from qkscope.tasks import BUILT_IN
 
@@ -173,9 +133,9 @@ def _texts(sources: list[str]) -> Any:
         return corpus()
     for source in sources:
         if _is_task(source):
-            raise BadInput(f"{source} is a task: name it alone, or name text files.")
+            instead = f"{only}, and {source} is a task: run qkscope discover {source} --heads … for tasks."
+            raise BadInput(instead if only else f"{source} is a task: name it alone, or name text files.")
         if not Path(source).is_file():
-            raise BadInput(
-                f"there is no task and no file {source!r}: name one of {', '.join(BUILT_IN)}, corpus, or a file."
-            )
+            known = f"there is no task and no file {source!r}: name one of {', '.join(BUILT_IN)}, corpus, or a file."
+            raise BadInput(f"there is no file {source!r}: {only}." if only else known)
     return read_texts(sources)

@@ -288,7 +288,8 @@ def _found_again(
     half = _by_lot(prompts, 2, seed, 2).bool()
     again = []
     for part, which in ((half, 11), (~half, 12), (torch.ones_like(half), 13)):
-        white, back = whiten(_some(x[part]))
+        rows = _some(x[part])
+        white, back = whiten(rows - rows.mean(dim=0))
         found = normalize(fast_ica(white, starts=starts, seed=seed + which) @ back.mT, dim=1)
         again.append(found[assign((w @ found.mT).abs())])
     return again

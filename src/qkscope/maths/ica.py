@@ -25,8 +25,8 @@ def whiten(x: Float[Tensor, "n r"]) -> tuple[Float[Tensor, "n r"], Float[Tensor,
     x = x - x.mean(dim=0)
     values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
     floor = values[-1].clamp_min(torch.finfo(x.dtype).tiny) * 1e-12
-    white = vectors * values.clamp_min(floor).rsqrt() @ vectors.mT
-    return x @ white, white
+    half = vectors * values.clamp_min(floor).rsqrt()
+    return x @ half @ vectors.mT, half @ vectors.mT
 
 
 def fast_ica(

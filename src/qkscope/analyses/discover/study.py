@@ -127,33 +127,24 @@ class Study:
     def _stream(
         self, name: str, examples: Sequence[Example], contrast: SelfContrast | None, lots: int, keep: bool
     ) -> list[Any]:
-        options, units = self.options, unit_numbers(examples)
+        asked, units = self.options, unit_numbers(examples)
 
         def run(indices: list[int]) -> dict[str, Any] | None:
             encoded = self.scope.encode([examples[i] for i in indices], chat=self.chat)
             unit = torch.tensor([units[i] for i in indices], device=encoded.example.device)
             encoded = dataclasses.replace(encoded, example=unit[encoded.example])
-            pooled = pool(
-                self.scope, encoded, self.heads, space=options.space, skip=options.skip, draws=lots, seed=options.seed
-            )
+            p = pool(self.scope, encoded, self.heads, space=asked.space, skip=asked.skip, draws=lots, seed=asked.seed)
             if contrast is not None:
-                contrast.update(
-                    pooled.q,
-                    pooled.attended,
-                    pooled.mean,
-                    prompts=pooled.example,
-                    valid=pooled.valid,
-                    drawn=pooled.drawn,
-                    drawn_mask=pooled.drawn_mask,
-                )
+                lot = {"drawn": p.drawn, "drawn_mask": p.drawn_mask}
+                contrast.update(p.q, p.attended, p.mean, prompts=p.example, valid=p.valid, **lot)
             if not keep:
                 return None
             ids, mask = encoded.inputs["input_ids"], encoded.inputs["attention_mask"].bool()
             words = {"units": unit.cpu(), "lengths": mask.sum(dim=1).cpu(), "ids": ids[mask].cpu()}
-            return {**QueryRows.part(pooled, mask), **words}
+            return {**QueryRows.part(p, mask), **words}
 
         sums = None if contrast is None else contrast.tensors()
-        return self.job.stream(name, _batches(examples, units, options.batch_size), run, options.progress, sums)
+        return self.job.stream(name, _batches(examples, units, asked.batch_size), run, asked.progress, sums)
 
 
 def unit_numbers(examples: Sequence[Example]) -> list[int]:
