@@ -19,10 +19,10 @@ from qkscope.analyses.swap import default_features
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput, check_least
+from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.provenance import provenance
@@ -34,9 +34,13 @@ from qkscope.runs.result import Result
 class Explanation(Result):
     """Logits of one prompt's tokens, split among features."""
 
-    def show(self, width: int = 40) -> str:
-        """A chart for the terminal: one line per token, a bar of its attention, and the parts of its logit."""
-        check_least(1, width=width)
+    def show(self, width: Count = 40) -> str:
+        """A chart for the terminal: one line per token, a bar of its attention, and the parts of its logit.
+
+        Parameters
+        ----------
+        width : of the longest bar, in characters.
+        """
         rows = self.tables["tokens"]
         names = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
         head = f"{'token':>16} {'attention':>9} {'':{width}} {'logit':>7} " + " ".join(f"{n[:9]:>9}" for n in names)

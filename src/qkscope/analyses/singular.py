@@ -35,8 +35,15 @@ def singular_basis(
 
     Parameters
     ----------
+    scope : the model.
     heads : heads by name; all of them need 4.3 GB for a model of 8 billion parameters.
     cache : whether to keep the result in the user's cache, under the hash of the weights.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> qk.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"], cache=False)
+    SingularBasis(L0H0, L1H3: 24 vectors each)
     """
     wanted = scope.parse(heads)
     about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype), "version": _VERSION}

@@ -66,7 +66,7 @@ def sparsity(
     *,
     controls: Natural = 12,
     draws: Count = 20,
-    batch_size: int = 32,
+    batch_size: Count = 32,
     seed: int = 0,
     step: int | str | None = None,
     progress: bool | None = None,
@@ -75,12 +75,24 @@ def sparsity(
 
     Parameters
     ----------
+    scope : the model.
+    task : whose roles are looked at, and whose test prompts are measured.
     heads : edges like ``L9H9:END>IO``, heads (which then look from the query to the answer), or a circuit's name. By
         default the model's published circuit, or the heads that do the task's jobs most (`find_circuit`).
     n : prompts.
     controls : heads outside the circuit for each way to look.
-    draws : rotations of each null.
+    draws, seed : rotations of each null, and the seed of all draws.
+    batch_size : prompts run together.
     step : what to call this checkpoint.
+    progress : whether to show a bar; if not given, where stderr is a terminal.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> scope = qk.Scope.load("nano:mixed")
+    >>> found = qk.sparsity(scope, qk.tasks.ioi(), "L1H3:END>IO", 4, controls=1, draws=2, progress=False)
+    >>> [(row["head"], row["circuit"], row["n"]) for row in found.table()][0]
+    ('L1H3', True, 4)
     """
     start = time.perf_counter()
     edges = [*(own := edges_for(scope, task, heads, batch_size, progress)), *outside(scope, own, controls, seed)]

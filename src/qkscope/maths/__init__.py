@@ -1,1 +1,15 @@
-"""Pure tensors: no model, no text, no files of a run. Imports nothing of ours but heads and errors."""
+"""Pure tensors: what queries and keys say about a head. No model, no text.
+
+In come queries, keys and labels of chosen positions, attention rows, or a head's weights; out go sums, subspaces with
+their controls, swaps in closed form, splits of a logit, and singular vectors. Files in reading order:
+
+- ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast. ``draws``: random
+  numbers by address. ``nulls``: the same sums under H0.
+- ``svd``: SVDs that are multiplied out. ``significance``: intervals and p-values. ``controls``: what a rank is worth.
+  ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank. ``bases``: what several subspaces are to each other.
+- ``swap``, ``methods``, ``ceiling``: the causal test, what can be swapped, and how well any subspace could do.
+- ``attribution``: a logit split among subspaces, and the one table of every split.
+- ``singular``: a head's singular vectors. ``relative``: relative attention as a sum of their terms, how few carry it.
+  ``bridge``: which of them carry a feature.
+- ``discovery``, ``components``, ``ica``: the contrast that needs no labels, and its independent parts.
+"""

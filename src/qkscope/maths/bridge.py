@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from qkscope.errors import BadInput, check_least
+from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths.bases import principal_angles
 from qkscope.maths.relative import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.significance import p_value
@@ -60,7 +61,19 @@ def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Flo
 @checked_class
 @dataclass(frozen=True)
 class Alignment:
-    """How a feature sits on the singular vectors of its head, beside the same numbers of bases that mean nothing."""
+    """How a feature sits on the singular vectors of its head, beside the same numbers of bases that mean nothing.
+
+    Parameters
+    ----------
+    head, contrast, rank, space : of the feature.
+    total : ``tr ΔC``, what the feature adds to the logits.
+    carried : what each singular vector adds to it; they sum to ``total``.
+    sigma : the singular values.
+    query, key : |cos| of each vector's image with the feature, in query and in key space.
+    angles_query, angles_key : principal angles between the feature and the vectors that carry most, in degrees.
+    numbers : the same of the controls, as in `row`.
+    caveat : what the reader must know of the space.
+    """
 
     head: Head
     contrast: str
@@ -69,18 +82,25 @@ class Alignment:
     total: float
     carried: Float[Tensor, " m"]
     sigma: Float[Tensor, " m"]
-    query: Float[Tensor, " m"]  # |cos| of each vector's image with the feature, query side
+    query: Float[Tensor, " m"]
     key: Float[Tensor, " m"]
     angles_query: Float[Tensor, " r"]
     angles_key: Float[Tensor, " r"]
     numbers: Mapping[str, float] = field(default_factory=dict)
     caveat: str = ""
 
-    def best(self, count: int | None = None) -> list[int]:
-        """The vectors that carry most, largest first; as many as the feature's rank by default."""
-        wanted = self.rank if count is None else count
-        check_least(1, count=wanted)
-        return self.carried.argsort(descending=True)[:wanted].tolist()
+    def __repr__(self) -> str:
+        carry = f"{self.numbers['vectors']:.0f} of {len(self.sigma)} singular vectors carry {CARRIED:.0%}"
+        return f"Alignment({self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {carry})"
+
+    def best(self, count: Count | None = None) -> list[int]:
+        """The vectors that carry most, largest first.
+
+        Parameters
+        ----------
+        count : how many; the feature's rank by default.
+        """
+        return self.carried.argsort(descending=True)[: self.rank if count is None else count].tolist()
 
     def table(self) -> list[dict[str, Any]]:
         """One row per singular vector, those that carry most first."""
@@ -96,9 +116,13 @@ class Alignment:
         return {"head": str(self.head), "contrast": self.contrast, "rank": self.rank, "space": self.space,
                 "total": self.total, **self.numbers}  # fmt: skip
 
-    def summary(self, rows: int = 6) -> str:
-        """For people: how many vectors, how close, against what; and the first few vectors."""
-        check_least(1, rows=rows)
+    def summary(self, rows: Count = 6) -> str:
+        """For people: how many vectors, how close, against what; and the first few vectors.
+
+        Parameters
+        ----------
+        rows : how many vectors.
+        """
         n = self.numbers
         lines = [
             f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
@@ -115,8 +139,8 @@ class Alignment:
         lines += [self.caveat] if self.caveat else []
         lines.append(" vector    sigma    share  |cos| query  |cos| key")
         for row in self.table()[:rows]:
-            lines.append(f"{row['vector']:7d} {row['sigma']:8.3f} {row['share']:8.1%} {row['query']:12.2f}"
-                         f" {row['key']:10.2f}")  # fmt: skip
+            numbers = f"{row['sigma']:8.3f} {row['share']:8.1%} {row['query']:12.2f} {row['key']:10.2f}"
+            lines.append(f"{row['vector']:7d} {numbers}")
         return "\n".join(lines)
 
     def _keys(self, name: str, form: str) -> str:
@@ -129,7 +153,7 @@ class Alignment:
 
 
 @checked_call
-def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, seed: int = 0) -> Alignment:
+def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, seed: int = 0) -> Alignment:
     """Which singular vectors carry a feature, how close they come to it, and what meaningless bases would show.
 
     Parameters
@@ -139,8 +163,16 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
         ``post_rope`` both sides are turned by their positions, which hides alignment, and the answer says so. One
         made by hand, without the covariance of its keys, has no control by key PCA.
     draws, seed : of the controls.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> scope = qk.Scope.load("nano:mixed")
+    >>> feature = qk.Subspace.from_delta(torch.eye(24), rank=3, head="L1H3", about={"space": "query_frame"})
+    >>> found = qk.alignment(qk.singular_basis(scope, "L1H3"), feature, draws=10)
+    >>> round(float(found.carried.sum()), 3) == round(found.total, 3)
+    True
     """
-    check_least(1, draws=draws)
     if subspace.head is None:
         raise BadInput("this subspace does not say which head it belongs to: make it with decompose.")
     weights, here = subspace.about.get("weights"), basis.about.get("weights")
@@ -194,13 +226,20 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: int = 100, see
             " in query_frame to see all of the alignment."
         )
     return Alignment(
-        subspace.head, subspace.contrast, r, space, float(shares.sum()), shares, own.S.double(),
-        (torch.nn.functional.normalize(m, dim=0).mT @ u).norm(dim=-1),
-        (torch.nn.functional.normalize(n, dim=0).mT @ v).norm(dim=-1),
-        principal_angles(u, torch.linalg.qr(m[:, chosen])[0]).rad2deg(),
-        principal_angles(v, torch.linalg.qr(n[:, chosen])[0]).rad2deg(),
-        numbers, caveat,
-    )  # fmt: skip
+        head=subspace.head,
+        contrast=subspace.contrast,
+        rank=r,
+        space=space,
+        total=float(shares.sum()),
+        carried=shares,
+        sigma=own.S.double(),
+        query=(normalize(m, dim=0).mT @ u).norm(dim=-1),
+        key=(normalize(n, dim=0).mT @ v).norm(dim=-1),
+        angles_query=principal_angles(u, torch.linalg.qr(m[:, chosen])[0]).rad2deg(),
+        angles_key=principal_angles(v, torch.linalg.qr(n[:, chosen])[0]).rad2deg(),
+        numbers=numbers,
+        caveat=caveat,
+    )
 
 
 def rotated_images(

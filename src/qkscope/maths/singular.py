@@ -55,15 +55,28 @@ class HeadBasis:
 class SingularBasis:
     """Singular vectors of some heads, of weights with this hash.
 
-    Attributes
+    Parameters
     ----------
+    heads : whose vectors they are, in this order.
     U, S, V : the thin SVD of each head's Ω, in float32, a constant 1 appended to the residual stream (biases).
     read : ``W_Q U``, float64: queries of each component, in head space before the rotation.
     scale : what the attention call multiplies ``q·k`` by.
     c_Q : QK-norm's own bias, a part of q that no token decides; zero in nearly every family.
     error : relative error of each head's reconstruction on random probes.
     rotary : whether RoPE turns queries and keys in each head.
+    about : the model, and the hash of its weights.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> basis = qk.singular_basis(qk.Scope.load("nano:mixed"), "L1H3", cache=False)
+    >>> basis
+    SingularBasis(L1H3: 24 vectors each)
+    >>> basis["L1H3"].read.shape
+    torch.Size([24, 24])
     """
+
+    comes_from = "as singular_basis gives"
 
     heads: tuple[Head, ...]
     U: Float[Tensor, "h d m"]
@@ -76,8 +89,17 @@ class SingularBasis:
     rotary: tuple[bool, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        named = ", ".join(map(str, self.heads[:4])) + (f", … {len(self.heads)} heads" if len(self.heads) > 4 else "")
+        return f"SingularBasis({named}: {self.S.shape[-1]} vectors each)"
+
     def index(self, heads: Sequence[Head]) -> list[int]:
-        """Where some heads stand in this basis."""
+        """Where some heads stand in this basis.
+
+        Parameters
+        ----------
+        heads : some of its heads.
+        """
         for head in heads:
             if head not in self.heads:
                 raise BadInput(f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}']).")
@@ -102,14 +124,25 @@ class SingularBasis:
         ]  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Write to one safetensors file."""
+        """Write to one safetensors file.
+
+        Parameters
+        ----------
+        path : the file; one that is there is replaced, whole.
+        """
         names = ("U", "S", "V", "read", "scale", "c_Q", "error")
         manifest = {"heads": [str(head) for head in self.heads], "rotary": list(self.rotary), "about": dict(self.about)}
         write_tensors(path, "singular_basis", {name: getattr(self, name) for name in names}, manifest)
 
     @classmethod
     def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> SingularBasis:
-        """Read a file that `save` wrote; ``expect`` holds the parts of ``about`` that must agree."""
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : the file.
+        expect : the parts of ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
+        """
         tensors, manifest = read_tensors(path, "singular_basis", expect)
         heads = tuple(Head.parse(head) for head in manifest["heads"])
         return cls(heads, rotary=tuple(manifest["rotary"]), about=manifest["about"], **tensors)

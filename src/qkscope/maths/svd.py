@@ -93,11 +93,15 @@ def thin_svd(
     (torch.Size([3, 20, 4]), torch.Size([3, 4]))
     """
     if kv_of_head is None and w_q.shape[:-1] != w_k.shape[:-1]:
-        raise BadInput(f"query and key weights should agree in all but the last size, but have shapes "
-                       f"{tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
+        raise BadInput(
+            "query and key weights should agree in all but the last size, but have shapes "
+            f"{tuple(w_q.shape)} and {tuple(w_k.shape)}."
+        )
     if kv_of_head is not None and (w_q.shape[:-2], w_q.shape[-2]) != (kv_of_head.shape, w_k.shape[-2]):
-        raise BadInput(f"kv_of_head names the key weights of each head, but it has shape {tuple(kv_of_head.shape)} and "
-                       f"they have {tuple(w_q.shape)} and {tuple(w_k.shape)}.")  # fmt: skip
+        raise BadInput(
+            f"kv_of_head names the key weights of each head, but it has shape {tuple(kv_of_head.shape)} and "
+            f"they have {tuple(w_q.shape)} and {tuple(w_k.shape)}."
+        )
     if kv_of_head is not None and not bool(((kv_of_head >= 0) & (kv_of_head < len(w_k))).all()):
         raise BadInput(f"kv_of_head counts key weights from 0 to {len(w_k) - 1}, but holds {kv_of_head.tolist()}.")
     q_1, r_1 = torch.linalg.qr(w_q.to(torch.float64).mT)
