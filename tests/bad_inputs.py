@@ -82,7 +82,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     ([*_FIT, "--contrasts", "a"], "no contrast 'a'"),
     ([*_FIT, "--contrasts", ","], "no contrast was named"),
     ([*_FIT, "--contrasts", "order,order"], "is named twice"),
-    ([*_FIT, "--space", "rope"], "there is no space 'rope'"),
+    ([*_FIT, "--space", "rope"], "space is one of post_rope, pre_rope, query_frame, but got 'rope'"),
     ([*_FIT, "--n", "-1"], "at least 1"),
     ([*_FIT, "--n", "many"], "valid integer"),
     ([*_FIT, "--batch-size", "0"], "at least 1"),

@@ -21,8 +21,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.errors import BadInput
-
 Space = Literal["post_rope", "pre_rope", "query_frame"]
 SPACES: tuple[Space, ...] = get_args(Space)
 
@@ -206,9 +204,3 @@ def _forget_lengths(module: nn.Module) -> None:
             module.register_buffer(buffer, getattr(module, name).to(getattr(module, buffer).device), persistent=False)
         elif name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)
-
-
-def check_space(space: str) -> None:
-    """Refuse a space that does not exist."""
-    if space not in SPACES:
-        raise BadInput(f"there is no space {space!r}: choose one of {', '.join(SPACES)}.")
