@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.errors import BadInput, check_least
-from qkscope.kinds import checked_class
+from qkscope.errors import BadInput
+from qkscope.kinds import Count, checked_class
 
 Span = tuple[int, int]
 """Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
@@ -126,7 +126,12 @@ class Example:
         return sequence
 
     def piece(self, span: Span) -> Any:
-        """What stands at a span: a piece of text, or a tuple of ids."""
+        """What stands at a span: a piece of text, or a tuple of ids.
+
+        Parameters
+        ----------
+        span : start and stop.
+        """
         self._check_span(span)
         return self._sequence[slice(*span)]
 
@@ -135,9 +140,13 @@ class Example:
         if not 0 <= start < stop <= len(self):
             raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
 
-    def show(self, limit: int = 300) -> str:
-        """The prompt for a message, shortened."""
-        check_least(1, limit=limit)
+    def show(self, limit: Count = 300) -> str:
+        """The prompt for a message, shortened.
+
+        Parameters
+        ----------
+        limit : characters that it has at most, about.
+        """
         shown = repr(self._sequence)
         return shown if len(shown) <= limit else f"{shown[: limit // 2]} ... {shown[-limit // 2 :]}"
 

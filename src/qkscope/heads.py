@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qkscope.errors import BadInput, check_least
-from qkscope.kinds import checked_call, checked_class
+from qkscope.errors import BadInput
+from qkscope.kinds import Count, checked_call, checked_class
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 
@@ -17,6 +17,13 @@ _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 class Head:
     """One attention head, zero-based.
 
+    Parameters
+    ----------
+    layer : of the model.
+    index : of the query head in its layer.
+
+    Examples
+    --------
     >>> Head.parse("L18H6")
     Head L18H6
     >>> Head(18, 6).kv(group_size=3)
@@ -33,17 +40,26 @@ class Head:
 
     @classmethod
     def parse(cls, text: str | Head) -> Head:
-        """Read ``L18H6``; a `Head` passes through."""
+        """Read ``L18H6``; a `Head` passes through.
+
+        Parameters
+        ----------
+        text : the head as it is printed.
+        """
         if isinstance(text, Head):
             return text
-        match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
+        match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise BadInput(f"{text!r} is not a head: write layer and head like L18H6.")
         return cls(int(match[1]), int(match[2]))
 
-    def kv(self, group_size: int) -> int:
-        """Index of the key head this query head reads: ``index // group_size`` under grouped-query attention."""
-        check_least(1, group_size=group_size)
+    def kv(self, group_size: Count) -> int:
+        """Index of the key head this query head reads: ``index // group_size`` under grouped-query attention.
+
+        Parameters
+        ----------
+        group_size : query heads that share a key head.
+        """
         return self.index // group_size
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -74,24 +75,19 @@ def make_task(name: str, form: str, size: int | None, seed: int, chat: bool, cen
         return tasks.from_jsonl(name, seed=seed, chat=chat, center=center or "none")  # type: ignore[arg-type]
     if center is not None:
         raise BadInput(f"--center is for a file of your own: the contrasts of {name} know theirs.")
-    if name == "binding":
-        return tasks.binding(9 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
-    if name == "filter":
-        return tasks.filter(5 if size is None else size, form, seed, chat=chat)  # type: ignore[arg-type]
-    if name in ("ioi", "greater_than", "pronoun") and size is not None:
-        raise BadInput(f"--size is for binding, filter and induction: the prompts of {name} have one size.")
-    if name in ("induction", "greater_than", "pronoun") and form != "list":
-        raise BadInput(f"--form is for binding, filter and ioi: the prompts of {name} have one form.")
-    if name == "ioi":
-        return tasks.ioi("both" if form == "list" else form, seed, chat=chat)  # type: ignore[arg-type]
-    if name == "induction":
-        return tasks.induction(8 if size is None else size, seed, chat=chat)
-    if name in ("greater_than", "pronoun"):
-        return getattr(tasks, name)(seed, chat=chat)
-    raise BadInput(
-        f"there is no task {name!r}: take binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file"
-        " of your own."
-    )
+    if name not in tasks.BUILT_IN:
+        raise BadInput(f"there is no task {name!r}: take {', '.join(tasks.BUILT_IN)}, or a .jsonl file of your own.")
+    takes, options = inspect.signature(tasks.BUILT_IN[name]).parameters, dict[str, Any]()
+    if size is not None:
+        sized = next((option for option in ("entities", "categories", "length") if option in takes), None)
+        if sized is None:
+            raise BadInput(f"--size is for binding, filter and induction: the prompts of {name} have one size.")
+        options[sized] = size
+    if form != "list":
+        if "form" not in takes:
+            raise BadInput(f"--form is for binding, filter and ioi: the prompts of {name} have one form.")
+        options["form"] = form
+    return tasks.BUILT_IN[name](seed=seed, chat=chat, **options)
 
 
 def load_scope(model: str, device: str | None, dtype: str | None) -> Any:

@@ -1,4 +1,10 @@
-"""Text with marked spans: `binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`, or your own file."""
+"""Text with marked spans: `binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`, or your own file.
+
+In: a few numbers and a seed, or a file. Out: a `Task`, which draws units of `Example` for choosing heads, for fitting
+each contrast and for testing. In reading order: `task` (what a task is, and how one is made of a walk), `words` (and
+``words.toml``: the words), one file per task (`binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`), and
+`jsonl` (a file of your own). `BUILT_IN` is the one list of them: a new task is a file and an entry there.
+"""
 
 from __future__ import annotations
 

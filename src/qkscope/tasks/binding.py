@@ -58,6 +58,11 @@ def binding(
     pool : how many different words the lexical contrast is fitted on; all of the fitting pool by default.
     filler : up to so many words before each pair, so that order is not token position.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> binding(2, "sentence").test(1)[0][0].text.count("Box")
+    3
     """
     labelled = checked_words(boxes, "boxes")
     if len(labelled) <= entities:

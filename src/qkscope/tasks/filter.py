@@ -48,6 +48,11 @@ def filter_task(
     items : items of each category in a prompt.
     words : words of every category; your own lists are welcome, and words of several tokens too.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
+    True
     """
     if isinstance(categories, int):
         named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]

@@ -42,6 +42,11 @@ def greater_than(
     events, years : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
     centuries : the first halves of years, shared by all pools.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> sorted(greater_than().test(1)[0][0].roles)
+    ['END', 'XX', 'YY']
     """
     for half in (*centuries, *years):
         if len(half) != 2 or not half.isascii() or not half.isdigit():

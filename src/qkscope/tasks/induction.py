@@ -31,6 +31,11 @@ def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS,
     seed : of every draw.
     words : what to draw from; cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> len(induction(4).test(1)[0][0].keys)
+    4
     """
     most = len(checked_words(words, "words")) // len(USES) - 1  # and one for the copy
     if length < 3 or length > most >= 3:

@@ -57,6 +57,11 @@ def ioi(
     templates : texts with ``{A}``, ``{B}``, ``{S}`` once each, and ``{place}`` and ``{thing}`` where wanted.
     names, things, places : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> sorted(ioi("ABBA").test(1)[0][0].roles)
+    ['END', 'IO', 'S1', 'S1+1', 'S2']
     """
     shapes = [_checked(template) for template in checked_words(templates, "templates")]
     if not shapes:

@@ -39,6 +39,11 @@ def pronoun(
     men, women : names by the pronoun they take, in turn the one asked about.
     people : what they are good at; each list is cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> pronoun().test(1)[0][0].text.endswith("isn't")
+    True
     """
     named = (pools(men, seed, "names of men", least=1), pools(women, seed, "names of women", least=1))
     trades = pools(people, seed, "people", least=1)
