@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qkscope.analyses.circuits import Edge, Job, check_roles, circuit_of, outside
+from qkscope.analyses import circuits
+from qkscope.analyses.circuits import Edge, check_roles, circuit_of, outside
 from qkscope.analyses.prompts import units_hash
 from qkscope.analyses.sparsity import (
     VALUES,
@@ -35,18 +36,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
-from qkscope.runs.folder import (
-    RESULTS,
-    SCHEMA,
-    as_json,
-    check_folder,
-    file_name,
-    kept_if_stopped,
-    only_writer,
-    read_json,
-    write_run,
-    write_text,
-)
+from qkscope.runs.folder import JOB, RESULTS, as_json, file_name, read_json, write_run
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import plain_value
 from qkscope.runs.store import read_tensors, write_tensors
@@ -54,7 +45,6 @@ from qkscope.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-_JOB = "job.json"
 _STATE = r"job\.json|checkpoints/[^/]+\.safetensors"  # what a sweep keeps besides what it lists
 _KIND = "sparsity_checkpoint"
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
@@ -90,13 +80,9 @@ def plan_sweep(
         "heads": heads, "n": n, "controls": controls, "draws": draws, "seed": seed,
         "examples": units_hash(task.test(n)), "dtype": dtype, "heads_from": found[-1].label if searched else None,
     }  # fmt: skip
-    folder = Path(out)
-    check_folder(folder, "sparsity", state=_STATE, called="other things than a sweep")
-    if (folder / _JOB).exists():
-        job = _read_job(folder)
-        differs = [name for name in plan if name not in job or job[name] != plan[name]]
-        if differs:
-            raise BadInput(f"{folder} holds another job ({', '.join(differs)} differ): name another folder.")
+    if (Path(out) / JOB).exists():
+        _read_job(Path(out))  # one that no run wrote is damaged, and not another
+    Job(out).check(plan, "sparsity", _STATE, "other things than a sweep", {"edges": (list,)})
     return {**plan, "checkpoints": found}
 
 
@@ -127,18 +113,16 @@ def sweep(
     start = time.perf_counter()
     plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, dtype=dtype)
     found: list[Checkpoint] = plan.pop("checkpoints")
-    folder = Path(out)
-    kept = folder / "checkpoints"
-    with only_writer(folder), kept_if_stopped(folder, lambda: kept.is_dir() and any(kept.iterdir())):
-        result = _measured(model, task, plan, found, heads, folder, batch_size, device, start)
+    with Job(out).hold() as job:
+        result = _measured(model, task, plan, found, heads, job, batch_size, device, start)
         show(result)
         contents = {RESULTS: as_json(result.to_json())}
-        write_run(folder, result.experiment, contents, plain_value(result.provenance), state=_STATE)
+        write_run(Path(out), result.experiment, contents, plain_value(result.provenance), state=_STATE)
     return result
 
 
 def _measured(
-    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], heads: str | None, folder: Path,
+    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], heads: str | None, job: Job,
     batch_size: int, device: str | None, start: float,
 ) -> Sparsity:  # fmt: skip
     """Every checkpoint's numbers, read where they are stored and made where not."""
@@ -153,12 +137,14 @@ def _measured(
             )
         return loaded[checkpoint.label]
 
-    edges = _edges(folder, plan, task, heads, plan["controls"], seed, batch_size, lambda: scope_at(found[-1]))
+    edges = _edges(job, plan, task, heads, plan["controls"], seed, batch_size, lambda: scope_at(found[-1]))
     about = {
         "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
         "asked_dtype": dtype,
     }  # fmt: skip
-    (folder / "checkpoints").mkdir(exist_ok=True)
+    folder = job.sub("checkpoints")
+    assert folder is not None
+    folder.mkdir(exist_ok=True)
     stored: dict[str, Mapping[str, Tensor]] = {}
     weights: dict[str, str] = {}
     last_first = sorted(
@@ -188,19 +174,21 @@ def _measured(
 
 
 def _stored_at(folder: Path, label: str) -> Path:
-    """Where a checkpoint's values are kept."""
-    return folder / "checkpoints" / f"{file_name(label) or 'model'}.safetensors"
+    """Where a checkpoint's values are kept, in the folder of all."""
+    return folder / f"{file_name(label) or 'model'}.safetensors"
 
 
 def _edges(
-    folder: Path, plan: Mapping[str, Any], task: Task, heads: str | None, controls: int, seed: int, batch_size: int,
+    job: Job, plan: Mapping[str, Any], task: Task, heads: str | None, controls: int, seed: int, batch_size: int,
     last: Any,
 ) -> list[Edge]:  # fmt: skip
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
-    if (folder / _JOB).exists():
+    assert job.out is not None
+    if (job.out / JOB).exists():
+        job.say(plan)  # it does already
         return [
-            Edge(Head.parse(e["head"]), Job(e["role"], e["from"], e["to"]), e["circuit"])
-            for e in _read_job(folder)["edges"]
+            Edge(Head.parse(e["head"]), circuits.Job(e["role"], e["from"], e["to"]), e["circuit"])
+            for e in _read_job(job.out)["edges"]
         ]
     scope = last()
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
@@ -208,7 +196,7 @@ def _edges(
     edges = [*own, *outside(scope, own, controls, seed)]
     listed = [{"head": str(e.head), "role": e.job.role, "from": e.job.query, "to": e.job.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
-    write_text(folder / _JOB, json.dumps({"schema": SCHEMA, **plan, "edges": listed}, indent=1, ensure_ascii=False))
+    job.say({**plan, "edges": listed})
     return edges
 
 
@@ -269,13 +257,13 @@ def training_rows(
 
 def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
     """What a finished sweep holds of one checkpoint."""
-    return read_tensors(_stored_at(Path(folder), label), _KIND)[0]
+    return read_tensors(_stored_at(Path(folder) / "checkpoints", label), _KIND)[0]
 
 
 def _read_job(folder: Path) -> dict[str, Any]:
-    job = read_json(folder / _JOB, {"edges": (list,)})
+    job = read_json(folder / JOB, {"edges": (list,)})
     kinds = {"head": str, "role": str, "from": str, "to": str, "circuit": bool}
     for edge in job["edges"]:
         if not isinstance(edge, dict) or any(type(edge.get(name)) is not kind for name, kind in kinds.items()):
-            raise BadInput(f"{folder / _JOB} is damaged: sweep into another folder.")
+            raise BadInput(f"{folder / JOB} is damaged: sweep into another folder.")
     return job

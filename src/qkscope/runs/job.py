@@ -126,7 +126,9 @@ class Job:
             raise BadInput(f"{self.out} is a file and holds {called}: name a new folder.")
         if (self.out / JOB).exists():
             found = read_json(self.out / JOB, fields)
-            differs = [name for name in {**asked, "shard": None} if found.get(name) != asked.get(name)]
+            whole = {"shard": None}  # what a job that has none does not say
+            there, here = {**whole, **found}, {**whole, **asked}
+            differs = [name for name in here if name not in there or there[name] != here[name]]
             if differs:
                 raise BadInput(f"{self.out} holds another job ({', '.join(differs)} differ): name another folder.")
         check_folder(self.out, kind, state=state, called=called)
