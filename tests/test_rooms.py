@@ -1,6 +1,7 @@
 """The rooms and the direction of their imports: the instrument, and below it what is built on it."""
 
 import ast
+import re
 from pathlib import Path
 
 import qkscope
@@ -55,3 +56,14 @@ def test_maths_tasks_and_capture_know_the_nouns_and_the_disk_alone():
 def test_the_package_names_the_reproduction_for_users_only():
     assert {home.split(".")[1] for home in qkscope._HOME.values()} & set(BELOW) == {"papers"}
     assert qkscope._HOME["reproduce"] == "qkscope.papers.registry"
+
+
+def test_no_file_is_longer_than_a_reader_holds():
+    source = Path(qkscope.__file__).parent
+    assert [path.name for path in source.rglob("*.py") if len(path.read_text().splitlines()) > 400] == []
+
+
+def test_no_file_imports_a_private_name_of_another():
+    source = Path(qkscope.__file__).parent
+    private = re.compile(r"^\s*from qkscope[\w.]* import .*(?<!\w)_(?!_)\w", re.MULTILINE)
+    assert [path.name for path in source.rglob("*.py") if private.search(path.read_text())] == []
