@@ -7,8 +7,8 @@ import torch
 
 from planted import PlantedHead
 from qkscope import BadInput, Head
+from qkscope.draws import draw_bits, draw_signs
 from qkscope.maths.controls import Controls, false_discovery, mean_dominance, rank_above, run_controls
-from qkscope.maths.draws import draw_bits, draw_signs
 from qkscope.maths.moments import Moments
 from qkscope.maths.nulls import DEALS, FLIPS, key_sums, replicate_sums, signed_weights
 from qkscope.maths.significance import clustered_bootstrap

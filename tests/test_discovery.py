@@ -7,12 +7,12 @@ import torch
 
 from qkscope import BadInput
 from qkscope.attention import AttentionRows
+from qkscope.draws import shuffled_rows
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, random_bases
 from qkscope.maths.ceiling import learned_basis
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast, head_tests, moving_basis
-from qkscope.maths.draws import shuffled_rows
 from qkscope.maths.swap import SwapRows
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.maths.draws import draw_signs
+from qkscope.draws import draw_signs
 from qkscope.maths.svd import energy_rank
 from qkscope.papers.lee2026.geometry import similarity_fit, vertices_recovered
 from qkscope.papers.lee2026.interactions import off_asymmetry, rotate

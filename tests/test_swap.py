@@ -97,7 +97,8 @@ def test_a_joint_swap_of_complementary_subspaces_exchanges_the_keys(seed):
 
 def planted_rows(head, n, seed):
     q, k, asked = head.contexts(n, 8, seed)
-    return AttentionRows(q[:, None], k[:, None], scale=1.0), asked, draw_targets(asked, torch.ones(n, 8) > 0, seed)
+    target = draw_targets(asked, torch.ones(n, 8) > 0, seed, torch.arange(n))
+    return AttentionRows(q[:, None], k[:, None], scale=1.0), asked, target
 
 
 def test_the_oblique_swap_equals_the_oracle_and_the_orthogonal_one_leaks():
@@ -212,14 +213,18 @@ def test_baselines_find_what_varies():
     assert both[0].abs() > 0.99  # queries hardly vary along the second direction in which keys do
 
 
-def test_targets_are_drawn_once_and_never_the_original():
-    orig = torch.arange(100) % 4
-    allowed = torch.ones(100, 4, dtype=torch.bool)
+def test_targets_are_drawn_by_the_address_of_their_row_and_never_the_original():
+    orig, row = torch.arange(4000) % 4, torch.arange(4000)
+    allowed = torch.ones(4000, 4, dtype=torch.bool)
     allowed[:, 3] = False
-    target = draw_targets(orig, allowed, seed=0)
+    target = draw_targets(orig, allowed, 0, row)
     assert (target != orig).all()
-    assert set(target.tolist()) == {0, 1, 2}
-    assert torch.equal(target, draw_targets(orig, allowed, seed=0))
+    shares = torch.bincount(target[orig == 3], minlength=4) / 1000
+    torch.testing.assert_close(shares, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.05, rtol=0)
+    # whichever rows stand beside one, and in whatever order, it draws the same key; another seed draws others
+    some = torch.randperm(4000)[:50]
+    assert torch.equal(draw_targets(orig[some], allowed[some], 0, row[some]), target[some])
+    assert not torch.equal(draw_targets(orig, allowed, 1, row), target)
 
 
 def test_bad_input_gets_a_sentence():

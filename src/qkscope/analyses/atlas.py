@@ -148,7 +148,7 @@ def _tables(findings: Findings) -> dict[str, list[dict[str, Any]]]:
         every = {
             "feature": methods.moving(deltas[own]),
             "key_pca": methods.key_pca(cov_k[own]),
-            "random": methods.random(1, contrast.d_head, options.draws, options.seed),
+            "random": methods.random([head], contrast.d_head, options.draws, options.seed),
         }
         effects = evidence.swap(every, _SWAPPED)
         basis = directions[h, :, : max(rank, 1)]

@@ -1,6 +1,7 @@
 """Which keys change places: a right key of every held-out row, the one it is swapped with, and two more for a sham.
 
-They are drawn once for every condition and every verb that swaps: the same units, batch size and seed give the same.
+They are drawn once for every condition and every verb that swaps, each by the address of its prompt: the same units and
+seed give the same, in whatever batches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, clusters_of
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput, check_kind
 from qkscope.examples import Example
 from qkscope.maths.swap import draw_targets
@@ -62,9 +64,14 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0, targe
     labels = torch.zeros(len(listed), max(len(example.keys) for example in examples), dtype=torch.long)
     for row, example in enumerate(examples):
         labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
-    orig = draw_targets(torch.full((len(labels),), -1), labels > 0, seed)
-    target = draw_targets(orig, labels < 0, seed + 1) if targets is None else _given_targets(units, listed, targets)
-    others = _sham(labels, orig, target, seed)
+    unit, member = torch.tensor(listed).unbind(1)
+
+    def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
+        return draw_targets(beside, allowed, derived_seed(seed, what), unit, member)
+
+    orig = draw("right", torch.full((len(labels),), -1), labels > 0)
+    target = draw("wrong", orig, labels < 0) if targets is None else _given_targets(units, listed, targets)
+    others = _sham(draw, labels, orig, target)
     return Pairs(batches, examples, [i for i, _ in listed], orig, target, others, _clusters(units, listed))
 
 
@@ -85,17 +92,20 @@ def _given_targets(units: Sequence[Unit], listed: Sequence[tuple[int, int]], tar
 
 
 def _sham(
-    labels: Int[Tensor, "n k"], orig: Int[Tensor, " n"], target: Int[Tensor, " n"], seed: int
+    draw: Callable[[str, Tensor, Tensor], Tensor],
+    labels: Int[Tensor, "n k"],
+    orig: Int[Tensor, " n"],
+    target: Int[Tensor, " n"],
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None:
     """Two keys whose swap should do nothing: two right ones (a filter list), or two wrong ones beside the target."""
     right = labels > 0
     if bool((right.sum(dim=1) > 1).all()):
-        return orig, draw_targets(orig, right, seed + 2)
+        return orig, draw("sham", orig, right)
     free = (labels < 0) & (torch.arange(labels.shape[1]) != target[:, None])
     if not bool((free.sum(dim=1) > 1).all()):
         return None
-    one = draw_targets(target, free, seed + 2)
-    return one, draw_targets(one, free, seed + 3)
+    one = draw("sham", target, free)
+    return one, draw("sham, the other", one, free)
 
 
 def _clusters(units: Sequence[Unit], listed: Sequence[tuple[int, int]]) -> Int[Tensor, " n"]:

@@ -20,6 +20,7 @@ from qkscope.analyses.circuits import QUERY, locate, rows_from
 from qkscope.analyses.singular import singular_basis
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
@@ -64,7 +65,7 @@ class RelativeRows:
         found = (
             measure.sparsity(self.terms),
             measure.rotated_sparsity(self.query * self.key, self.s, draws, prompts, seed),
-            measure.shared_sparsity(self.q, self.difference, draws, prompts, seed + 1),
+            measure.shared_sparsity(self.q, self.difference, draws, prompts, derived_seed(seed, "shared")),
             self.relative,
             self.attention,
             measure.reconstruction_count(self.terms),

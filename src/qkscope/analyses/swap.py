@@ -242,7 +242,7 @@ class Features:
         return {**found, "random": self._random(draws, seed)}
 
     def _random(self, draws: int, seed: int) -> Method:
-        return methods.random(len(self.heads), next(iter(self.subspaces.values())).d_head, draws, seed)
+        return methods.random(self.heads, next(iter(self.subspaces.values())).d_head, draws, seed)
 
 
 def fitted_covariances(fit: Fit, heads: Sequence[Head], names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:

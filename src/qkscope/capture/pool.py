@@ -22,6 +22,7 @@ from qkscope.capture.probe import Facts
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call
+from qkscope.draws import derived_seed
 from qkscope.heads import Head
 
 _HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes of keys that may wait: what stays in a cache, what fills a GPU
@@ -268,7 +269,7 @@ class Pooler(Gatherer):
         examples = dict(zip(self.places.row.tolist(), self.example.tolist(), strict=True))
         firsts, lengths, counts = self.first.tolist(), self.length.tolist(), self.layout.used.sum(dim=1).tolist()
         for row, example in examples.items():
-            generator = torch.Generator().manual_seed(((self.seed << 32) + example) % 2**64)
+            generator = torch.Generator().manual_seed(derived_seed(self.seed, "drawn keys", example))
             own = torch.rand(counts[row], lengths[row], generator=generator)
             lots[row, : counts[row], firsts[row] : firsts[row] + lengths[row]] = own
         return lots

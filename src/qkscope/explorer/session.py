@@ -222,7 +222,7 @@ class Session:
         """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
         row = capture.rows().of_head(capture.heads.index(head))
         rows = SwapRows(row, torch.tensor([a]), torch.tensor([b]), torch.zeros(1), [head])
-        effect = rows.swap(methods.random(1, self.scope.d_head, _DRAWS, 0)(rank))
+        effect = rows.swap(methods.random([head], self.scope.d_head, _DRAWS, 0)(rank))
         return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
 
     def _next(self, before: Capture, after: Capture | None = None) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
@@ -187,9 +188,9 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     m, n = own.read, own.write
     shares = carried(delta, m, n)
     rotations = random_rotations(m.shape[1], draws, seed)
-    axes = random_rotations(m.shape[0], draws, seed + 1)
+    axes = random_rotations(m.shape[0], draws, derived_seed(seed, "axes"))
     numbers: dict[str, float] = {}
-    block, within = _block(shares, own.S.double(), draws, seed + 2)
+    block, within = _block(shares, own.S.double(), draws, derived_seed(seed, "block"))
     bases = [
         ("", m, n),
         ("_rotated", m @ rotations, n @ rotations),

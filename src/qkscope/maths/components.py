@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from qkscope.draws import derived_seed, shuffled_rows
 from qkscope.errors import BadInput
 from qkscope.maths.bases import Projector, principal_cosines
-from qkscope.maths.draws import shuffled_rows
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
 from qkscope.maths.svd import checked_svd
 
@@ -183,7 +183,10 @@ def paired_components(
     filters = _filters(q, k - m, rank)
     q_mean, k_mean = q.mean(dim=0), k.mean(dim=0)
     (x, x_map), (y, y_map) = (whiten((z - z.mean(dim=0)) @ f) for z, f in zip((q, k), filters, strict=True))
-    w_q, w_k = (fast_ica(_some(side), starts=starts, seed=seed + i) for i, side in enumerate((x, y)))
+    w_q, w_k = (
+        fast_ica(_some(side), starts=starts, seed=derived_seed(seed, "starts", name))
+        for name, side in (("query", x), ("key", y))
+    )
     s = x @ w_q.mT
 
     found = _correlations(s, y @ w_k.mT)
@@ -287,10 +290,10 @@ def _found_again(
     """Rows of W found again on either half of the prompts, and from other starts, each in the order of ``w``."""
     half = _by_lot(prompts, 2, seed, 2).bool()
     again = []
-    for part, which in ((half, 11), (~half, 12), (torch.ones_like(half), 13)):
+    for part, which in ((half, "one half"), (~half, "the other half"), (torch.ones_like(half), "again")):
         rows = _some(x[part])
         white, back = whiten(rows - rows.mean(dim=0))
-        found = normalize(fast_ica(white, starts=starts, seed=seed + which) @ back.mT, dim=1)
+        found = normalize(fast_ica(white, starts=starts, seed=derived_seed(seed, "starts", which)) @ back.mT, dim=1)
         again.append(found[assign((w @ found.mT).abs())])
     return again
 

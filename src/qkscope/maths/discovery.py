@@ -29,10 +29,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from qkscope.draws import shuffled_rows
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.controls import rank_above
-from qkscope.maths.draws import shuffled_rows
 from qkscope.maths.significance import false_discovery, left_out
 from qkscope.maths.sums import Accumulator, Covariance, augmented
 from qkscope.maths.svd import ROUNDING

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.maths.draws import shuffled_rows
+from qkscope.draws import derived_seed, shuffled_rows
 
 _GAUSS_LOG_COSH = 0.37456720749  # E log cosh of a standard normal
 _FREQUENCIES = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -64,9 +64,10 @@ def gaussian_contrast(n: int, r: int, *, draws: int = 8, seed: int = 0) -> float
     """The largest contrast that a component of pure Gaussian data of this size was seen to have."""
     found = []
     for draw in range(draws):
-        generator = torch.Generator().manual_seed(seed + 7919 * (draw + 1))
+        generator = torch.Generator().manual_seed(derived_seed(seed, "gaussian", draw))
         x, _ = whiten(torch.randn(n, r, generator=generator, dtype=torch.float64))
-        found.append(contrast(x @ fast_ica(x, starts=1, seed=seed + draw, steps=40).mT).max())
+        w = fast_ica(x, starts=1, seed=derived_seed(seed, "gaussian start", draw), steps=40)
+        found.append(contrast(x @ w.mT).max())
     return float(torch.stack(found).max())
 
 

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
@@ -67,12 +68,13 @@ def moving(delta: Float[Tensor, "h d d"]) -> Method:
     return leading(moving_basis(delta, delta.shape[-1]))
 
 
-def random(heads: int, d_head: int, draws: int, seed: int) -> Method:
-    """``draws`` random subspaces of every head; head i has the stream of seed + i."""
+def random(heads: Sequence[Head], d_head: int, draws: int, seed: int) -> Method:
+    """``draws`` random subspaces of every head, each head's from a stream of its own."""
+    seeds = [derived_seed(seed, "random", head.layer, head.index) for head in heads]
 
     def of_size(k: int | Sequence[int]) -> Projector:
-        ranks = [k] * heads if isinstance(k, int) else k
-        each = [random_bases(d_head, rank, draws, seed + i) for i, rank in enumerate(ranks)]
+        ranks = [k] * len(heads) if isinstance(k, int) else k
+        each = [random_bases(d_head, rank, draws, own) for rank, own in zip(ranks, seeds, strict=True)]
         return Projector.orthogonal(torch.stack([pad(b, (0, max(ranks) - b.shape[-1])) for b in each], dim=1))
 
     return of_size
@@ -98,8 +100,8 @@ def rotated(
 ) -> Method:
     """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws for each head."""
     each = []
-    for i, (head, delta) in enumerate(zip(heads, deltas, strict=True)):
-        m, n = rotated_images(basis[head].read, draws, seed + i)
+    for head, delta in zip(heads, deltas, strict=True):
+        m, n = rotated_images(basis[head].read, draws, derived_seed(seed, "rotated", head.layer, head.index))
         order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
         each.append((n.gather(-1, order), m.gather(-1, order)))
     left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))

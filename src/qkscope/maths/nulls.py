@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.maths.draws import draw_bits, draw_signs
+from qkscope.draws import draw_bits, draw_signs
 from qkscope.maths.sums import Center, centred_delta
 
 NullKind = Literal["sign_flip", "label_permutation", "interaction"]

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
+from qkscope.draws import draw_bits
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector
@@ -253,15 +254,20 @@ def _check_slots(rows: AttentionRows, orig: Tensor, target: Tensor) -> None:
         raise BadInput("a key cannot be swapped with itself: target must differ from orig in every row.")
 
 
-def draw_targets(orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], seed: int) -> Int[Tensor, " n"]:
-    """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all conditions alike."""
+def draw_targets(
+    orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], *address: int | Int[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all conditions alike.
+
+    ``address`` names the draw and in it the rows: a row draws the same key whichever rows stand beside it.
+    """
     slots = torch.arange(allowed.shape[1], device=allowed.device)
-    weights = (allowed & (slots != orig[:, None])).to(torch.float64)
-    if bool((weights.sum(dim=1) == 0).any()):
-        row = int((weights.sum(dim=1) == 0).nonzero()[0])
+    free = allowed & (slots != orig[:, None])
+    if not bool(free.any(dim=1).all()):
+        row = int((~free.any(dim=1)).nonzero()[0])
         raise BadInput(f"row {row} has no other key to swap with: give each example at least two keys.")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.multinomial(weights.cpu(), 1, generator=generator)[:, 0].to(orig.device)
+    rows = (part[:, None].to(slots.device) if isinstance(part, Tensor) else part for part in address)
+    return draw_bits(*rows, slots).masked_fill(~free, torch.iinfo(torch.int64).min).argmax(dim=1)
 
 
 def swap_table(

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qkscope.capture.cache import tokenizer_hash
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.maths.draws import derived_seed
 from qkscope.nano.score import Exam, exams
 from qkscope.nano.text import Rows, Texts, stacked
 from qkscope.nano.words import BOS, CONTEXT, PAD, nano_tokenizer, vocabulary, word_ids

@@ -16,6 +16,7 @@ from qkscope.analyses.discover.study import Study
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.swap import capture_rows, fitted_covariances
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths import methods
@@ -88,8 +89,8 @@ class Curve:
         learned = None
         if self.ceiling:
             try:
-                train = captured(task.draw("fit", ANSWER, n), seed + 17, "curve fit")
-                aside = captured(task.choose(n), seed + 19, "curve choose")
+                train = captured(task.draw("fit", ANSWER, n), derived_seed(seed, "curve fit"), "curve fit")
+                aside = captured(task.choose(n), derived_seed(seed, "curve choose"), "curve choose")
                 learned = methods.learned(train, every["self_contrast"], aside, lr=0.01, seed=seed)
             except BadInput as error:  # nothing says which keys are right where one fits
                 log.info("no ceiling: %s", error)
@@ -117,6 +118,6 @@ class Curve:
             every["omega_svd"] = methods.omega_svd(self.singular, rows.heads)
         if learned is not None:
             every["ceiling"] = learned
-        every["random"] = methods.random(len(rows.heads), rows.rows.d_head, options.draws, options.seed)
+        every["random"] = methods.random(rows.heads, rows.rows.d_head, options.draws, options.seed)
         of_size = partial(rows.curve, every, against="self_contrast", seed=options.seed)
         return [row for k in self.sizes for row in self.study.job.once(f"{name} {k}", partial(of_size, sizes=[k]))]

@@ -285,7 +285,7 @@ def _features(
     baselines = {
         "key_pca": methods.key_pca(cov_k),
         "cov_qk": methods.cov_qk(cov_q, cov_k),
-        "random": methods.random(1, scope.d_head, options.draws, options.seed),
+        "random": methods.random([head], scope.d_head, options.draws, options.seed),
     }
     evidence = Evidence.of(findings.tested, h)
     parts = evidence.parts(components.query, components.query_pattern, components.query_mean)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qkscope.capture.scope import Scope
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 
@@ -95,7 +96,7 @@ def text_examples(
         room = len(ids) - _FIRST_QUERY
         if room < 1:
             continue
-        generator = torch.Generator().manual_seed(((seed << 32) + i) % 2**64)
+        generator = torch.Generator().manual_seed(derived_seed(seed, "queries", i))
         places = (torch.randperm(room, generator=generator)[:queries] + _FIRST_QUERY).sort().values.tolist()
         made.append(Example(ids=tuple(ids), queries=tuple((p, p + 1) for p in places), cluster=i))
     return different(made, same=lambda example: example.ids)

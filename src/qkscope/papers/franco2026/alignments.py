@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines

@@ -137,7 +137,7 @@ def _curve(
         "omega_svd": methods.omega_svd(basis, heads),
         "rotated": methods.rotated(basis, heads, deltas, draws, seed),
         "key_pca": methods.key_pca(torch.stack(cov_k).cpu()),
-        "random": methods.random(len(heads), features[0].d_head, draws, seed),
+        "random": methods.random(heads, features[0].d_head, draws, seed),
     }
     against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
     return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]

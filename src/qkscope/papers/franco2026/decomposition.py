@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.maths.relative import rotated_terms, sparsity
 from qkscope.page.figures.style import INK, ORIGINAL, REST, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train

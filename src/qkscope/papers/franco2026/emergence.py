@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.maths.relative import (
     cancellation,
     null_count,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.maths.svd import checked_svd
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread

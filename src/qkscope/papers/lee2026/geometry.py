@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.page.figures.style import new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train

@@ -17,8 +17,8 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from qkscope.draws import derived_seed
 from qkscope.maths.bases import random_bases
-from qkscope.maths.draws import derived_seed
 from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.analyses.attribute import attribute
+from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
@@ -80,7 +81,7 @@ def _shares(points: Points, head: Head, bases: dict[str, Tensor], seed: int) -> 
     drawn = []
     for draw in range(_DRAWS):
         own = {
-            name: random_bases(basis.shape[0], basis.shape[1], 1, seed + 2 * draw + i)[0].to(basis)
+            name: random_bases(basis.shape[0], basis.shape[1], 1, derived_seed(seed, "random", draw, i))[0].to(basis)
             for i, (name, basis) in enumerate(bases.items())
         }
         drawn.append(split(own))

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from qkscope.draws import derived_seed, draw_signs
 from qkscope.maths.controls import rank_above
-from qkscope.maths.draws import derived_seed, draw_signs
 from qkscope.maths.svd import energy_rank
 from qkscope.page.figures.style import INK, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids

@@ -11,7 +11,7 @@ of a *logit gap* is exchanged is comparable between a trained head and an untrai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
+from qkscope.draws import derived_seed
 from qkscope.maths import methods
-from qkscope.maths.bases import Projector, principal_cosines
-from qkscope.maths.draws import derived_seed
+from qkscope.maths.bases import Projector, principal_cosines, random_bases
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
@@ -94,11 +94,12 @@ def _projectors(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condit
         name: Subspace.from_delta(head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d)).basis("key")[None]
         for k, (name, rank) in enumerate(zip(names, task.ranks, strict=True))
     }
-    every, (number,) = methods.conditions(
-        bases,
-        dict.fromkeys([*names, "both"], _covariances(head, seed)),
-        lambda sizes: methods.random(1, d, _DRAWS, derived_seed(seed, 13, *sizes))(sizes),  # type: ignore[misc]
-    )
+
+    def random(sizes: int | Sequence[int]) -> Projector:  # a toy has one head, and no layers
+        size = sizes if isinstance(sizes, int) else sizes[0]
+        return Projector.orthogonal(random_bases(d, size, _DRAWS, derived_seed(seed, 13, size))[:, None])
+
+    every, (number,) = methods.conditions(bases, dict.fromkeys([*names, "both"], _covariances(head, seed)), random)
     found: dict[Condition, Projector] = {}
     for condition, projector in every.items():
         if condition.kind != "oblique" or number is not None:
@@ -161,7 +162,7 @@ def measure(head: RetrievalHead, swaps: dict[Condition, Swap], n: int, seed: int
         contexts = head.encoders.contexts(min(_ROWS_AT_ONCE, n - start), derived_seed(seed, 15, part))
         rows = AttentionRows(head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)[:, None], scale=head.scale)
         allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
-        target = draw_targets(contexts.asked, allowed, derived_seed(seed, 16, part))
+        target = draw_targets(contexts.asked, allowed, derived_seed(seed, 16, part), torch.arange(len(allowed)))
         for condition, swap in swaps.items():
             parts[condition].append(swap(rows, contexts, target))
     return [_row(condition, effects) for condition, effects in parts.items()]

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.maths.draws import derived_seed
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy, band_frequencies, rotated_logits
 from qkscope.papers.trainer import Recipe, Stack, TrainingTask
 

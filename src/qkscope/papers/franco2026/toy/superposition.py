@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.kinds import AtLeast, Count, checked_class
-from qkscope.maths.draws import derived_seed
 from qkscope.maths.svd import thin_svd
 
 Reading = Literal["C", "B"]

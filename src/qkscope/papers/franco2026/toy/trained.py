@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.papers.fleet import short_hash, train_missing
 from qkscope.papers.franco2026.toy.stack import StackedSuperposition, ToyCell
 from qkscope.papers.franco2026.toy.superposition import Toy

@@ -25,9 +25,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.kinds import AtLeast, Count, checked_class
-from qkscope.maths.draws import derived_seed
 from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.maths.draws import derived_seed
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, WEIGHTS, Encoders, Retrieval, RetrievalHead
 from qkscope.papers.trainer import Stack, TrainingTask
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from qkscope.maths.draws import derived_seed
+from qkscope.draws import derived_seed
 from qkscope.papers.fleet import short_hash, train_missing
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell, StackedRetrieval

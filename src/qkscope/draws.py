@@ -2,9 +2,12 @@
 
 A null replicate must give prompt 17 the same sign whether one process sees it or ten do, in whatever batch, on CPU or
 GPU. So a draw is a hash of (seed, replicate, prompt, …): splitmix64's finaliser, chained over the parts of the address.
+What comes as a stream gets a seed by its address (`derived_seed`): nobody adds to a seed.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 from jaxtyping import Int
@@ -51,9 +54,17 @@ def draw_signs(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     return 1 - 2 * _shift_right(draw_bits(*address), 63)
 
 
-def derived_seed(*address: int) -> int:
-    """A seed of its own for every address, for draws that come as a stream: no two of them share one."""
-    return int(draw_bits(*address)) & (2**62 - 1)
+def derived_seed(*address: int | str) -> int:
+    """A seed of its own for every address, for draws that come as a stream: no two of them share one.
+
+    >>> derived_seed(0, "random", 18, 6) != derived_seed(0, "random", 18, 7)
+    True
+    """
+    return int(draw_bits(*(_number(part) if isinstance(part, str) else part for part in address))) & (2**62 - 1)
+
+
+def _number(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
 
 
 def shuffled_rows(prompts: Int[Tensor, " n"], *address: int | Tensor) -> Int[Tensor, "*r n"]:
