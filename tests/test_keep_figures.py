@@ -52,7 +52,7 @@ def test_finished_figures_are_not_run_again(tmp_path, caplog):
     assert RUN == ["fig2", "fig3"]
     again = reproduce("lee2026", ["all"], preset="smoke", out=tmp_path)
     assert RUN == ["fig2", "fig3", "fig4"]
-    assert f"Finished in {tmp_path / 'lee2026'} already, and not run again (--again does): fig2, fig3." in caplog.text
+    assert f"Finished in {tmp_path / 'lee2026'} already, and not run again (again does): fig2, fig3." in caplog.text
     assert list(again) == ["fig2", "fig3", "fig4"]
     assert {k: r.to_json() for k, r in again.items() if k in first} == {k: r.to_json() for k, r in first.items()}
     RUN.clear()

@@ -56,7 +56,23 @@ class Ranking(Result):
 def find_heads(
     scope: Scope, task: Task, n: int = 256, *, batch_size: int = 32, progress: bool | None = None
 ) -> Ranking:
-    """Score every head on ``n`` prompts of the task that are used for nothing else."""
+    """Score every head on ``n`` prompts of the task that are used for nothing else.
+
+    Parameters
+    ----------
+    scope : the model.
+    task : whose prompts are run, and whose keys labelled ``answer`` are the candidates.
+    n : prompts.
+    batch_size : prompts run together.
+    progress : whether to show a bar; if not given, where stderr is a terminal.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> found = qk.find_heads(qk.Scope.load("nano:mixed"), qk.tasks.induction(), 32, progress=False)
+    >>> [str(head) for head in found.above(0.9)]
+    ['L1H0', 'L1H1', 'L1H3', 'L1H2']
+    """
     start = time.perf_counter()
     heads, units = scope.heads(), task.choose(n)
 

@@ -86,6 +86,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def batches(self, size: int) -> list[list[int]]:
+        """Indices by length, so that little is padded; the list is fixed, so that shards agree on it."""
+        order = sorted(range(len(self)), key=lambda i: (len(self.tokens[i].ids), i))
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
     def batch(
         self, indices: Sequence[int], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
     ) -> Encoding:

@@ -9,6 +9,7 @@ config alone says nothing (SmolLM2 and GPT-2 name one, and never saw it first).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,26 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
     if found is None or found.ndim != 3:
         raise BadInput(f"{type(model).__name__} gives no logits per token: capture it with logits=False.")
     return found[row, query].float()
+
+
+def check_ends(inputs: dict[str, Any], sides: Sequence[PaddingSide]) -> None:
+    """Refuse a batch that cannot be continued: every prompt must end in the last column."""
+    if "input_ids" not in inputs:
+        raise BadInput("generation needs input_ids: give a batch from encode.")
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask[:, -1].all()):
+        how = "encode with padding_side='left'" if "left" in sides else "generate from one at a time"
+        raise BadInput(f"generation needs prompts that end together: {how}.")
+
+
+def greedy(model: Any, inputs: dict[str, Any], pad_id: int, max_new_tokens: int) -> Tensor:
+    """New ids, the likeliest at each step.
+
+    Without a cache every step is a whole forward, so that what patches a forward holds wherever it points.
+    """
+    given = {name: value for name, value in inputs.items() if name != "position_ids"}  # it counts on from the mask
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_id, "use_cache": False}
+    return model.generate(**given, **options)[:, given["input_ids"].shape[1] :]
 
 
 def model_pad_id(model: Any) -> int | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qkscope.capture import cache
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
-from qkscope.capture.inputs import PaddingSide, forward, input_device, logits_of
+from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Picker, Places
 from qkscope.capture.probe import Shape, probe
@@ -37,14 +37,27 @@ from qkscope.runs.stream import stream
 class Scope(Shape):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
-    Attributes
+    Parameters
     ----------
-    model, tokenizer
-        As transformers made them; the tokenizer may be None.
+    model : PreTrainedModel
+        As transformers made it.
+    tokenizer : optional
+        Its tokenizer; None where examples are ids.
     name, revision : str
         Where the model came from.
+    files_hash : str, optional
+        Fingerprint of the files that the weights came from.
+
+    Attributes
+    ----------
     n_layers, n_heads, n_kv_heads, group_size, d_head : int
         Shape of the attention, read off live calls.
+
+    Examples
+    --------
+    >>> scope = Scope.load("nano:mixed")
+    >>> scope.n_layers, scope.n_heads, scope.n_kv_heads, scope.d_head
+    (3, 4, 2, 24)
     """
 
     comes_from = "as Scope.load(name) gives"
@@ -125,8 +138,10 @@ class Scope(Shape):
             Switched to eval mode; otherwise left as it is.
         tokenizer : optional
             Needed for examples that are text.
-        name, check
-            What to call it in results; whether to run the self-check.
+        name : str
+            What to call it in results.
+        check : bool
+            Whether to run the self-check.
 
         Examples
         --------
@@ -215,7 +230,7 @@ class Scope(Shape):
         shard: tuple[int, int] = (0, 1),
         progress: bool | None = None,
     ) -> Iterator[Capture]:
-        """Stream queries and keys of some heads, batch by batch.
+        """Stream queries and keys of some heads, one `Capture` per batch; nothing is kept.
 
         Parameters
         ----------
@@ -231,17 +246,12 @@ class Scope(Shape):
             Whether to return the log-sum-exp of the keys not named.
         logits : bool
             Whether to return next-token logits at the query (this runs the whole model).
-        chat, padding_side, token
+        chat, padding_side, token :
             As in `encode`.
         shard : (int, int)
             ``(i, n)``: only every n-th batch of the fixed list, from the i-th on.
         progress : bool, optional
             A progress bar on stderr; if not given, where stderr is a terminal.
-
-        Yields
-        ------
-        Capture
-            One batch at a time; nothing is kept.
 
         Examples
         --------
@@ -255,15 +265,12 @@ class Scope(Shape):
         if not 0 <= shard[0] < shard[1]:
             raise BadInput(f"shard is (i, n) with 0 <= i < n, but got {shard}.")
         prompts = self.encoder.prompts(examples, chat, token)
-        # sorted by length, so that little is padded; the list is fixed, so that shards agree on it
-        order = sorted(range(len(prompts)), key=lambda i: (len(prompts.tokens[i].ids), i))
-        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
         def run(indices: list[int]) -> Capture:
             encoded = self._pad(prompts, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
-        return (part.value for part in stream(batches[shard[0] :: shard[1]], run, progress))
+        return (part.value for part in stream(prompts.batches(batch_size)[shard[0] :: shard[1]], run, progress))
 
     @torch.no_grad()
     def capture_inputs(
@@ -285,7 +292,7 @@ class Scope(Shape):
             From `encode`, or any keyword arguments of the model's forward (ids, pixels, ...).
         places : Places, optional
             Where to look; those of an `Encoding` batch, if not given.
-        heads, space, rest, logits
+        heads, space, rest, logits :
             As in `capture`.
         edits : sequence of Edit
             Replacements that are in force during the run.
@@ -385,16 +392,7 @@ class Scope(Shape):
         >>> scope.generate(scope.encode(["hat jam hat"]), max_new_tokens=2).shape
         torch.Size([1, 2])
         """
-        given = dict(inputs.inputs if isinstance(inputs, Encoding) else inputs)
-        if "input_ids" not in given:
-            raise BadInput("generation needs input_ids: give a batch from encode.")
-        mask = given.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            how = "encode with padding_side='left'" if "left" in self.facts.sides else "generate from one at a time"
-            raise BadInput(f"generation needs prompts that end together: {how}.")
-        given.pop("position_ids", None)  # generation counts on from the mask
+        given = inputs.inputs if isinstance(inputs, Encoding) else inputs
+        check_ends(given, self.facts.sides)
         with self.patched(edits):
-            # without a cache every step is a whole patched forward, so edits hold wherever they point
-            options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": self.encoder.pad_id}
-            ids = self.model.generate(**given, **options, use_cache=False)
-        return ids[:, given["input_ids"].shape[1] :]
+            return greedy(self.model, given, self.encoder.pad_id, max_new_tokens)

@@ -197,12 +197,24 @@ def reproduce(
 
     Parameters
     ----------
+    paper : ``lee2026`` or ``franco2026``.
     figures : ids as `list_experiments` has them, or ``["all"]``.
     preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
+    out : the folder below which figures are written, and find each other's work.
+    seed : of all draws.
+    device : ``cpu``, ``cuda``, ``cuda:1``.
     model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
         model, or a nano where training is shown.
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = reproduce("franco2026", ["thm2"], preset="smoke", out=folder)
+    >>> [claim.holds for claim in found["thm2"].claims]
+    [True, False, True]
     """
     names = _checked(paper, figures, preset)
     check_device(device)
@@ -215,7 +227,7 @@ def reproduce(
         name: stands for name in chosen if (stands := _finished(folders[name], asked[name])) is not None
     }  # fmt: skip
     if results:
-        log.info("Finished in %s already, and not run again (--again does): %s.", out / paper, ", ".join(results))
+        log.info("Finished in %s already, and not run again (again does): %s.", out / paper, ", ".join(results))
     for result in results.values():
         show(result)
     missing = {name: found for name, found in chosen.items() if name not in results}

@@ -25,19 +25,38 @@ _OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besid
 @checked_class
 @dataclass(frozen=True)
 class Result:
-    """A finished analysis or experiment."""
+    """A finished analysis or experiment.
+
+    Parameters
+    ----------
+    experiment : what was run, as ``verb/task`` or ``paper/figure``.
+    tables : rows by the name of their table; a row is a mapping from column to value.
+    claims : what was claimed beforehand, with the numbers that decide it.
+    arrays : tensors by name.
+    preset : of a figure of a paper.
+    model : what was looked into, by name.
+    seed : of all draws.
+    seconds : how long it took.
+    answer : the finding in one sentence, for people.
+    provenance : what made it: versions, weights, task, options.
+
+    Examples
+    --------
+    >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}, answer="L1H0 is right in half of them.")
+    <Result demo | heads (1) | L1H0 is right in half of them.>
+    """
 
     comes_from = "as the verbs return"
 
     experiment: str
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
     claims: Sequence[Claim] = ()
-    arrays: Mapping[str, Any] = field(default_factory=dict)  # name -> tensor
+    arrays: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
     model: str | None = None
     seed: int = 0
     seconds: float = 0.0
-    answer: str = ""  # the finding in one sentence, for people
+    answer: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __init_subclass__(cls) -> None:
@@ -97,6 +116,14 @@ class Result:
         Parameters
         ----------
         folder : that a verb or `write` wrote.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as above:
+        ...     folder = Result("demo", {"heads": [{"head": "L1H0"}]}).write(f"{above}/run")
+        ...     Result.read(folder).tables
+        {'heads': [{'head': 'L1H0'}]}
         """
         folder = Path(folder)
         if not folder.is_dir():
