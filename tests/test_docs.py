@@ -54,3 +54,10 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
     assert page == "\n".join(generator()._results_page(known)).strip(), "run: python docs/generate.py results"
     for picture in re.findall(r"\]\((figures/[^)]+)\)", page):
         assert (DOCS / picture).is_file()
+
+
+def test_the_architecture_names_files_that_are_there():
+    text = (DOCS / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))`", text)) - {"tasks/NAME.py", "analyses/VERB.py"}
+    assert len(named) > 25
+    assert [name for name in sorted(named) if not (DOCS.parent / "src" / "qkscope" / name).is_file()] == []
