@@ -324,7 +324,7 @@ CALLS: list[tuple[str, str]] = [
     ('train_retrieval("OUT", workers=0)', "workers is at least 1, but got 0."),
     ('train_superposition("OUT", workers=0)', "workers is at least 1, but got 0."),
     ('train_superposition("OUT", target="none.json")', "there is no file none.json with a target matrix."),
-    ('train_nano("OUT", preset="huge")', "there is no preset 'huge'"),
+    ('train_nano("OUT", preset="huge")', "preset is one of default, smoke, but got 'huge'"),
 ]  # fmt: skip
 
 

@@ -22,10 +22,8 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.significance import wilson
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
-from qkscope.nano.text import Rows, Texts
-from qkscope.nano.train import train_nano
-from qkscope.nano.trainer import STATE, NanoRecipe, NanoTrainer
-from qkscope.nano.words import PAD, nano_tokenizer, vocabulary, word_ids
+from qkscope.nano.text import PAD, Rows, Texts, nano_tokenizer, vocabulary, word_ids
+from qkscope.nano.train import STATE, NanoRecipe, NanoTrainer, train_nano
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.task import ANSWER, pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
@@ -253,7 +251,7 @@ KILLED = textwrap.dedent(
     import sys, torch
     from pathlib import Path
     torch.set_num_threads(1)
-    from qkscope.nano.trainer import NanoRecipe, NanoTrainer
+    from qkscope.nano.train import NanoRecipe, NanoTrainer
     NanoTrainer(Path(sys.argv[1]), NanoRecipe(**{LONG}), 3, torch.device("cpu")).run()
     """
 )
@@ -303,16 +301,16 @@ def test_a_word_without_a_token_is_named(last):
 
 def test_training_that_cannot_be(tmp_path):
     for asked, says in (
-        ({"preset": "huge"}, "there is no preset 'huge'"),
-        ({"steps": 0}, "steps should be a whole number of at least 1"),
+        ({"preset": "huge"}, "preset is one of default, smoke, but got 'huge'"),
+        ({"steps": 0}, "steps is at least 1"),
         ({"lr": float("nan")}, "learning rate"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -1}, "seed is at least 0"),
         ({"device": "abacus"}, "there is no device 'abacus'"),
     ):
         with pytest.raises(BadInput, match=says):
             train_nano(tmp_path / "new", **asked)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(BadInput, match="20 rows or more"):
+    with pytest.raises(BadInput, match="rows is at least 20"):
         NanoRecipe(rows=4)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")

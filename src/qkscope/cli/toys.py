@@ -69,23 +69,15 @@ def nano(
     as_json: Json = False,
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
-    from qkscope.nano.train import last_rows, train_nano
+    from qkscope.nano.train import train_nano
     from qkscope.page.figures.pictures import draw_nano
 
     def show(result: Any) -> None:
-        _show(result, as_json, {"accuracy": [] if as_json else last_rows(result)})
+        rows = result.tables["accuracy"]
+        _show(result, as_json, {"accuracy": [row for row in rows if row["step"] == rows[-1]["step"]]})
 
-    train_nano(
-        out,
-        preset=preset,
-        steps=steps,
-        seed=seed,
-        device=device,
-        check_every=check_every,
-        lr=lr,
-        show=show,
-        draw=draw_nano,
-    )
+    options: Any = {"preset": preset, "steps": steps, "check_every": check_every, "lr": lr}
+    train_nano(out, seed=seed, device=device, show=show, draw=draw_nano, **options)
 
 
 @toy.command("superposition")

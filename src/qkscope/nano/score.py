@@ -6,37 +6,29 @@ key's token is likelier than the other candidates', whose chance level is the sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from qkscope import tasks
 from qkscope.capture.encode import Encoder
-from qkscope.errors import BadInput
 from qkscope.maths.significance import wilson
-from qkscope.tasks.induction import induction
-from qkscope.tasks.ioi import ioi
+from qkscope.tasks import BUILT_IN
 from qkscope.tasks.task import ANSWER, Task
 
-CLAIMED = ("binding/list", "binding/sentence", "binding/question", "filter/list", "filter/bullets", "filter/question",
-           "ioi", "induction")  # fmt: skip
+_FORMS = {"binding": ("list", "sentence", "question"), "filter": ("list", "bullets", "question")}
+CLAIMED = (*(f"{kind}/{form}" for kind, forms in _FORMS.items() for form in forms), "ioi", "induction")
 """What the nano models are trained to do, a name per task and form."""
 
 
 def claimed_task(name: str, seed: int = 0) -> Task:
     """The task of this name, at its own size: nine boxes, five categories, eight words."""
     kind, _, form = name.partition("/")
-    if name not in CLAIMED:
-        raise BadInput(f"the nano models know {', '.join(CLAIMED)}, but not {name!r}.")
-    if kind == "binding":
-        return tasks.binding(form=form, seed=seed)  # type: ignore[arg-type]
-    if kind == "filter":
-        return tasks.filter(form=form, seed=seed)  # type: ignore[arg-type]
-    return ioi(seed=seed) if kind == "ioi" else induction(seed=seed)
+    options: dict[str, Any] = {"form": form} if form else {}
+    return BUILT_IN[kind](seed=seed, **options)
 
 
 @dataclass(frozen=True)
@@ -53,22 +45,15 @@ class Exam:
         """The first ``n`` test prompts of a task."""
         examples = [unit[0] for unit in task.test(n)]
         tokens = Encoder(tokenizer).tokenise(examples)
-        length = max(len(one.ids) for one in tokens)
-        ids = torch.zeros(n, length, dtype=torch.long)
+        ids = pad_sequence([torch.tensor(one.ids) for one in tokens], batch_first=True)
         right = torch.zeros(n, len(tokenizer), dtype=torch.bool)
         candidates = right.clone()
         for i, (example, one) in enumerate(zip(examples, tokens, strict=True)):
-            ids[i, : len(one.ids)] = torch.tensor(one.ids)
             for key, place in zip(example.keys, one.keys, strict=True):
                 candidates[i, one.ids[place]] |= key.label(ANSWER) != 0
                 right[i, one.ids[place]] |= key.label(ANSWER) > 0
         last = torch.tensor([len(one.ids) - 1 for one in tokens])
         return cls(*(part.to(device) for part in (ids, last, right, candidates)))
-
-    @property
-    def chance(self) -> float:
-        """Share of candidates that are right."""
-        return float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
 
     @torch.no_grad()
     def score(self, model: Any) -> dict[str, Any]:
@@ -80,12 +65,8 @@ class Exam:
         choice = self.right.gather(1, chosen)
         n, count = len(hits), int(hits.sum())
         low, high = wilson(count, n)
-        return {"accuracy": count / n, "low": low, "high": high, "choice": float(choice.float().mean()),
-                "chance": self.chance, "n": n}  # fmt: skip
-
-
-def exams(
-    tokenizer: Any, n: int, device: torch.device, seed: int = 0, names: Sequence[str] = CLAIMED
-) -> Mapping[str, Exam]:
-    """An exam for each claimed task."""
-    return {name: Exam.of(claimed_task(name, seed), tokenizer, n, device) for name in names}
+        chance = float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
+        return {
+            "accuracy": count / n, "low": low, "high": high, "choice": float(choice.float().mean()), "chance": chance,
+            "n": n,
+        }  # fmt: skip
