@@ -286,9 +286,9 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
 def test_names_and_steps_that_are_not_there():
     with pytest.raises(BadInput, match="there is no nano model 'giga': there is mixed"):
         qk.Scope.load("nano:giga")
-    with pytest.raises(BadInput, match=r"nano:mixed has no step '7': it has 0, "):
+    with pytest.raises(BadInput, match=r"nano:mixed has no revision '7': there is 0, "):
         qk.Scope.load("nano:mixed@7")
-    with pytest.raises(BadInput, match="has no step 'main'"):
+    with pytest.raises(BadInput, match="has no revision 'main'"):
         qk.Scope.load("nano:mixed", revision="main")
     with pytest.raises(BadInput, match="give one of them"):
         qk.Scope.load("nano:mixed@0", revision="100")
