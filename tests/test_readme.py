@@ -30,11 +30,9 @@ def test_the_twenty_lines_run_as_written(name, capsys, tmp_path, monkeypatch):
     assert "prefers the right key" in printed
     assert "lexical at L18H6: rank" in printed
     swapped = {
-        line.split()[0]: float(line.split()[2])
-        for line in printed.splitlines()
-        if line.startswith(("both ", "random_both "))
+        tuple(line.split()[:2]): float(line.split()[3]) for line in printed.splitlines() if line.startswith("both ")
     }
-    assert swapped["both"] < 0.3 < swapped["random_both"]
+    assert swapped["both", "feature"] < 0.3 < swapped["both", "random"]
     assert "</html>" in (tmp_path / "report.html").read_text()
     parts = names["parts"].tables["tokens"]
     for row in parts:
