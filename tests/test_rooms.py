@@ -67,3 +67,30 @@ def test_no_file_imports_a_private_name_of_another():
     source = Path(qkscope.__file__).parent
     private = re.compile(r"^\s*from qkscope[\w.]* import .*(?<!\w)_(?!_)\w", re.MULTILINE)
     assert [path.name for path in source.rglob("*.py") if private.search(path.read_text())] == []
+
+
+def is_table(node: ast.AST | None) -> bool:
+    """A display, the rows of a table by a comprehension, or a claim."""
+    if isinstance(node, ast.ListComp):
+        return isinstance(node.elt, ast.Dict)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "Claim"
+    return isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set)
+
+
+def holds_a_table(node: ast.stmt) -> bool:
+    """Whether a statement gives a table a name, gives it back, or appends a row."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
+        return is_table(node.value)
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    return call is not None and getattr(call.func, "attr", "") == "append" and is_table(call.args[0])
+
+
+def test_only_tables_are_left_as_they_were_typed():
+    for path in (path for path, room in files().items() if room != "cli"):
+        text = path.read_text()
+        skipped = [i for i, line in enumerate(text.splitlines(), 1) if "# fmt: skip" in line]
+        statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)] if skipped else []
+        for line in skipped:
+            inner = max((n for n in statements if n.lineno <= line <= (n.end_lineno or 0)), key=lambda n: n.lineno)
+            assert holds_a_table(inner), f"{path.relative_to(SOURCE)}, line {line}"

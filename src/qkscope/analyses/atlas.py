@@ -153,8 +153,8 @@ def _tables(findings: Findings) -> dict[str, list[dict[str, Any]]]:
         effects = evidence.swap(every, _SWAPPED)
         basis = directions[h, :, : max(rank, 1)]
         carried = evidence.parts(basis, basis, evidence.q.mean(dim=0)).sum(dim=1, keepdim=True)
-        row = findings.head_row(h, rank, tested) | {
-            "layer": head.layer, "index": head.index,
+        row = {
+            **findings.head_row(h, rank, tested), "layer": head.layer, "index": head.index,
             "logit_share": float(evidence.shares(carried)) if rank else 0.0,
             **{(kind if name == "feature" else f"{kind}_{name}"): float(getattr(effect, kind).mean())
                for kind in ("shift", "carried") for name, effect in effects.items()},

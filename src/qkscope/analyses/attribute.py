@@ -185,7 +185,7 @@ def token_rows(captured: Capture, head: Head, found: Attribution, texts: Sequenc
         {"position": i, "token": text, "attention": attention[i], "logit": logits[i]}
         | ({name: part[i] for name, part in parts.items()} if len(parts) > 1 else {})
         for i, text in enumerate(texts)
-    ]  # fmt: skip
+    ]
 
 
 def _share(part: torch.Tensor, logits: torch.Tensor) -> float:

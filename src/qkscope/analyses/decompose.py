@@ -158,10 +158,16 @@ class _Pass:
         contrast, options = self.contrast, self.options
         with _room(len(heads), options.replicates):
             moments = Moments(
-                heads, [contrast.name], scope.d_head, group_size=scope.group_size, nulls=_nulls(contrast),
-                replicates=options.replicates, seed=options.seed, device=scope.device,
+                heads,
+                [contrast.name],
+                scope.d_head,
+                group_size=scope.group_size,
+                nulls=_nulls(contrast),
+                replicates=options.replicates,
+                seed=options.seed,
+                device=scope.device,
                 about={**about, "batch_size": options.batch_size, "examples": units_hash(self.units)},
-            )  # fmt: skip
+            )
             sums = ContrastSums(moments, of=len(self.batches), shard=options.shard)
         unit_of, parts = null_units(self.units, contrast), list[Rows]()
 

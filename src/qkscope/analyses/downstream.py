@@ -117,11 +117,12 @@ def swap_downstream(
             answers.append(read.answers(after.logits))
         return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}
 
-    job = (job or Job()).begin(
-        scope, list(units), verb="downstream", heads=[str(h) for h in what.heads], features=what.names,
-        together=together, kinds=list(projectors), draws=draws, batch_size=batch_size, seed=seed, chat=fit.chat,
-        projectors=_hashed(projectors),
-    )  # fmt: skip
+    asked = {
+        "verb": "downstream", "heads": [str(h) for h in what.heads], "features": what.names, "together": together,
+        "kinds": list(projectors), "draws": draws, "batch_size": batch_size, "seed": seed, "chat": fit.chat,
+        "projectors": _hashed(projectors),
+    }  # fmt: skip
+    job = (job or Job()).begin(scope, list(units), **asked)
     pieces = job.stream("answers", pairs.batches, run, progress)
     tokens = dict.fromkeys(token for piece in pieces for token in piece["tokens"])
     shown = dict.fromkeys(str(scope.tokenizer.decode([t]) if scope.tokenizer else t) for t in tokens)
@@ -208,9 +209,13 @@ def _read(examples: Sequence[Example], tokens: list[str]) -> str:
 
 
 def _edit(
-    before: Capture, head: Head, projector: Projector, orig: Int[Tensor, " b"], target: Int[Tensor, " b"],
+    before: Capture,
+    head: Head,
+    projector: Projector,
+    orig: Int[Tensor, " b"],
+    target: Int[Tensor, " b"],
     places: Int[Tensor, " b"],
-) -> Edit:  # fmt: skip
+) -> Edit:
     """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
     column, rows = before.heads.index(head), torch.arange(len(orig), device=orig.device)
     factors = [f[places % len(f), column] if f.ndim == 4 else f[column].expand(len(rows), -1, -1) for f in projector]

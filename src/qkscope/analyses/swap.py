@@ -111,9 +111,14 @@ def swap(
     check_rows(scope, chosen.fit)
     pairs = draw_pairs(units, batch_size, seed, targets)
     job = (job or Job()).begin(
-        scope, list(units), verb="swap", heads=[str(h) for h in chosen.heads], space=chosen.fit.space,
-        chat=chosen.fit.chat, batch_size=batch_size,
-    )  # fmt: skip
+        scope,
+        list(units),
+        verb="swap",
+        heads=[str(h) for h in chosen.heads],
+        space=chosen.fit.space,
+        chat=chosen.fit.chat,
+        batch_size=batch_size,
+    )
     rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, job)
     projectors, numbers = chosen.conditions(draws, seed)
     if rows.others is not None:

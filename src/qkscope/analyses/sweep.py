@@ -122,9 +122,16 @@ def sweep(
 
 
 def _measured(
-    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], heads: str | None, job: Job,
-    batch_size: int, device: str | None, start: float,
-) -> Sparsity:  # fmt: skip
+    model: str,
+    task: Task,
+    plan: Mapping[str, Any],
+    found: Sequence[Checkpoint],
+    heads: str | None,
+    job: Job,
+    batch_size: int,
+    device: str | None,
+    start: float,
+) -> Sparsity:
     """Every checkpoint's numbers, read where they are stored and made where not."""
     n, draws, seed, dtype = (plan[name] for name in ("n", "draws", "seed", "dtype"))
     loaded: dict[str, Scope] = {}
@@ -157,8 +164,10 @@ def _measured(
             arrays, manifest = kept
             digest = manifest["about"]["weights"]
             if checkpoint.weights not in (None, digest):
-                raise BadInput(f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "
-                               "to measure them again.")  # fmt: skip
+                raise BadInput(
+                    f"{path} was made from other weights than {checkpoint.model} holds now: delete the file "
+                    "to measure them again."
+                )
             refuse_copy(model, checkpoint.label, digest, weights)
         else:
             scope = scope_at(checkpoint)
@@ -179,9 +188,15 @@ def _stored_at(folder: Path, label: str) -> Path:
 
 
 def _edges(
-    job: Job, plan: Mapping[str, Any], task: Task, heads: str | None, controls: int, seed: int, batch_size: int,
+    job: Job,
+    plan: Mapping[str, Any],
+    task: Task,
+    heads: str | None,
+    controls: int,
+    seed: int,
+    batch_size: int,
     last: Any,
-) -> list[Edge]:  # fmt: skip
+) -> list[Edge]:
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
     assert job.out is not None
     if (job.out / JOB).exists():
@@ -201,9 +216,15 @@ def _edges(
 
 
 def _result(
-    model: str, task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], edges: Sequence[Edge],
-    stored: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, str], seconds: float,
-) -> Sparsity:  # fmt: skip
+    model: str,
+    task: Task,
+    plan: Mapping[str, Any],
+    found: Sequence[Checkpoint],
+    edges: Sequence[Edge],
+    stored: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, str],
+    seconds: float,
+) -> Sparsity:
     by_checkpoint = [
         sparsity_rows(edges, stored[c.label], model, c.step if c.label else None, plan["seed"]) for c in found
     ]

@@ -213,8 +213,11 @@ class Encoder:
         self._said_first = True
         log.warning(
             "this model expects %s as the first token of every prompt, but %d of %d prompts start without it: its "
-            "attention there is not what it was trained for", self._show((self.first,)), without, len(starts),
-        )  # fmt: skip
+            "attention there is not what it was trained for",
+            self._show((self.first,)),
+            without,
+            len(starts),
+        )
 
     def ids_and_offsets(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         """The ids of each text, and which characters each covers."""

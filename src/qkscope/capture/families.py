@@ -112,7 +112,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what a family sets besides the sizes
         "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {family: _SIZES | own for family, own in _OWN.items()} | {
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{family: _SIZES | own for family, own in _OWN.items()},
     # families whose configs call their sizes otherwise
     "bart": _BART, "mbart": _BART, "pegasus": _BART, "blenderbot": _BART, "blenderbot-small": _BART, "plbart": _BART,
     "marian": _BART | {"pad_token_id": 99, "decoder_start_token_id": 99},
@@ -134,8 +135,9 @@ _BESIDE_TEXT: dict[str, dict[str, Any]] = {  # families with a vision tower: the
 _ENCODERS: dict[str, Any] = dict.fromkeys(
     ("bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert"), AutoModelForMaskedLM
 ) | dict.fromkeys(("vit", "dinov2"), AutoModelForImageClassification)
-_BUILDERS: dict[str, Any] = _ENCODERS | {
-    "qwen2_vl": AutoModelForImageTextToText, "mllama": AutoModelForImageTextToText, "t5": AutoModelForSeq2SeqLM,
+_BUILDERS: dict[str, Any] = {
+    **_ENCODERS, "qwen2_vl": AutoModelForImageTextToText, "mllama": AutoModelForImageTextToText,
+    "t5": AutoModelForSeq2SeqLM,
 }  # fmt: skip
 
 

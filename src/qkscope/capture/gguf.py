@@ -181,9 +181,9 @@ def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
         return False
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     given = plain["rope_theta"] ** (-torch.arange(0, width, 2) / width) / factors
-    config.rope_parameters = plain | {
-        "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+    config.rope_parameters = {
+        **plain, "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
     ruled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
     return ruled.shape == given.shape and bool(torch.allclose(ruled, given, rtol=1e-3, atol=0))

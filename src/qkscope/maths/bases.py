@@ -98,8 +98,10 @@ def oblique_projectors(bases: Sequence[Float[Tensor, "d r"]]) -> tuple[list[Proj
     whole = torch.cat(list(bases), dim=-1).to(torch.float64)
     s = torch.linalg.svdvals(whole)
     if whole.shape[1] > whole.shape[0] or s[-1] <= _DEPENDENT * s[0]:
-        raise BadInput(f"oblique projectors need independent subspaces, but {whole.shape[1]} directions span "
-                       f"{int((s > _DEPENDENT * s[0]).sum())} dimensions: lower a rank or join them.")  # fmt: skip
+        raise BadInput(
+            f"oblique projectors need independent subspaces, but {whole.shape[1]} directions span "
+            f"{int((s > _DEPENDENT * s[0]).sum())} dimensions: lower a rank or join them."
+        )
     dual = torch.linalg.pinv(whole).mT
     widths = [basis.shape[-1] for basis in bases]
     pairs = zip(whole.split(widths, dim=-1), dual.split(widths, dim=-1), strict=True)

@@ -158,8 +158,10 @@ def conditions(
     """
     name, every = joint_name(list(features)), dict(features)
     every[name] = joint(list(features.values()))
-    found = {Condition(feature): Projector.stack([Projector.orthogonal(b) for b in bases])
-             for feature, bases in every.items()}  # fmt: skip
+    found = {
+        Condition(feature): Projector.stack([Projector.orthogonal(b) for b in bases])
+        for feature, bases in every.items()
+    }
     numbers: list[float | None] = [None] * len(every[name])
     if len(features) > 1:
         projectors, numbers = oblique(list(features.values()))

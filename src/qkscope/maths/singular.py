@@ -172,9 +172,17 @@ def basis_of_weights(
             f"{float(error.max()):.1e}): look for numbers that are not finite among them."
         )
     return SingularBasis(
-        tuple(heads), u.float().cpu(), s.cpu(), v.float().cpu(), (w_q.to(u) @ u).cpu(), scale.cpu(), c_q.cpu(),
-        error.cpu(), tuple(rotary), dict(about or {}),
-    )  # fmt: skip
+        tuple(heads),
+        u.float().cpu(),
+        s.cpu(),
+        v.float().cpu(),
+        (w_q.to(u) @ u).cpu(),
+        scale.cpu(),
+        c_q.cpu(),
+        error.cpu(),
+        tuple(rotary),
+        dict(about or {}),
+    )
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:

@@ -221,11 +221,12 @@ def reproduce(
     out = Path(out)
     folders = {name: check_folder(out / paper / name, f"{paper}/{name}") for name in names}
     chosen = {name: figure_of(paper, name) for name in names}
-    asked = {name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device}
-             for name, found in chosen.items()}  # fmt: skip
-    results = {} if again else {
-        name: stands for name in chosen if (stands := _finished(folders[name], asked[name])) is not None
-    }  # fmt: skip
+    asked = {
+        name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device}
+        for name, found in chosen.items()
+    }
+    stands = {} if again else {name: _finished(folders[name], asked[name]) for name in chosen}
+    results = {name: result for name, result in stands.items() if result is not None}
     if results:
         log.info("Finished in %s already, and not run again (again does): %s.", out / paper, ", ".join(results))
     for result in results.values():

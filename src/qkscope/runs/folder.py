@@ -277,8 +277,10 @@ def only_writer(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise _another_run(folder) from None
         except OSError as error:
-            raise BadInput(f"{folder} cannot be locked ({error.strerror}), so a second run could not be kept out: "
-                           "name a folder on another disk.") from None  # fmt: skip
+            raise BadInput(
+                f"{folder} cannot be locked ({error.strerror}), so a second run could not be kept out: "
+                "name a folder on another disk."
+            ) from None
         if not _same_file(path, handle.fileno()):  # that of a run which has just ended
             raise _another_run(folder)
         _HELD.add(held)

@@ -106,8 +106,10 @@ class Job:
         if others and asked.get("verb") != "downstream":  # which stands beside its swap's
             log.warning(
                 "%s also keeps the unfinished work of another job (%s): say that command again to finish it, or delete "
-                "it.", work, ", ".join(sorted(others)),
-            )  # fmt: skip
+                "it.",
+                work,
+                ", ".join(sorted(others)),
+            )
         return self
 
     def check(

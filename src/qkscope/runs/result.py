@@ -99,11 +99,12 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""
-        return plain_value({
+        found = {
             "schema": SCHEMA, "experiment": self.experiment, "preset": self.preset, "model": self.model,
             "seed": self.seed, "seconds": self.seconds, "answer": self.answer,
             "claims": [claim.to_json() for claim in self.claims], "tables": self.tables,
-        })  # fmt: skip
+        }  # fmt: skip
+        return {name: plain_value(value) for name, value in found.items()}
 
     def _repr_html_(self) -> str:
         """What a notebook shows. The page is a room below this one, so it is found by name."""
@@ -132,14 +133,16 @@ class Result:
             raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
         stored, manifest = (read_json(folder / name) for name in (RESULTS, MANIFEST))
         try:
-            claims = [Claim(*(c[part] for part in ("claim", "paper", "ours", "control", "rule")))
-                      for c in stored["claims"]]  # fmt: skip
+            claims = [
+                Claim(*(c[part] for part in ("claim", "paper", "ours", "control", "rule"))) for c in stored["claims"]
+            ]
             result = Result(
-                experiment=stored["experiment"], tables=stored["tables"], claims=claims, preset=stored["preset"],
-                model=stored["model"], seed=stored["seed"], seconds=stored["seconds"], answer=stored.get("answer", ""),
+                **{name: stored[name] for name in ("experiment", "tables", "preset", "model", "seed", "seconds")},
+                claims=claims,
+                answer=stored.get("answer", ""),
                 provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
                 arrays=_read_arrays(folder / "arrays.safetensors"),
-            )  # fmt: skip
+            )
         except (KeyError, TypeError, ValueError, OSError):
             raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
         return result

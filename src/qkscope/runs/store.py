@@ -41,8 +41,9 @@ def write_tensors(
     """
     path = Path(path)
     if not new_folder and not path.parent.is_dir():
-        raise BadInput(f"{path.parent} was removed while a run was writing to it, and what it held is lost: say the "
-                       "same again.")  # fmt: skip
+        raise BadInput(
+            f"{path.parent} was removed while a run was writing to it, and what it held is lost: say the same again."
+        )
     temporary = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -129,10 +129,17 @@ def discover(
     sizes = [k for k in sizes if k <= scope.d_head]
     asked = {"heads": [str(head) for head in chosen], "n": n, "directions": directions}
     study.job.begin(
-        scope, [fit_on, test_on], verb="discover", sizes=sizes, ceiling=ceiling, chat=study.chat,
-        contrasts=None if contrasts is None else list(contrasts), task=task and [task.asked, task.seed],
-        **asked, **options.asked(),
-    )  # fmt: skip
+        scope,
+        [fit_on, test_on],
+        verb="discover",
+        sizes=sizes,
+        ceiling=ceiling,
+        chat=study.chat,
+        contrasts=None if contrasts is None else list(contrasts),
+        task=task and [task.asked, task.seed],
+        **asked,
+        **options.asked(),
+    )
     contrast = study.contrast(source=task.name if task else "text")
     fitted = study.rows("fit", fit_on, 8, contrast)
     tested = study.rows("test", test_on, 4)

@@ -76,11 +76,15 @@ def checked_texts(texts: Sequence[str], least: int = LEAST) -> tuple[str, ...]:
     unique = tuple(dict.fromkeys(text for text in texts if text.strip()))
     lines = {line.strip() for text in unique for line in text.splitlines() if line.strip()}
     if unique and len(lines) < least and sum(map(len, texts)) > 20 * max(map(len, lines)):
-        raise BadInput(f"this text has {len(lines)} different lines over and over, and a feature cannot be told from "
-                       f"them: give {least} different passages or more.")  # fmt: skip
+        raise BadInput(
+            f"this text has {len(lines)} different lines over and over, and a feature cannot be told from "
+            f"them: give {least} different passages or more."
+        )
     if len(unique) < least:
-        raise BadInput(f"{len(unique)} passages of text are too few to tell a feature from chance: give {least} or more"
-                       f" (about {least * _CHARACTERS // 1000} kB of text, cut at blank lines).")  # fmt: skip
+        raise BadInput(
+            f"{len(unique)} passages of text are too few to tell a feature from chance: give {least} or more"
+            f" (about {least * _CHARACTERS // 1000} kB of text, cut at blank lines)."
+        )
     return unique
 
 
@@ -110,6 +114,7 @@ def different(
     for example in examples:
         first.setdefault(same(example), example)
     if len(first) < len(examples):
-        log.warning("%d of %d examples are copies of others: they are asked once.", len(examples) - len(first),
-                    len(examples))  # fmt: skip
+        log.warning(
+            "%d of %d examples are copies of others: they are asked once.", len(examples) - len(first), len(examples)
+        )
     return list(first.values())
