@@ -94,3 +94,11 @@ def test_only_tables_are_left_as_they_were_typed():
         for line in skipped:
             inner = max((n for n in statements if n.lineno <= line <= (n.end_lineno or 0)), key=lambda n: n.lineno)
             assert holds_a_table(inner), f"{path.relative_to(SOURCE)}, line {line}"
+
+
+def test_each_room_says_which_files_it_has():
+    for room in (path.parent for path in files() if path.name == "__init__.py"):
+        said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        inside = {path.stem for path in room.glob("*.py")} | {path.parent.name for path in room.glob("*/__init__.py")}
+        for name in inside - {"__init__"}:
+            assert re.search(rf"`{name}\b", said), f"{room.relative_to(SOURCE)} does not name {name}"

@@ -3,8 +3,8 @@
 In come queries, keys and labels of chosen positions, attention rows, or a head's weights; out go sums, subspaces with
 their controls, swaps in closed form, splits of a logit, and singular vectors. Files in reading order:
 
-- ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast. ``draws``: random
-  numbers by address. ``nulls``: the same sums under H0.
+- ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast. ``nulls``: the
+  same sums under H0.
 - ``svd``: SVDs that are multiplied out. ``significance``: intervals and p-values. ``controls``: what a rank is worth.
   ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank. ``bases``: what several subspaces are to each other.
 - ``swap``, ``methods``, ``ceiling``: the causal test, what can be swapped, and how well any subspace could do.
