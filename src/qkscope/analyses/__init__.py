@@ -4,8 +4,8 @@ In come a `Scope` and a task, prompts, or what an earlier verb found; out goes a
 page is drawn from, in a folder if one is named. Files in reading order:
 
 - What verbs share: `prompts` (a task through a model, in batches), `about` (what a result was made from).
-- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `contrast_sums`, `merge` (sums of
-  shards added) and `fit_folder` (where they are kept), and `fit` (what it gives).
+- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `contrast_sums`, `merge` (sums
+  of shards added) and `fit_folder` (where they are kept), and `fit` (what it gives).
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Features without labels: ``discover/`` (of some heads), `atlas` (of every head).
