@@ -7,19 +7,21 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from qkscope import tasks
 from qkscope.errors import BadInput
+from qkscope.kinds import LARGEST_SEED
 from qkscope.runs.folder import plain_text
 
 log = logging.getLogger(__name__)
 
 _MOST, _MANY = 10**7, 10**5  # prompts; each takes a tenth of a millisecond or more before the first is looked at
-_LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     name="qkscope",
@@ -39,17 +41,23 @@ def _count(value: int | None) -> int | None:
 
 
 def _seed(value: int) -> int:
-    if not 0 <= value <= _LARGEST_SEED:
-        raise BadInput(f"--seed is a whole number from 0 to {_LARGEST_SEED}, but got {value}.")
+    if not 0 <= value <= LARGEST_SEED:
+        raise BadInput(f"--seed is a whole number from 0 to {LARGEST_SEED}, but got {value}.")
+    return value
+
+
+def _batch_size(value: int) -> int:
+    if value < 1:
+        raise BadInput(f"--batch-size is at least 1, but got {value}.")
     return value
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, or nano:mixed.")]
-TaskName = Annotated[
-    str, typer.Argument(help="binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl file.")
-]
+TaskName = Annotated[str, typer.Argument(help=f"{', '.join(tasks.BUILT_IN)}, or a .jsonl file.")]
+Fitted = Annotated[Path, typer.Argument(help="A folder that decompose wrote.")]
+Heads = Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")]
 Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for each contrast).", callback=_count)]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.", callback=_seed)]
 Form = Annotated[
@@ -59,35 +67,41 @@ Size = Annotated[
     int | None, typer.Option("--size", help="Entities (binding), categories (filter) or words (induction).")
 ]
 Space = Annotated[str, typer.Option("--space", help="post_rope (the papers'), pre_rope or query_frame.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Prompts per batch.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="Prompts per batch.", callback=_batch_size)]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, or auto: spread over all GPUs.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, ...; as the weights are stored.")]
+TrainDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")]
+HeadWidth = Annotated[int, typer.Option("--d-head", help="Width of the head.")]
 
 
 def make_task(name: str, form: str, size: int | None, seed: int, chat: bool, center: str | None = None) -> Any:
-    """The task by name; checked before a model is loaded."""
-    from qkscope import tasks
-
+    """The task by name; checked before a model is loaded, as is that its maker takes what was asked."""
+    makers: dict[str, Callable[..., Any]] = {**tasks.BUILT_IN}
     if name.lower().endswith(".jsonl"):
-        if size is not None:
-            raise BadInput(f"--size is for binding and filter: the prompts of {name} are as they are.")
-        return tasks.from_jsonl(name, seed=seed, chat=chat, center=center or "none")  # type: ignore[arg-type]
-    if center is not None:
-        raise BadInput(f"--center is for a file of your own: the contrasts of {name} know theirs.")
-    if name not in tasks.BUILT_IN:
-        raise BadInput(f"there is no task {name!r}: take {', '.join(tasks.BUILT_IN)}, or a .jsonl file of your own.")
-    takes, options = inspect.signature(tasks.BUILT_IN[name]).parameters, dict[str, Any]()
-    if size is not None:
-        sized = next((option for option in ("entities", "categories", "length") if option in takes), None)
-        if sized is None:
-            raise BadInput(f"--size is for binding, filter and induction: the prompts of {name} have one size.")
-        options[sized] = size
-    if form != "list":
-        if "form" not in takes:
-            raise BadInput(f"--form is for binding, filter and ioi: the prompts of {name} have one form.")
-        options["form"] = form
-    return tasks.BUILT_IN[name](seed=seed, chat=chat, **options)
+        makers[name] = partial(tasks.from_jsonl, name)
+    if name not in makers:
+        raise BadInput(f"there is no task {name!r}: take {', '.join(makers)}, or a .jsonl file of your own.")
+    options: dict[str, Any] = {}
+    sizes, shown = ("entities", "categories", "length"), None if form == "list" else form
+    for flag, value, names in (("size", size, sizes), ("form", shown, ("form",)), ("center", center, ("center",))):
+        takers = {own: took for own, maker in makers.items() if (took := _takes(maker, names))}
+        if value is not None and name not in takers:
+            among = ", ".join(takers) or "a file of your own"
+            raise BadInput(f"--{flag} is for {among}: the prompts of {name} have one {flag}.")
+        if value is not None:
+            options[takers[name]] = value
+    return makers[name](seed=seed, chat=chat, **options)
+
+
+def _takes(maker: Callable[..., Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in inspect.signature(maker).parameters), None)
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """Names with commas between; None stays None."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def load_scope(model: str, device: str | None, dtype: str | None) -> Any:
@@ -99,19 +113,13 @@ def load_scope(model: str, device: str | None, dtype: str | None) -> Any:
     return Scope.load(model, device=device, dtype=dtype)
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Refuse it before a model is loaded."""
-    if batch_size < 1:
-        raise BadInput(f"--batch-size is at least 1, but got {batch_size}.")
-
-
-def print_result(result: Any, as_json: bool) -> None:
-    """The answer, then every table but those that are looked at, not read; or all of it as JSON."""
+def print_result(result: Any, as_json: bool, tables: Mapping[str, Any] | None = None) -> None:
+    """The answer, then these tables (or every one but those that are looked at, not read); or all of it as JSON."""
     if as_json:
         print_json(result.to_json())
         return
     say(result.answer)
-    for name, rows in result.tables.items():
+    for name, rows in (result.tables if tables is None else tables).items():
         if name not in ("spectrum", "clouds"):
             print_table(name, rows)
 

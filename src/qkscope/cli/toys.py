@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import Json, Out, Seed, app, print_json, print_table, say
+from qkscope.cli.shell import HeadWidth, Json, Out, Seed, TrainDevice, Workers, app, print_result
 from qkscope.errors import BadInput
 
 toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
@@ -23,36 +22,31 @@ def toy_retrieval(
     grids: Annotated[str | None, typer.Option("--grids", help="all, or one as discrete-8; else --ranks.")] = None,
     ranks: Annotated[str, typer.Option("--ranks", help="Ranks of the latents of one cell.")] = "3,5",
     variant: Annotated[str, typer.Option("--variant", help="discrete or continuous.")] = "discrete",
-    d_head: Annotated[int, typer.Option("--d-head", help="Width of the head.")] = 16,
+    d_head: HeadWidth = 16,
     seeds: Annotated[int, typer.Option("--seeds", help="Heads per cell, each with encoders and data of its own.")] = 1,
     lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 1e-4,
     steps: Annotated[int, typer.Option("--steps", help="At most this many steps.")] = 50_000,
     as_written: Annotated[bool, typer.Option("--as-written", help="Scales and noise as the paper's text.")] = False,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    workers: Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")] = None,
+    device: TrainDevice = "cpu",
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Train heads on payload retrieval, many at once; stop it and say the same again, and it goes on."""
     from qkscope.papers.lee2026.toy.train import train_retrieval
 
-    parts = ranks.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise BadInput(f"ranks are whole numbers with commas between, as 3,5, but got {ranks!r}.")
+    options: Any = {"grids": grids, "variant": variant, "d_head": d_head, "as_written": as_written}
+    options |= {"seeds": seeds, "lr": lr, "steps": steps, "device": device, "workers": workers}
     train_retrieval(
-        out, grids=grids, ranks=[int(part) for part in parts], variant=variant, d_head=d_head, seeds=seeds, lr=lr,  # type: ignore[arg-type]
-        steps=steps, as_written=as_written, device=device, workers=workers,
-        show=lambda result: _show(result, as_json, result.tables),
-    )  # fmt: skip
+        out, ranks=_numbers("--ranks", ranks, int), **options, show=lambda result: print_result(result, as_json)
+    )
 
 
-def _show(result: Any, as_json: bool, tables: Mapping[str, Any]) -> None:
-    """What came out, before it is written."""
-    if as_json:
-        print_json(result.to_json())
-        return
-    for name, rows in tables.items():
-        print_table(name, rows)
-    say(result.answer)
+def _numbers(option: str, text: str, kind: type = float) -> list[Any]:
+    called, example = ("whole numbers", "3,5") if kind is int else ("numbers", "0.52,0.27")
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{option} takes {called} with commas between, as {example}, but got {text!r}.") from None
 
 
 @train.command("nano")
@@ -61,7 +55,7 @@ def nano(
     preset: Annotated[str, typer.Option("--preset", help="default, or smoke (brief, learns little).")] = "default",
     steps: Annotated[int | None, typer.Option("--steps", help="Training steps; the preset's by default.")] = None,
     seed: Seed = 0,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    device: TrainDevice = "cpu",
     check_every: Annotated[
         int | None, typer.Option("--check-every", help="Steps between checkpoints; the preset's by default.")
     ] = None,
@@ -74,7 +68,7 @@ def nano(
 
     def show(result: Any) -> None:
         rows = result.tables["accuracy"]
-        _show(result, as_json, {"accuracy": [row for row in rows if row["step"] == rows[-1]["step"]]})
+        print_result(result, as_json, {"accuracy": [row for row in rows if row["step"] == rows[-1]["step"]]})
 
     options: Any = {"preset": preset, "steps": steps, "check_every": check_every, "lr": lr}
     train_nano(out, seed=seed, device=device, show=show, draw=draw_nano, **options)
@@ -85,7 +79,7 @@ def toy_superposition(
     out: Out = Path("runs/toy"),
     n: Annotated[int, typer.Option("--n", help="Features.")] = 20,
     d: Annotated[int, typer.Option("--d", help="Dimensions of a token.")] = 10,
-    d_head: Annotated[int, typer.Option("--d-head", help="Width of the head.")] = 10,
+    d_head: HeadWidth = 10,
     context: Annotated[int, typer.Option("--context", help="Keys per query.")] = 4,
     p: Annotated[
         str, typer.Option("--p", help="Probability of a feature; several with commas, side by side.")
@@ -101,8 +95,8 @@ def toy_superposition(
     steps: Annotated[int, typer.Option("--steps", help="Steps of training.")] = 20_000,
     lr: Annotated[float, typer.Option("--lr", help="Learning rate, decaying as a cosine.")] = 1e-3,
     every: Annotated[int, typer.Option("--every", help="Steps between kept checkpoints.")] = 200,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    workers: Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")] = None,
+    device: TrainDevice = "cpu",
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
@@ -110,17 +104,9 @@ def toy_superposition(
 
     def show(result: Any) -> None:
         rows = [row for row in result.tables["alignment"] if not row["control"]]
-        _show(result, as_json, {"alignment": rows, "toys": result.tables["toys"]})
+        print_result(result, as_json, {"alignment": rows, "toys": result.tables["toys"]})
 
-    train_superposition(
-        out, n=n, d=d, d_head=d_head, context=context, p=_numbers("--p", p), weight=_numbers("--weight", weight),
-        pairs=parse_pairs(pairs), target=target, reading=reading, rope=rope, seeds=seeds, steps=steps, lr=lr,  # type: ignore[arg-type]
-        every=every, device=device, workers=workers, show=show,
-    )  # fmt: skip
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise BadInput(f"{option} takes numbers with commas between, as 0.52,0.27, but got {text!r}.") from None
+    options: Any = {"n": n, "d": d, "d_head": d_head, "context": context, "target": target, "reading": reading}
+    options |= {"rope": rope, "seeds": seeds, "steps": steps, "lr": lr, "every": every}
+    options |= {"p": _numbers("--p", p), "weight": _numbers("--weight", weight), "pairs": parse_pairs(pairs)}
+    train_superposition(out, **options, device=device, workers=workers, show=show)

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import (
-    BatchSize,
-    Chat,
-    Count,
-    Device,
-    Dtype,
-    Form,
-    Json,
-    Model,
-    Out,
-    Seed,
-    Size,
-    TaskName,
-    app,
-    check_batch_size,
-    load_scope,
-    make_task,
-    print_result,
-    print_rows,
-    say,
-)
+from qkscope.cli import shell
 from qkscope.errors import BadInput
 
 
-@app.command()
+@shell.app.command()
 def svd(
-    model: Model = "smollm2-135m",
+    model: shell.Model = "smollm2-135m",
     heads: Annotated[str | None, typer.Option("--heads", help="Heads like L18H6,L18H7; all.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="A .safetensors file for the singular vectors.")] = None,
-    device: Device = None, dtype: Dtype = None, as_json: Json = False,
-) -> None:  # fmt: skip
+    device: shell.Device = None,
+    dtype: shell.Dtype = None,
+    as_json: shell.Json = False,
+) -> None:
     """Singular vectors of every head's QK matrix, from thin factors of the weights; multiplied out before believed."""
     from qkscope.heads import parse_heads
 
@@ -52,35 +35,41 @@ def svd(
         check_writable(out.absolute().parent)
     from qkscope.analyses.singular import singular_basis
 
-    basis = singular_basis(load_scope(model, device, dtype), chosen)
-    print_rows("singular values", basis.table(), as_json)
+    basis = singular_basis(shell.load_scope(model, device, dtype), chosen)
+    shell.print_rows("singular values", basis.table(), as_json)
     if out is not None:
         basis.save(out)
 
 
-@app.command()
+@shell.app.command()
 def sparsity(
-    task: TaskName, out: Out, model: Model = "smollm2-135m",
+    task: shell.TaskName,
+    out: shell.Out,
+    model: shell.Model = "smollm2-135m",
     revisions: Annotated[
         str | None, typer.Option("--revisions", help="Checkpoints like step1000,step2000; all, of a nano or a folder.")
     ] = None,
     heads: Annotated[
         str | None, typer.Option("--heads", help="Like L9H9:END>IO,L5H5:S2>S1+1, or gpt2; published, or found.")
     ] = None,
-    n: Count = 128, form: Form = "list", size: Size = None, seed: Seed = 0, chat: Chat = False,
+    n: shell.Count = 128,
+    form: shell.Form = "list",
+    size: shell.Size = None,
+    seed: shell.Seed = 0,
+    chat: shell.Chat = False,
     controls: Annotated[int, typer.Option("--controls", help="Heads outside the circuit for each way to look.")] = 12,
     draws: Annotated[int, typer.Option("--draws", help="Rotations of each null.")] = 20,
-    batch_size: BatchSize = 32, device: Device = None, dtype: Dtype = None, as_json: Json = False,
-) -> None:  # fmt: skip
+    batch_size: shell.BatchSize = 32,
+    device: shell.Device = None,
+    dtype: shell.Dtype = None,
+    as_json: shell.Json = False,
+) -> None:
     """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training."""
-    made = make_task(task, form, size, seed, chat)
-    made.test(n)
-    check_batch_size(batch_size)
     from qkscope.analyses.sweep import sweep
 
-    sweep(
-        model, made, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, batch_size=batch_size,
-        device=device, dtype=dtype, show=lambda result: print_result(result, as_json),
-    )  # fmt: skip
+    made = shell.make_task(task, form, size, seed, chat)
+    options: Any = {"controls": controls, "draws": draws, "seed": seed, "batch_size": batch_size, "device": device}
+    show = partial(shell.print_result, as_json=as_json)
+    sweep(model, made, revisions, heads, n, out=out, dtype=dtype, show=show, **options)
     if not as_json:
-        say(f"Written to {out}.")
+        shell.say(f"Written to {out}.")
