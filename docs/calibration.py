@@ -15,8 +15,7 @@ from torch import Tensor
 
 from qkscope.maths.controls import rank_above
 from qkscope.maths.moments import Moments
-from qkscope.maths.nulls import NullKind
-from qkscope.maths.significance import head_p_values
+from qkscope.maths.significance import NullKind, head_p_values
 
 AT_ONCE = 50
 D_HEAD = 8

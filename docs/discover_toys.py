@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.maths.bases import principal_cosines
+from qkscope.maths.bases import checked_svd, principal_cosines
 from qkscope.maths.components import HeadRows, paired_components
 from qkscope.maths.controls import rank_above
 from qkscope.maths.discovery import SelfContrast
-from qkscope.maths.svd import checked_svd
 from qkscope.papers.franco2026.toy.stack import ToyCell
 from qkscope.papers.franco2026.toy.superposition import Superposition
 from qkscope.papers.franco2026.toy.trained import train_toys

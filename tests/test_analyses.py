@@ -16,12 +16,11 @@ import torch
 
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.attribute import attribute
-from qkscope.analyses.contrast_sums import sums_file
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.fit_folder import read_job, sums_file, task_of
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
 from qkscope.analyses.swap import Features, capture_rows, default_features, swap

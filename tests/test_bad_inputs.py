@@ -18,7 +18,7 @@ from bad_calls import MORE_CALLS
 from bad_inputs import CALLS, COMMANDS, write_files
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.merge import merge
+from qkscope.analyses.fit import merge
 from qkscope.capture.scope import Scope
 from qkscope.examples import Answers, Key
 from qkscope.nano.train import train_nano

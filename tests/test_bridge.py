@@ -9,7 +9,7 @@ import torch
 
 from qkscope import BadInput, Scope, decompose, tasks
 from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector

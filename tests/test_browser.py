@@ -12,8 +12,7 @@ import torch
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope.page.report import write_report
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 BUDGET_MS = 100  # what a reader does not notice
 

@@ -10,8 +10,7 @@ from qkscope import BadInput, Head
 from qkscope.draws import draw_bits, draw_signs
 from qkscope.maths.controls import Controls, false_discovery, mean_dominance, rank_above, run_controls
 from qkscope.maths.moments import Moments
-from qkscope.maths.nulls import DEALS, FLIPS, key_sums, replicate_sums, signed_weights
-from qkscope.maths.significance import clustered_bootstrap
+from qkscope.maths.significance import DEALS, FLIPS, clustered_bootstrap, key_sums, replicate_sums, signed_weights
 from qkscope.maths.subspace import Subspace
 
 NULLS = ("sign_flip", "interaction")

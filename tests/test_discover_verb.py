@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.discover.relations import RELATIONS, main_relation, relation_rows
+from qkscope.analyses.discover.rows import RELATIONS, main_relation, relation_rows
 from qkscope.analyses.discover.study import Options, Study
 from qkscope.analyses.discover.texts import corpus, passages, text_examples
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
 from qkscope.page.blocks import blocks_of
-from qkscope.page.figures.pictures import draw_atlas, draw_discovery
+from qkscope.page.figures import draw_atlas, draw_discovery
 from qkscope.runs.result import Result, plain_value
 
 
@@ -245,7 +245,7 @@ def _missing(rows, missing, *names):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_legend_of_the_curve_fits_its_figure(found, count):
-    from qkscope.page.figures.pictures import _curve
+    from qkscope.page.figures import _curve
 
     rows = [{**row, "head": f"L{i}H0"} for i in range(count) for row in found.tables["curve"]]
     figure = _curve(replace(found, tables={"curve": rows}))

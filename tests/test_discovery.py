@@ -10,9 +10,9 @@ from qkscope.attention import AttentionRows
 from qkscope.draws import shuffled_rows
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, random_bases
-from qkscope.maths.ceiling import learned_basis
 from qkscope.maths.controls import rank_above
-from qkscope.maths.discovery import SelfContrast, head_tests, moving_basis
+from qkscope.maths.discovery import SelfContrast, head_tests
+from qkscope.maths.methods import learned_basis, moving
 from qkscope.maths.swap import SwapRows
 
 
@@ -136,7 +136,7 @@ def test_few_replicates_of_many_heads_keep_false_discoveries_down():
 def test_the_moving_basis_moves_more_logit_than_any_other_subspace():
     delta = drawn(8, 8)
     moved = lambda v: float((v.mT @ delta @ v).diagonal(dim1=-2, dim2=-1).sum(-1).max())  # noqa: E731
-    best = moving_basis(delta, 3)
+    best = moving(delta)(3).left
     torch.testing.assert_close(best.mT @ best, torch.eye(3, dtype=torch.float64))
     assert moved(best) > moved(random_bases(8, 3, 500, 0))
     assert moved(best) > moved(torch.linalg.svd(delta)[2].mT[:, :3])
@@ -152,7 +152,7 @@ def test_a_learned_basis_finds_the_matched_directions_and_beats_its_start():
     learned = learned_basis(pairs, start, steps=100, lr=0.05)
     shift = [
         float(pairs.swap(Projector.orthogonal(b)).shift.mean())
-        for b in (start, learned, moving_basis(contrast_of(rows).delta(), 3), rows["basis"][None])
+        for b in (start, learned, moving(contrast_of(rows).delta())(3).left, rows["basis"][None])
     ]
     assert shift[1] > shift[0] + 0.1
     assert shift[2] > 0.97 * shift[3], "without labels, the subspace of the truth is moved"
@@ -171,4 +171,4 @@ def test_bad_input_is_one_sentence():
     with pytest.raises(BadInput, match="NaN"):
         SelfContrast(["L0H0"], 3).update(*(drawn(3, 5, 1, 3) / 0), prompts=torch.arange(5))
     with pytest.raises(BadInput, match="rank 9"):
-        moving_basis(torch.eye(4), 9)
+        moving(torch.eye(4))(9)

@@ -14,9 +14,8 @@ import pytest
 
 from qkscope import BadInput, cli, tasks
 from qkscope.analyses import decompose as passes
-from qkscope.analyses.contrast_sums import sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit_folder import copy_into
+from qkscope.analyses.fit_folder import copy_into, sums_file
 from qkscope.page.report import write_report
 from qkscope.runs.folder import only_writer, write_text
 from qkscope.runs.result import Result

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from qkscope.runs.claims import rule_holds
+from qkscope.runs.result import rule_holds
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, tasks
-from qkscope.analyses.contrast_sums import sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, task_of
-from qkscope.analyses.merge import merge
+from qkscope.analyses.fit import load, merge
+from qkscope.analyses.fit_folder import read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.cache import cache_dir, file_hash, read_json, write_json
+from qkscope.capture.files import cache_dir, file_hash, read_json, write_json
 
 GEMMA = cache_dir("gemma-3-270m-q4_k_m.gguf")
 """Where Gemma is looked for: the four parts of METHODS D5, joined. Its terms of use apply."""

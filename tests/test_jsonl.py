@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import qkscope as qk
 from qkscope import BadInput, tasks
-from qkscope.capture.marks import answer_ids
+from qkscope.capture.inputs import answer_ids
 from qkscope.examples import Answers, Example
 from qkscope.tasks.task import ANSWER, USES, Task
 from qkscope.tasks.words import BOXES, OBJECTS

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
 from qkscope.analyses import decompose as passes
-from qkscope.analyses.contrast_sums import sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.merge import merge
+from qkscope.analyses.fit import load, merge
+from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs import shards
 from qkscope.runs.folder import check_folder, file_name, only_writer

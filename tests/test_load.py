@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gguf_writer import write_gguf
-from qkscope.analyses.about import check_same_model
-from qkscope.capture.cache import cache_dir, files_hash, tensors_hash, weights_part
+from qkscope.analyses.prompts import check_same_model
 from qkscope.capture.families import tiny_model
+from qkscope.capture.files import cache_dir, files_hash, tensors_hash, weights_part
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qkscope import BadInput, Example, Scope
-from qkscope.capture.cache import file_hash
 from qkscope.capture.families import tiny_model
-from qkscope.capture.files import check_config
+from qkscope.capture.files import check_config, file_hash
 from tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -80,7 +79,7 @@ def test_a_file_edited_under_its_old_size_and_time_has_another_hash(tmp_path: Pa
 def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / ("ab" * 32)  # the name of a file in the hub's cache is not believed either
     path.write_bytes(b"a")
-    monkeypatch.setattr("qkscope.capture.cache._TICK", 0)
+    monkeypatch.setattr("qkscope.capture.files._TICK", 0)
     digest = file_hash(path)
     assert digest != path.name
     (memo,) = (tmp_path / "cache" / "qkscope" / "hashes").iterdir()

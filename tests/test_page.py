@@ -20,8 +20,7 @@ from qkscope.analyses.clouds import clouds_of
 from qkscope.explorer.opening import page_of
 from qkscope.page.blocks import blocks_of
 from qkscope.page.report import report_html, script_json, write_report
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 from tiny_llama import write_tiny_llama
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"

@@ -7,8 +7,7 @@ import torch
 
 from folded import normalised_input, qk_norm_scale
 from qkscope import BadInput, Example, Scope
-from qkscope.analyses.relative import relative_attention, relative_rows
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.relative import relative_attention, relative_rows, singular_basis
 from qkscope.capture.families import FAMILIES, tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.tap import tap

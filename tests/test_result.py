@@ -14,8 +14,7 @@ from qkscope import BadInput, Head
 from qkscope.analyses.find import Ranking
 from qkscope.analyses.fit import Fit
 from qkscope.heads import parse_heads
-from qkscope.runs.claims import Claim, rule_holds
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result, rule_holds
 
 
 def command(*arguments, **kwargs):

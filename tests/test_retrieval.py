@@ -8,7 +8,7 @@ import torch
 
 from qkscope import BadInput
 from qkscope.draws import draw_signs
-from qkscope.maths.svd import energy_rank
+from qkscope.maths.bases import energy_rank
 from qkscope.papers.lee2026.geometry import similarity_fit, vertices_recovered
 from qkscope.papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope.papers.lee2026.ranks import head_ranks

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from qkscope import BadInput, Moments, Scope, tasks
-from qkscope.analyses.contrast_sums import ContrastSums, sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, task_of
-from qkscope.analyses.merge import merge
+from qkscope.analyses.fit import load, merge
+from qkscope.analyses.fit_folder import ContrastSums, read_job, sums_file, task_of
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors, write_tensors

@@ -20,10 +20,9 @@ import torch
 
 from qkscope import BadInput, Head, tasks
 from qkscope.analyses import decompose as passes
-from qkscope.analyses.contrast_sums import ContrastSums, sums_file
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.merge import merge
+from qkscope.analyses.fit import load, merge
+from qkscope.analyses.fit_folder import ContrastSums, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs import job as job_module
 from qkscope.runs.folder import only_writer

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.relative import singular_basis
 from qkscope.capture.families import tiny_model
 from qkscope.capture.weights import head_weights
 from qkscope.heads import Head
+from qkscope.maths.bases import thin_svd
 from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual, omega_svd
-from qkscope.maths.svd import thin_svd
 
 
 @pytest.fixture(autouse=True)

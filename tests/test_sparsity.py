@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qkscope import BadInput
+from qkscope.maths.bases import thin_svd
 from qkscope.maths.relative import (
     cancellation,
     key_difference,
@@ -17,7 +18,6 @@ from qkscope.maths.relative import (
     sparsity,
 )
 from qkscope.maths.singular import singular_coordinates
-from qkscope.maths.svd import thin_svd
 from qkscope.papers.franco2026 import model_sparsity
 from qkscope.papers.franco2026.model_sparsity import relabelled
 

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from scipy.linalg import subspace_angles
 
 from qkscope import BadInput, Head
-from qkscope.maths import svd
-from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
+from qkscope.maths import bases
+from qkscope.maths.bases import (
+    Projector,
+    checked_svd,
+    energy_rank,
+    joint_basis,
+    oblique_projectors,
+    random_bases,
+    thin_svd,
+)
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.svd import checked_svd, energy_rank, thin_svd
 
 seeds = st.integers(0, 10**6)
 
@@ -49,7 +56,7 @@ def test_a_silently_wrong_svd_is_caught_and_done_again(monkeypatch):
     monkeypatch.setattr(torch.linalg, "svd", wrong)
     u, s, v = checked_svd(matrices)
     torch.testing.assert_close((u * s[:, None]) @ v.mT, matrices)
-    monkeypatch.setattr(svd, "_robust_svd", lambda m: (torch.eye(6), torch.ones(6), torch.eye(6)))
+    monkeypatch.setattr(bases, "_robust_svd", lambda m: (torch.eye(6), torch.ones(6), torch.eye(6)))
     with pytest.raises(ArithmeticError, match="could not be verified"):
         checked_svd(matrices)
 

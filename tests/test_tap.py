@@ -14,7 +14,7 @@ from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
-from qkscope.runs.stream import stream
+from qkscope.runs.shards import stream
 
 DECODERS = [
     "llama",

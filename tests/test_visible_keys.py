@@ -12,7 +12,7 @@ import qkscope as qk
 from qkscope import BadInput, Example, tasks
 from qkscope.analyses.prompts import capture_units
 from qkscope.capture.families import tiny_model
-from qkscope.capture.marks import FIRST_TOKEN
+from qkscope.capture.inputs import FIRST_TOKEN
 from qkscope.capture.scope import Scope
 from qkscope.examples import Key
 from qkscope.heads import Head

@@ -28,11 +28,11 @@ _HOME = {
     "list_families": "qkscope.capture.families",
     "relative_attention": "qkscope.analyses.relative",
     "reproduce": "qkscope.papers.registry",
-    "singular_basis": "qkscope.analyses.singular",
+    "singular_basis": "qkscope.analyses.relative",
     "sparsity": "qkscope.analyses.sparsity",
     "swap": "qkscope.analyses.swap",
     "swap_downstream": "qkscope.analyses.downstream",
-    "thin_svd": "qkscope.maths.svd",
+    "thin_svd": "qkscope.maths.bases",
     "view": "qkscope.explorer.opening",
     "write_report": "qkscope.page.report",
 }
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
     from qkscope.analyses.fit import load
-    from qkscope.analyses.relative import relative_attention
-    from qkscope.analyses.singular import singular_basis
+    from qkscope.analyses.relative import relative_attention, singular_basis
     from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
     from qkscope.capture.families import list_families
@@ -63,10 +62,10 @@ if TYPE_CHECKING:
     from qkscope.examples import Example
     from qkscope.explorer.opening import view
     from qkscope.heads import Head
+    from qkscope.maths.bases import thin_svd
     from qkscope.maths.bridge import alignment
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
-    from qkscope.maths.svd import thin_svd
     from qkscope.page.report import write_report
     from qkscope.papers.registry import reproduce
     from qkscope.runs.result import Result

@@ -6,6 +6,10 @@ The command line turns it into a sentence on stderr and exit code 2; everything 
 from __future__ import annotations
 
 import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class BadInput(ValueError):
@@ -23,14 +27,17 @@ def check_name_length(error: OSError) -> None:
         raise BadInput(f"the name {shown}… is longer than a disk takes: choose a shorter one.") from None
 
 
-def check_least(least: int, **counts: int) -> None:
-    """Refuse numbers under the least that makes sense, by their names."""
-    for name, value in counts.items():
-        if value < least:
-            raise BadInput(f"{name} is at least {least}, but got {value}.")
+def check_device(device: str | torch.device) -> torch.device:
+    """The device of this name, if this machine has it: asked before long work.
 
+    >>> check_device("cpu")
+    device(type='cpu')
+    """
+    import torch
 
-def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Refuse a value of another kind; ``what`` says what it should have been."""
-    if not isinstance(value, kind):
-        raise BadInput(f"{what}, but got {type(value).__name__}.")
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()  # torch knows many names; only use shows which are there
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise BadInput(f"there is no device {str(device)!r} here: take cpu, or cuda where there is a GPU.") from error
+    return found

@@ -22,8 +22,8 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths import methods
+from qkscope.maths.bases import checked_svd
 from qkscope.maths.discovery import head_tests
-from qkscope.maths.svd import checked_svd
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from qkscope.analyses.about import check_same_model
 from qkscope.analyses.fit import Fit
+from qkscope.analyses.prompts import check_same_model
 from qkscope.analyses.swap import default_features
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope

@@ -20,7 +20,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 from qkscope.heads import Head, parse_heads
-from qkscope.runs.stream import stream
+from qkscope.runs.shards import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 QUERY = "query"

@@ -9,17 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from qkscope.analyses.about import made_from
-from qkscope.analyses.contrast_sums import ContrastSums
-from qkscope.analyses.fit import Fit, fit_of
-from qkscope.analyses.fit_folder import FitJob, asked_of, checked_contrasts, task_file
-from qkscope.analyses.merge import merge_together
+from qkscope.analyses.fit import Fit, fit_of, merge_together
+from qkscope.analyses.fit_folder import ContrastSums, FitJob, asked_of, checked_contrasts, task_file
 from qkscope.analyses.prompts import (
     Batch,
     Options,
     Rows,
     batches_of,
     contrast_rows,
+    made_from,
     null_units,
     unit_runner,
     units_hash,
@@ -31,12 +29,11 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Between, Count, checked_call
 from qkscope.maths.moments import Moments
-from qkscope.maths.nulls import NullKind
+from qkscope.maths.significance import NullKind
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
 from qkscope.runs.job import Job
-from qkscope.runs.shards import Shard, is_shard, shard_folder, together, torchrun_shard
-from qkscope.runs.stream import Part, out_of_memory
+from qkscope.runs.shards import Part, Shard, is_shard, out_of_memory, shard_folder, together, torchrun_shard
 from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.swap import Features, Swaps, check_rows, check_swappable
-from qkscope.capture.marks import answer_ids, check_visible
+from qkscope.capture.inputs import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope

@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.about import made_from, with_notes
-from qkscope.analyses.prompts import batches_of, clusters_of
+from qkscope.analyses.prompts import batches_of, clusters_of, made_from, with_notes
 from qkscope.capture.encode import Encoding
-from qkscope.capture.marks import check_visible
+from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -27,7 +26,7 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.stream import stream
+from qkscope.runs.shards import stream
 from qkscope.tasks.task import ANSWER, Task
 
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")

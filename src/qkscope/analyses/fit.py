@@ -1,10 +1,12 @@
-"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; and
-`load`, which reads it back from its folder.
+"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; `load`,
+which reads it back from its folder; and `merge`, which adds up the shards of one job as if one process had made them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -13,10 +15,8 @@ from typing import Any, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.about import check_same_model, made_from, with_notes
-from qkscope.analyses.contrast_sums import ContrastSums, sums_file
-from qkscope.analyses.fit_folder import FitJob, job_of, read_job, read_sums, task_file, task_of
-from qkscope.analyses.prompts import units_hash
+from qkscope.analyses.fit_folder import ContrastSums, FitJob, job_of, read_job, read_sums, sums_file, task_file, task_of
+from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -26,8 +26,9 @@ from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
 from qkscope.runs.folder import RESULTS
-from qkscope.runs.provenance import provenance
+from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.result import Result
+from qkscope.runs.shards import SHARDS, Shard, shard_folder
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
@@ -259,3 +260,74 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     for name, units in few.items():
         said += f" {name} rests on {units} different words or prompts, which is few."
     return said
+
+
+@checked_call
+def merge(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    rank: Rank | Mapping[str, Rank] = "energy",
+    center: Mapping[str, Center] | None = None,
+    show: Callable[[Fit], object] | None = None,
+) -> Fit:
+    """Add up the shards of one job into a folder that is as if one process had made it.
+
+    Parameters
+    ----------
+    folders : those that `decompose` wrote with a ``shard``, all of one job, in any order.
+    out : the folder of the whole.
+    rank, center, show : as in `decompose`.
+    """
+    if not folders:
+        raise BadInput("no shard was named: name the folders that decompose wrote, one for each shard.")
+    parts: dict[int, tuple[Path, dict[str, Any]]] = {}
+    for folder in map(Path, folders):
+        job = read_job(folder)
+        if not job.get("shard"):
+            raise BadInput(f"{folder} is no shard but a whole fit: there is nothing to merge.")
+        index, count = job["shard"]
+        if index in parts:
+            raise BadInput(f"{parts[index][0]} and {folder} are the same shard {index}/{count}: name each once.")
+        parts[index] = folder, job
+    (first, job), *rest = parts.values()
+    for folder, other in rest:
+        differs = [name for name in sorted({*job, *other} - {"shard", *MADE}) if job.get(name) != other.get(name)]
+        if other["shard"][1] != job["shard"][1]:
+            raise BadInput(
+                f"{first} is of a split into {job['shard'][1]}, {folder} of one into {other['shard'][1]}: merge the "
+                "shards of one split."
+            )
+        if differs:
+            raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs)} differ).")
+    missing = [index for index in range(job["shard"][1]) if index not in parts]
+    if missing:
+        raise BadInput(f"shard {missing[0]}/{job['shard'][1]} is missing: run it, and name its folder too.")
+    ordered = [parts[index][0] for index in sorted(parts)]
+    whole = FitJob(out, {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)})
+    task = task_of(job, first)
+    read = [read_sums(folder, job, task, (i, len(ordered))) for i, folder in enumerate(ordered)]
+    sums = {name: one.merge(*(other[name] for other in read[1:])) for name, one in read[0].items()}
+    about = {**next(iter(sums.values())).moments.about}
+    made_from = {name: value for name, value in about.items() if name not in ("n", "batch_size", "examples")}
+    fit = fit_of(sums, task, made_from, rank=rank, center=center)
+    with whole.hold():
+        whole.start(about, task_file(job, first))
+        for name, one in sums.items():
+            one.save(sums_file(out, name))
+        if show is not None:
+            show(fit)
+        whole.finish(fit)
+    return fit
+
+
+def merge_together(out: str | Path, shard: Shard, **options: Any) -> Fit | None:
+    """The first process merges what all have left in the folder of the run; the others have nothing more to do."""
+    if shard[0] != 0:
+        return None
+    fit = merge([shard_folder(out, (index, shard[1])) for index in range(shard[1])], out, **options)
+    for part in (Path(out) / SHARDS).glob("*-of-*"):  # of another split too; what is in them is ours, as was asked
+        shutil.rmtree(part, ignore_errors=True)
+    with suppress(OSError):
+        (Path(out) / SHARDS).rmdir()
+    return fit

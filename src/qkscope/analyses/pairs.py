@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, clusters_of
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.swap import draw_targets
 from qkscope.tasks.task import ANSWER, ASKED, Unit
@@ -123,7 +123,8 @@ def _clusters(units: Sequence[Unit], listed: Sequence[tuple[int, int]]) -> Int[T
 
 def check_answers(units: Sequence[Unit]) -> None:
     """Every example to be swapped needs a right key and a wrong one."""
-    check_kind(units, Sequence, "what is swapped are held-out units, as task.test(512) gives")
+    if not isinstance(units, Sequence):
+        raise BadInput(f"what is swapped are held-out units, as task.test(512) gives, but got {type(units).__name__}.")
     if not units:
         raise BadInput("there are no examples: give at least one.")
     for unit in units:

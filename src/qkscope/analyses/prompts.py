@@ -1,27 +1,54 @@
-"""A task's prompts through a model: a fixed list of batches, in which a prompt and its copy stay together, and the rows
-of a contrast that each batch gives.
+"""A task's prompts through a model: what an analysis was made from, a fixed list of batches in which a prompt and its
+copy stay together, and the rows of a contrast that each batch gives.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.capture.marks import check_visible
+from qkscope.capture.files import weights_part
+from qkscope.capture.inputs import check_visible, notes_of
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.runs.stream import stream
-from qkscope.tasks.task import WINDOW, Contrast, Unit
+from qkscope.runs.shards import stream
+from qkscope.tasks.task import WINDOW, Contrast, Task, Unit
+
+
+def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
+    """What an analysis was made from, for manifests and for refusing to mix."""
+    notes = notes_of(scope, task)
+    return {
+        "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
+        "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
+        "asked": dict(task.asked), "space": space, **({"notes": notes} if notes else {}),
+    }  # fmt: skip
+
+
+def with_notes(answer: str, about: Mapping[str, Any]) -> str:
+    """An answer, and what its reader must know of the task, where there is anything."""
+    return " ".join([answer, *about.get("notes", ())])
+
+
+def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
+    """Refuse to use with a model what says that it was made with another one, or with another tokenizer."""
+    for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
+        there = about.get(part, here)
+        if there != here:
+            same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
+            part = "settings (config.json, with the same weights)" if same else part
+            raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")
 
 
 @dataclass(frozen=True)

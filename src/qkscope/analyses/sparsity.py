@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.about import made_from
 from qkscope.analyses.circuits import (
     Edge,
     check_roles,
@@ -30,9 +29,8 @@ from qkscope.analyses.circuits import (
     parse_edges,
     rows_from,
 )
-from qkscope.analyses.prompts import batches_of
-from qkscope.analyses.relative import VALUES, relative_rows
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.prompts import batches_of, made_from
+from qkscope.analyses.relative import VALUES, relative_rows, singular_basis
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -41,7 +39,7 @@ from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.stream import stream
+from qkscope.runs.shards import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.about import check_same_model, with_notes
 from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import Pairs, Targets, draw_pairs
-from qkscope.analyses.prompts import unit_runner
+from qkscope.analyses.prompts import check_same_model, unit_runner, with_notes
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space

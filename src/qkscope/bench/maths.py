@@ -6,8 +6,8 @@ import torch
 
 from qkscope.bench.harness import Row, compare, row
 from qkscope.heads import Head
+from qkscope.maths.bases import thin_svd
 from qkscope.maths.moments import Moments
-from qkscope.maths.svd import thin_svd
 from qkscope.papers.fleet import one_thread
 
 

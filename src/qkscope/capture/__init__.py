@@ -8,8 +8,8 @@ gives as `AttentionRows`), the keys every query attended to summed up (`pool`), 
 Its files, in reading order. The way of a batch through a model:
 
 - ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
-- ``encode``, ``marks``: examples as padded ids, marks as token positions; marks that mean what they say
-- ``inputs``: what a model is fed, and what it is asked for
+- ``encode``: examples as padded ids, marks as token positions
+- ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied
 - ``spaces``: before the rotation, after it, and in the query's frame
 - ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else
@@ -24,6 +24,6 @@ Whether a model can be trusted to be looked into:
 
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 
-From a name to a model: ``names`` and ``files`` find what makes it, ``load`` loads it and runs no code of its own,
-``gguf`` turns a GGUF file into a checked folder, ``cache`` keeps files and fingerprints.
+From a name to a model: ``names`` and ``files`` find what makes it and its fingerprint, ``load`` loads it and runs no
+code of its own, ``gguf`` turns a GGUF file into a checked folder.
 """

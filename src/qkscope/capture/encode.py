@@ -18,16 +18,18 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.capture.inputs import (
+    FIRST_TOKEN,
     PaddingSide,
+    check_own_query,
     context_limit,
     first_token,
+    has_first_token,
     model_pad_id,
     pad_rows,
     vocabulary_size,
 )
-from qkscope.capture.marks import FIRST_TOKEN, check_own_query, has_first_token
 from qkscope.capture.pick import Places
-from qkscope.errors import BadInput, check_kind
+from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
 log = logging.getLogger(__name__)
@@ -183,7 +185,9 @@ class Encoder:
         if not listed:
             raise BadInput("there are no examples: give at least one.")
         for example in listed:
-            check_kind(example, Example, "an example is text, or an Example with marked keys")
+            if not isinstance(example, Example):
+                given = type(example).__name__
+                raise BadInput(f"an example is text, or an Example with marked keys, but got {given}.")
         contrasts = {name for example in listed for key in example.keys for name in key.labels}
         return Prompts(listed, self.tokenise(listed, chat, token), sorted(contrasts))
 

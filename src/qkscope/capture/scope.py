@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.capture import cache
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
+from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Picker, Places
@@ -30,7 +30,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_class
-from qkscope.runs.stream import stream
+from qkscope.runs.shards import stream
 
 
 @checked_class
@@ -78,7 +78,7 @@ class Scope(Shape):
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
         self.files_hash = files_hash
-        self._fingerprint = cache.Fingerprint(model, files_hash)
+        self._fingerprint = Fingerprint(model, files_hash)
         self.encoder = Encoder.of(model, tokenizer, self.facts.first_position)
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ class Scope(Shape):
     @cached_property
     def tokenizer_hash(self) -> str | None:
         """Fingerprint of the tokenizer and its chat template; None without a tokenizer."""
-        return cache.tokenizer_hash(self.tokenizer)
+        return tokenizer_hash(self.tokenizer)
 
     def encode(
         self,

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from qkscope.capture import cache
+from qkscope.capture.files import cache_dir, read_json, write_json
 from qkscope.capture.inputs import short_ids, short_inputs
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Picker, Places
@@ -70,11 +70,11 @@ def check_once(scope: Scope) -> None:
     config = scope.model.config
     setting = [_VERSION, transformers.__version__, torch.__version__, scope.device.type, scope.model.dtype]
     key = " ".join(map(str, [*setting, config._attn_implementation]))
-    place = cache.cache_dir("checks", f"{scope.files_hash}.json")
-    known = cache.read_json(place)
+    place = cache_dir("checks", f"{scope.files_hash}.json")
+    known = read_json(place)
     passed = known if isinstance(known, dict) else {}
     if key not in passed:
-        cache.write_json(place, {**passed, key: asdict(check_model(scope))})
+        write_json(place, {**passed, key: asdict(check_model(scope))})
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def merge(
     as_json: shell.Json = False,
 ) -> None:
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
-    from qkscope.analyses.merge import merge as run_merge
+    from qkscope.analyses.fit import merge as run_merge
 
     _write_page(run_merge(folders, out, show=partial(shell.print_result, as_json=as_json)), as_json, out)
 

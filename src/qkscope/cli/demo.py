@@ -18,11 +18,10 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.capture.scope import Scope
-from qkscope.page.figures.pictures import draw_verbs
+from qkscope.page.figures import draw_verbs
 from qkscope.page.report import report_html
-from qkscope.runs.claims import Claim
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 log = logging.getLogger(__name__)
 

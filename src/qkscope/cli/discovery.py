@@ -48,7 +48,7 @@ def discover(
     from qkscope.analyses.discover.discover import discover as run
     from qkscope.analyses.discover.study import Options
     from qkscope.heads import parse_heads
-    from qkscope.page.figures.pictures import draw_discovery
+    from qkscope.page.figures import draw_discovery
     from qkscope.runs.folder import check_folder
 
     chosen = parse_heads(heads)
@@ -86,7 +86,7 @@ def atlas(
     from qkscope.analyses.atlas import atlas as run
     from qkscope.analyses.atlas import checked_passages
     from qkscope.analyses.discover.study import Options
-    from qkscope.page.figures.pictures import draw_atlas
+    from qkscope.page.figures import draw_atlas
     from qkscope.runs.folder import check_folder
 
     check_folder(out, "atlas")

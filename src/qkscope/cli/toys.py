@@ -64,7 +64,7 @@ def nano(
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
     from qkscope.nano.train import train_nano
-    from qkscope.page.figures.pictures import draw_nano
+    from qkscope.page.figures import draw_nano
 
     def show(result: Any) -> None:
         rows = result.tables["accuracy"]

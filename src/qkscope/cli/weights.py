@@ -33,7 +33,7 @@ def svd(
 
         check_replaceable(out, "singular_basis")
         check_writable(out.absolute().parent)
-    from qkscope.analyses.singular import singular_basis
+    from qkscope.analyses.relative import singular_basis
 
     basis = singular_basis(shell.load_scope(model, device, dtype), chosen)
     shell.print_rows("singular values", basis.table(), as_json)

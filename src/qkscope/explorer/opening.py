@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from qkscope.capture.cache import cache_dir
+from qkscope.capture.files import cache_dir
 from qkscope.errors import BadInput
 from qkscope.kinds import Between, checked_call
 from qkscope.runs.result import Result

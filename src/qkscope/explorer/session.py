@@ -25,8 +25,8 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit, load
 from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.swap import check_swappable, default_features
-from qkscope.capture.cache import cache_dir
 from qkscope.capture.encode import Encoding
+from qkscope.capture.files import cache_dir
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope

@@ -3,11 +3,10 @@
 In come queries, keys and labels of chosen positions, attention rows, or a head's weights; out go sums, subspaces with
 their controls, swaps in closed form, splits of a logit, and singular vectors. Files in reading order:
 
-- ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast. ``nulls``: the
-  same sums under H0.
-- ``svd``: SVDs that are multiplied out. ``significance``: intervals and p-values. ``controls``: what a rank is worth.
-  ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank. ``bases``: what several subspaces are to each other.
-- ``swap``, ``methods``, ``ceiling``: the causal test, what can be swapped, and how well any subspace could do.
+- ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast.
+- ``significance``: the same sums under H0, p-values, intervals. ``bases``: SVDs that are multiplied out, and what
+  several bases are to each other. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
+- ``swap``, ``methods``: the causal test, what can be swapped, and how well any subspace could do.
 - ``attribution``: a logit split among subspaces, and the one table of every split.
 - ``singular``: a head's singular vectors. ``relative``: relative attention as a sum of their terms, how few carry it.
   ``bridge``: which of them carry a feature.

@@ -30,12 +30,11 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
-from qkscope.maths.bases import principal_angles
+from qkscope.maths.bases import checked_svd, principal_angles
 from qkscope.maths.relative import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.significance import p_value
 from qkscope.maths.singular import SingularBasis, dual
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.svd import checked_svd
 
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 

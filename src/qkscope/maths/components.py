@@ -25,9 +25,8 @@ from torch.nn.functional import normalize
 
 from qkscope.draws import derived_seed, shuffled_rows
 from qkscope.errors import BadInput
-from qkscope.maths.bases import Projector, principal_cosines
+from qkscope.maths.bases import Projector, checked_svd, principal_cosines
 from qkscope.maths.ica import connected, contrast, dependent_pairs, fast_ica, gaussian_contrast, whiten
-from qkscope.maths.svd import checked_svd
 
 _STABLE = 0.9  # |cos| between the two halves of the data under which a direction is not a finding
 _MATCH = 0.1  # correlation under which a partner is none: with enough data everything correlates a little

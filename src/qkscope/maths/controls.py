@@ -25,11 +25,10 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Share, checked_call
+from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.nulls import NullKind
-from qkscope.maths.significance import Statistic, false_discovery, head_p_values
+from qkscope.maths.significance import NullKind, Statistic, false_discovery, head_p_values
 from qkscope.maths.sums import Center, centred_delta
-from qkscope.maths.svd import ROUNDING, checked_svd, energy_rank
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

@@ -16,7 +16,8 @@ length), but not quite where rows of one prompt are alike. So what is called abo
 
 A swap moves the logit of a pair by ``qᵀ P (k_b − k_a)``, on average ``−tr(P ΔCᵀ)``. So among the subspaces of k
 dimensions that one projector cuts out of queries and keys alike, the first k eigenvectors of the symmetric part
-``(ΔC + ΔCᵀ)/2`` move the most; singular vectors answer another question (which directions go together).
+``(ΔC + ΔCᵀ)/2`` move the most (`qkscope.maths.methods.moving`); singular vectors answer another question (which
+directions go together).
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from torch.nn.functional import normalize
 from qkscope.draws import shuffled_rows
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
+from qkscope.maths.bases import ROUNDING
 from qkscope.maths.controls import rank_above
 from qkscope.maths.significance import false_discovery, left_out
 from qkscope.maths.sums import Accumulator, Covariance, augmented
-from qkscope.maths.svd import ROUNDING
 
 _KINDS = 2  # of replicates, by turns: whole, and directions alone
 _AT_ONCE = {"cpu": 2**21, "gpu": 2**28}  # bytes of exchanged keys: what stays in a cache, what fills a GPU
@@ -194,20 +195,6 @@ def _means(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n a a"]:
 def _centred(sums: Float[Tensor, "*n a a"]) -> Float[Tensor, "*n d d"]:
     means = _means(sums)
     return means[..., :-1, :-1] - means[..., :-1, -1:] * means[..., -1:, :-1]
-
-
-def moving_basis(delta: Float[Tensor, "*h d d"], rank: int) -> Float[Tensor, "*h d r"]:
-    """The ``rank`` directions whose exchange between attended and other keys moves the most logit.
-
-    Examples
-    --------
-    >>> moving_basis(torch.diag(torch.tensor([1.0, 3.0, 2.0])), 1)[:, 0].abs()
-    tensor([0., 1., 0.], dtype=torch.float64)
-    """
-    if not 1 <= rank <= delta.shape[-1]:
-        raise BadInput(f"rank {rank} does not fit into the {delta.shape[-1]} dimensions of the head.")
-    delta = delta.to(torch.float64)
-    return torch.linalg.eigh((delta + delta.mT) / 2)[1].flip(-1)[..., :rank]
 
 
 class HeadTest(NamedTuple):

@@ -20,11 +20,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.devices import check_device
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, checked_class
-from qkscope.maths.nulls import (
+from qkscope.maths.significance import (
     BUCKETS,
     DEALS,
     FLIPS,
@@ -75,7 +74,7 @@ class Moments(Accumulator):
     contrasts : names of the contrasts.
     d_head : width of queries and keys.
     group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
-    nulls : the nulls to carry replicates for (see `qkscope.maths.nulls`); with them, the sums are also kept in
+    nulls : the nulls to carry replicates for (see `qkscope.maths.significance`); with them, the sums are also kept in
         folds of units, for cross-validation.
     null_heads : the heads that carry them; all by default. Each costs ``2 · replicates · (d_head + 1)² · 8`` bytes
         per contrast, and as much again where labels are dealt besides.

@@ -1,9 +1,20 @@
-"""How sure a number is: intervals that know which rows go together, and p-values from few replicates each.
+"""What chance would have given, and so how sure a number is: null replicates, p-values, intervals.
 
-Rows of one prompt are not independent, so intervals resample prompts. A head's ΔC is held against its null by its
-largest singular value, which one strong direction raises, and by its norm, which many weaker ones raise. Both are put
-into units of the head's own null, ``z = (x − mean)/sd``, and so is each replicate among the others; the larger z is
-what counts, of the head and of its replicates alike.
+Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over the keys labelled ±.
+A null changes only those sums, so replicates stream beside the data and nothing is stored:
+
+- ``sign_flip``: multiply a unit's sums by one random sign. H0: the conditions do not differ.
+- ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, exact for unpaired keys.
+- ``interaction``: the same signs, on what is left of ``(q − q̄) s`` when the difference that every query sees alike, in
+  the row's own scale, is taken out. H0: a difference that ignores the query (`interaction_deltas`).
+
+The random unit is whatever ``prompts`` numbers: the **prompt**, or all prompts that share a word or are copies. Signs
+per (query, key) pair would inflate the significance tenfold, and signs per prompt where six words are used again and
+again nearly as much. Intervals resample the same units.
+
+A head's ΔC is held against its null by its largest singular value, which one strong direction raises, and by its norm,
+which many weaker ones raise. Both are put into units of the head's own null, ``z = (x − mean)/sd``, and so is each
+replicate among the others; the larger z is what counts, of the head and of its replicates alike.
 
 R replicates give no p-value below 1/(R + 1), and false-discovery control over a dozen heads asks for less. Where some
 of a head's own replicates reach its z, they say how often. Where none does, the replicates of all heads together do: in
@@ -13,13 +24,160 @@ these units heads are alike, and their tail reaches further. No p-value is below
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.draws import draw_bits, draw_signs
 from qkscope.errors import BadInput
+from qkscope.maths.sums import Center, centred_delta
+
+NullKind = Literal["sign_flip", "label_permutation", "interaction"]
+NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
+FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
+FOLDS = 8
+BUCKETS = 2**14
+_FOLD_STREAM = 101
+
+
+def carried(nulls: list[NullKind]) -> list[str]:
+    """The sums to carry for these nulls."""
+    flips = "sign_flip" in nulls or "interaction" in nulls
+    return [FLIPS] * flips + [DEALS] * ("label_permutation" in nulls)
+
+
+def fold_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Which of the folds of a cross-validation a unit falls into, whatever the seed of the nulls."""
+    return draw_bits(_FOLD_STREAM, units).remainder(FOLDS)
+
+
+def bucket_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Where a unit is counted: counts of buckets add up over shards, and do not grow with the data."""
+    return draw_bits(units).remainder(BUCKETS)
+
+
+def count_units(rows: Float[Tensor, " n"]) -> tuple[int, float]:
+    """How many units filled these buckets with rows, and how many equally large ones they are worth."""
+    filled = int((rows > 0).sum())
+    # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
+    count = round(-BUCKETS * math.log(max(BUCKETS - filled, 1) / BUCKETS))
+    return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
+
+
+def signed_weights(labels: Int[Tensor, "*r b k"], weights: Float[Tensor, "b k"] | None) -> Float[Tensor, "*r b 2 k"]:
+    """Weight of each key in the + sum and in the − sum."""
+    both = torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
+    return both if weights is None else both * weights.to(torch.float64)[:, None, :]
+
+
+def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g s d+1"]:
+    """``Σ_j w_j [k_j; 1]`` of every row, for s sets of weights (a row's keys share its q, so they meet it summed)."""
+    out = keys.new_empty((*keys.shape[:2], weights.shape[1], keys.shape[3] + 1))
+    out[..., :-1] = weights[:, None] @ keys
+    out[..., -1] = weights.sum(dim=-1)[:, None]
+    return out
+
+
+def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
+    """Size of a row's difference ``|mean⁺ − mean⁻|`` (of its mean key, where it has one sign), times its weights.
+
+    A prompt may scale its queries and keys together. In units of its own size no row's difference stands out, so what
+    shared scale makes of a difference of means is told from an interaction.
+    """
+    weight = sums[..., -1:]
+    means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
+    size = (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True)
+    return size * weight
+
+
+def replicate_sums(
+    kind: str,
+    seed: int,
+    count: int,
+    keys: Float[Tensor, "b g k d"],
+    labels: Int[Tensor, "b k"],
+    weights: Float[Tensor, "b k"] | None,
+    sums: Float[Tensor, "b g 2 a"],
+    prompts: Int[Tensor, " b"],
+) -> Float[Tensor, "b g r 2 x"]:
+    """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
+
+    ``sums`` are the observed ``s±``, with the summed weight in their last place: ``a = d_head + 1``.
+    """
+    replicate = torch.arange(count, device=keys.device)[:, None]
+    if kind == FLIPS:
+        signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
+        return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
+    stream = NULL_KINDS.index("label_permutation")
+    dealt = signed_weights(_deal_labels(labels, prompts, seed, stream, replicate), weights)
+    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
+
+
+def _deal_labels(
+    labels: Int[Tensor, "b k"], prompts: Int[Tensor, " b"], seed: int, stream: int, replicate: Int[Tensor, "r 1"]
+) -> Int[Tensor, "r b k"]:
+    """Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit."""
+    slot = torch.arange(labels.shape[1], device=labels.device)
+    priority = draw_bits(seed, stream, replicate[..., None], prompts[:, None], slot)
+    ignored = labels == 0
+    last = torch.iinfo(torch.int64).max  # ignored keys sort last, so that they keep their label 0
+    receivers = priority.masked_fill(ignored, last).argsort(dim=-1)
+    givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
+    dealt = labels.expand_as(receivers).gather(-1, givers)
+    return torch.zeros_like(dealt).scatter(-1, receivers, dealt)
+
+
+def interaction_deltas(
+    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
+) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
+    """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
+
+    First the part that is the same in all of them, then the replicates, that part included.
+
+    The last column of the sums is ``Σ [q; 1] a±`` with ``a±`` a row's scale times its weight. A row's part
+    ``(q − q̄) (s⁺ − a⁺ m⁺)ᵀ / Σw⁺``, less the same of −, with ``m± = Σ s± / Σ a±``, has mean 0 under H0, also where
+    queries and keys share their scale: it may as well have the other sign. The rest of ΔC is left as it is.
+
+    ``q̄`` and ``m±`` are estimated. A difference ``m⁺ − m⁻`` that is no larger than chance makes it nine times in ten is
+    not taken out: it would be noise of the very rows, and leave the parts of large ones too small. For each of the
+    two that is taken out, the parts grow as a sample's deviations do, by ``√(units / (units − 1))``.
+    """
+    d = observed.shape[-1] - 2
+    scale = observed[-1, :, d + 1 :]
+
+    def mean_difference(sums: Tensor) -> Tensor:
+        means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
+        return means[..., 0, :] - means[..., 1, :]
+
+    chance = mean_difference(flipped).norm(dim=-1).quantile(0.9)
+    sure = bool(mean_difference(observed).norm() > chance)
+    grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
+    fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
+    return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
+
+
+def _interaction_part(
+    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], center: Center, sure: bool
+) -> Float[Tensor, "*n d d"]:
+    d = sums.shape[-1] - 2
+    count = observed[-1, :, d, None]
+    mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
+    queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    keys, total = queries[..., :d], observed[-1, :, :d]
+    if center == "both":
+        mean_key = (total / count).mean(dim=0)
+        keys, total = keys - queries[..., d : d + 1] * mean_key, total - count * mean_key
+    scale = observed[-1, :, d + 1 :]
+    expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
+    level = expected.mean(dim=0)
+    expected = level + sure * (expected - level)
+    left = (keys - queries[..., d + 1 :] * expected) / count
+    return left[..., 0, :] - left[..., 1, :]
+
 
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 

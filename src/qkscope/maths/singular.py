@@ -24,8 +24,7 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
-from qkscope.maths.bases import Projector
-from qkscope.maths.svd import thin_svd
+from qkscope.maths.bases import Projector, thin_svd
 from qkscope.runs.store import read_tensors, write_tensors
 
 _NULL = 1e-7  # relative size under which a direction of W_Q is not there

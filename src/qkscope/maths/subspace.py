@@ -17,9 +17,8 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Natural, checked_class
-from qkscope.maths.bases import joint_basis, principal_angles
+from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, principal_angles
 from qkscope.maths.controls import Controls
-from qkscope.maths.svd import checked_svd, energy_rank
 from qkscope.runs.store import read_tensors, write_tensors
 
 Side = Literal["query", "key"]

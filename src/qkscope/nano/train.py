@@ -28,17 +28,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qkscope.capture.cache import tokenizer_hash
-from qkscope.devices import check_device
+from qkscope.capture.files import tokenizer_hash
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import BOS, CONTEXT, PAD, Rows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
-from qkscope.runs.claims import Claim
 from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer, writing
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)

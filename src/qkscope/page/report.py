@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from qkscope.capture.cache import cache_dir
+from qkscope.capture.files import cache_dir
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.blocks import SCRIPTS, blocks_of, number

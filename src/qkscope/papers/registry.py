@@ -23,14 +23,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qkscope.devices import check_device
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 from qkscope.kinds import checked_call
 from qkscope.papers.tables import Row
-from qkscope.runs.claims import Claim
 from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ class Figure:
 
     def draw(self, result: Result) -> dict[str, str | bytes]:
         """Its files, drawn in our style."""
-        from qkscope.page.figures.style import styled
+        from qkscope.page.figures import styled
 
         assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
         with styled():

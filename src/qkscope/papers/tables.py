@@ -34,7 +34,7 @@ def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 def files_of(result: Result, figure: Figure) -> Files:
     """The figure under its own name as PNG and PDF, and the page that shows it."""
-    from qkscope.page.figures.style import with_page  # matplotlib: who only lists figures need not wait for it
+    from qkscope.page.figures import with_page  # matplotlib: who only lists figures need not wait for it
 
     return with_page(result, {figure_name(result): figure})
 

@@ -42,8 +42,8 @@ from qkscope.runs.folder import (
     writing,
 )
 from qkscope.runs.provenance import MADE, provenance
+from qkscope.runs.shards import Part, stream
 from qkscope.runs.store import read_tensors, write_tensors
-from qkscope.runs.stream import Part, stream
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths import methods
+from qkscope.maths.bases import checked_svd
 from qkscope.maths.discovery import SelfContrast
 from qkscope.maths.singular import SingularBasis
-from qkscope.maths.svd import checked_svd
 from qkscope.maths.swap import Condition, Method, SwapRows
 from qkscope.tasks.task import ANSWER, Task, Unit
 

@@ -25,7 +25,7 @@ from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, S
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.fit_folder import checked_contrasts
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import SIZES
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput

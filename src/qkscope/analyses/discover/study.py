@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from qkscope.analyses.discover.relations import main_relation, relation_rows
-from qkscope.analyses.discover.rows import QueryRows
+from qkscope.analyses.discover.rows import QueryRows, main_relation, relation_rows
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, text_examples
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope

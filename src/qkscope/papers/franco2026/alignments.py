@@ -11,14 +11,13 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.draws import derived_seed
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, heat_map, least, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 

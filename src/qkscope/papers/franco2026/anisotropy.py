@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.theory import sharp_bound, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
@@ -29,8 +29,7 @@ from qkscope.papers.franco2026.toy.superposition import (
 )
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _EPSILONS = (0.0, 0.05, 0.1, 0.15, 1.0, 5.0, 10.0, 25.0, 40.0, 55.0)
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")

@@ -24,7 +24,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.singular import singular_basis
+from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -33,11 +33,10 @@ from qkscope.maths.bridge import Alignment, alignment
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 from qkscope.tasks.task import Unit
 
 

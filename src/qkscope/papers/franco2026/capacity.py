@@ -12,15 +12,14 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of, heat_map, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:

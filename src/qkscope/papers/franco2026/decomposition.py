@@ -15,15 +15,14 @@ from torch import Tensor
 
 from qkscope.draws import derived_seed
 from qkscope.maths.relative import rotated_terms, sparsity
-from qkscope.page.figures.style import INK, ORIGINAL, REST, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of, mean
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _SHOWN = 40  # contexts of a heat map
 

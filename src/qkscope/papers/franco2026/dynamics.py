@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.page.figures.style import INK, new_figure
+from qkscope.page.figures import INK, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, OVER_P, WORK, Cells, toy_figure, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import alignment_rows
@@ -26,8 +26,7 @@ from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 STAYS = 0.95
 _SHOWN = 60  # checkpoints of figure 3

@@ -19,15 +19,14 @@ from qkscope.maths.relative import (
     sparsity,
 )
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.page.figures.style import ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, toy_figure, train
 from qkscope.papers.franco2026.dynamics import checkpoints
 from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
 from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 TOLERANCE = 0.99
 _RESAMPLES = 400

@@ -15,14 +15,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from qkscope.page.figures.style import new_figure
+from qkscope.page.figures import new_figure
 from qkscope.papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _ANTIPODAL = -0.9
 NO_HEAD, _SPARSE = "no head", "no head, p=0.27"

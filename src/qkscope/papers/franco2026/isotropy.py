@@ -16,12 +16,11 @@ from torch import Tensor
 
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import revisions_of
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dictionary at most
 _DECODERS = ("W_dec", "decoder.weight", "W_D", "dictionary")

@@ -24,12 +24,11 @@ from qkscope import tasks
 from qkscope.analyses.circuits import Edge
 from qkscope.analyses.sparsity import group_difference
 from qkscope.heads import Head
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Sweep, swept
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, model_name, slanted
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 from qkscope.tasks.ioi import TEMPLATES
 
 Values = dict[str, Tensor]

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from qkscope.analyses.sparsity import group_difference
 from qkscope.maths.relative import sparsity
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 FOUR = ("previous token", "induction", "S-inhibition", "name mover")
 

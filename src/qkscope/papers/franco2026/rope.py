@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from qkscope.draws import derived_seed
-from qkscope.page.figures.style import new_figure
+from qkscope.page.figures import new_figure
 from qkscope.papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, least, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 ROPE = Superposition(
     context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)

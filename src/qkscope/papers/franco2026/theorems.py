@@ -17,15 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope.maths.svd import checked_svd
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.maths.bases import checked_svd
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.fleet import one_thread
 from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0

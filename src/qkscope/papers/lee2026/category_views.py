@@ -21,13 +21,12 @@ from qkscope.heads import Head
 from qkscope.maths.bases import joint_basis
 from qkscope.maths.methods import key_pca
 from qkscope.maths.subspace import Side
-from qkscope.page.figures.style import new_figure
+from qkscope.page.figures import new_figure
 from qkscope.papers.lee2026.language import ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name, name_axes
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 

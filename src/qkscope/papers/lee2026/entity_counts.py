@@ -7,12 +7,11 @@ The same curves for a head at chance say what a plateau is worth.
 
 from __future__ import annotations
 
-from qkscope.page.figures.style import REST, new_figure
+from qkscope.page.figures import REST, new_figure
 from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, model_name, pick
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _PAIRS = 3  # in a prompt, while the words are varied
 _HEADS = 3

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from qkscope.draws import derived_seed
 from qkscope.maths.subspace import Subspace
-from qkscope.page.figures.style import new_figure
+from qkscope.page.figures import new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192

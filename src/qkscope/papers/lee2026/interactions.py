@@ -19,14 +19,13 @@ from torch import Tensor
 
 from qkscope.draws import derived_seed
 from qkscope.maths.bases import random_bases
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _ROTATIONS = 20
 

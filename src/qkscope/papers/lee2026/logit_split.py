@@ -16,14 +16,13 @@ from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
-from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 _DRAWS = 20
 

@@ -17,17 +17,16 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from qkscope.draws import derived_seed, draw_signs
+from qkscope.maths.bases import energy_rank
 from qkscope.maths.controls import rank_above
-from qkscope.maths.svd import energy_rank
-from qkscope.page.figures.style import INK, new_figure
+from qkscope.page.figures import INK, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096

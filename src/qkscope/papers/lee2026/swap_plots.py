@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.page.figures.style import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.result import Result
 

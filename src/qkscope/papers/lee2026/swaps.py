@@ -26,14 +26,13 @@ from qkscope.maths.bases import Projector, principal_cosines, random_bases
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
-from qkscope.page.figures.style import INK, ORIGINAL, TARGET, new_figure
+from qkscope.page.figures import INK, ORIGINAL, TARGET, new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.runs.result import Claim, Result
 
 Swap = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
 _DRAWS = 20

@@ -24,7 +24,7 @@ from torch import Tensor
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.kinds import AtLeast, Count, checked_class
-from qkscope.maths.svd import thin_svd
+from qkscope.maths.bases import thin_svd
 
 Reading = Literal["C", "B"]
 READINGS: tuple[Reading, ...] = ("C", "B")

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from qkscope.devices import check_device
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 from qkscope.kinds import Count, checked_call
 from qkscope.papers.fleet import TRAINED
 from qkscope.papers.franco2026.toy.measure import alignment_rows, divergence_and_error

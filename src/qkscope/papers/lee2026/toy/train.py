@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkscope.devices import check_device
-from qkscope.errors import BadInput
+from qkscope.errors import BadInput, check_device
 from qkscope.kinds import Count, checked_call
 from qkscope.papers.fleet import TRAINED
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
