@@ -10,8 +10,9 @@ from qkscope.analyses.relative import singular_basis
 from qkscope.capture.families import tiny_model
 from qkscope.capture.weights import head_weights
 from qkscope.heads import Head
+from qkscope.maths import methods
 from qkscope.maths.bases import thin_svd
-from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual, omega_svd
+from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +49,18 @@ def test_singular_vectors_multiply_out_and_are_orthonormal(family):
 
 
 def test_components_resolve_the_identity_and_add_up_to_every_logit():
-    basis = singular_basis(scope_of("llama"), "L1H2")["L1H2"]
+    every = singular_basis(scope_of("llama"), "L1H2")
+    basis = every["L1H2"]
     d, m = basis.read.shape
     assert float((components(basis.read, range(m)).matrix() - torch.eye(d)).abs().max()) < 1e-9
     parts = sum(components(basis.read, [j]).matrix() for j in range(m))
     assert float((parts - torch.eye(d)).abs().max()) < 1e-9
     half = components(basis.read, range(m // 2)).matrix()
     assert float((half @ half - half).abs().max()) < 1e-9
-    top = omega_svd(basis.read, basis.S, 3)
-    assert torch.equal(top.left, dual(basis.read)[:, :3])
+    largest = methods.omega_svd(every, [Head(1, 2)])
+    assert torch.equal(largest(3).left[0], dual(basis.read)[:, :3])
     with pytest.raises(BadInput, match="does not fit"):
-        omega_svd(basis.read, basis.S, m + 1)
+        largest(m + 1)
 
 
 def test_a_basis_is_kept_by_the_hash_of_the_weights(cache):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, tasks
-from qkscope.analyses.circuits import CIRCUITS, JOBS, Edge, Job, circuit_of, find_circuit, outside, parse_edges
+from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, circuit_of, find_circuit, outside, parse_edges
 from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import group_difference, sparsity
 from qkscope.analyses.sweep import plan_sweep, sweep
@@ -67,11 +67,11 @@ def shaped(family, words, tmp_path, **shape):
 
 def test_published_circuits_name_heads_their_models_have():
     for circuit in CIRCUITS.values():
-        assert len({(edge.head, edge.job) for edge in circuit.edges}) == len(circuit.edges)
+        assert len({(edge.head, edge.duty) for edge in circuit.edges}) == len(circuit.edges)
         assert all(edge.head.layer < 12 and edge.head.index < 12 for edge in circuit.edges)
     pythia = CIRCUITS["EleutherAI/pythia-160m"]
     assert len(pythia.edges) == 12
-    assert {str(edge) for edge in pythia.edges if edge.job.role == "name mover"} == {
+    assert {str(edge) for edge in pythia.edges if edge.duty.role == "name mover"} == {
         "L10H7:END>IO", "L9H4:END>IO", "L8H2:END>IO", "L8H10:END>IO",
     }  # fmt: skip
     assert circuit_of("openai-community/gpt2", "ioi") is CIRCUITS["gpt2"]
@@ -80,7 +80,7 @@ def test_published_circuits_name_heads_their_models_have():
 
 def test_edges_are_read_as_they_are_printed():
     edges = parse_edges("L9H9, L5H5:S2>S1+1", "ioi")
-    assert edges == [Edge(Head(9, 9), Job("answer", "query", "answer")), Edge(Head(5, 5), JOBS["ioi"][1])]
+    assert edges == [Edge(Head(9, 9), Duty("answer", "query", "answer")), Edge(Head(5, 5), DUTIES["ioi"][1])]
     assert parse_edges(",".join(map(str, CIRCUITS["gpt2"].edges[:2])), "ioi") == list(CIRCUITS["gpt2"].edges[:2])
     for text, says in (
         ("L5H5:S2", "from where to where"), ("", "no head was named"), ("L1H1,L1H1", "named twice"),
@@ -110,7 +110,7 @@ def test_a_planted_previous_token_head_is_found(words):
         model.transformer.h[0].ln_1.weight.fill_(1.0)
         model.transformer.h[0].ln_1.bias.zero_()
     scope = Scope.from_model(model, words)
-    best = next(edge for edge in find_circuit(scope, tasks.ioi(), n=16, top=1) if edge.job.role == "previous token")
+    best = next(edge for edge in find_circuit(scope, tasks.ioi(), n=16, top=1) if edge.duty.role == "previous token")
     assert best.head == Head(0, 0)
 
 
@@ -119,8 +119,8 @@ def test_controls_are_heads_of_no_circuit_at_the_same_roles(words):
     edges = find_circuit(scope, tasks.ioi(), n=4, top=1)
     control = outside(scope, edges, 2)
     assert not {edge.head for edge in edges} & {edge.head for edge in control}
-    ways = [(job.query, job.key) for job in JOBS["ioi"]]
-    assert [(e.job.query, e.job.key) for e in control] == [way for way in ways for _ in range(2)]
+    ways = [(job.query, job.key) for job in DUTIES["ioi"]]
+    assert [(e.duty.query, e.duty.key) for e in control] == [way for way in ways for _ in range(2)]
     assert not any(edge.circuit for edge in control)
 
 
@@ -182,7 +182,7 @@ def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, sh
     edges = CIRCUITS[circuit].edges
     assert [row["head"] for row in found.table()[: len(edges)]] == [str(edge.head) for edge in edges]
     assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in found.table())
-    assert len(found.table()) == len(edges) + 2 * len({(e.job.query, e.job.key) for e in edges})
+    assert len(found.table()) == len(edges) + 2 * len({(e.duty.query, e.duty.key) for e in edges})
 
 
 def test_directions_drawn_for_each_prompt_are_what_rotations_give():

@@ -28,7 +28,7 @@ QUERY = "query"
 
 
 @dataclass(frozen=True)
-class Job:
+class Duty:
     """What heads of a kind do: they look from one role to another."""
 
     role: str
@@ -38,14 +38,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Edge:
-    """One head at its job; ``circuit`` is False for a control."""
+    """One head at its duty; ``circuit`` is False for a control."""
 
     head: Head
-    job: Job
+    duty: Duty
     circuit: bool = True
 
     def __str__(self) -> str:
-        return f"{self.head}:{self.job.query}>{self.job.key}"
+        return f"{self.head}:{self.duty.query}>{self.duty.key}"
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Circuit:
     edges: tuple[Edge, ...]
 
 
-PREVIOUS, INDUCTION = Job("previous token", "S1+1", "S1"), Job("induction", "S2", "S1+1")
-DUPLICATE, INHIBITION = Job("duplicate token", "S2", "S1"), Job("S-inhibition", "END", "S2")
-MOVER, NEGATIVE = Job("name mover", "END", "IO"), Job("negative name mover", "END", "IO")
-BACKUP, SUPPRESSION = Job("backup name mover", "END", "IO"), Job("copy suppression", "END", "S2")
-JOBS: dict[str, tuple[Job, ...]] = {
+PREVIOUS, INDUCTION = Duty("previous token", "S1+1", "S1"), Duty("induction", "S2", "S1+1")
+DUPLICATE, INHIBITION = Duty("duplicate token", "S2", "S1"), Duty("S-inhibition", "END", "S2")
+MOVER, NEGATIVE = Duty("name mover", "END", "IO"), Duty("negative name mover", "END", "IO")
+BACKUP, SUPPRESSION = Duty("backup name mover", "END", "IO"), Duty("copy suppression", "END", "S2")
+DUTIES: dict[str, tuple[Duty, ...]] = {
     "ioi": (PREVIOUS, INDUCTION, INHIBITION, MOVER),
-    "induction": (Job("previous token", "NEXT", "PREV"), Job("induction", "END", "NEXT")),
-    "greater_than": (Job("year reader", "END", ANSWER),),
-    "pronoun": (Job("name reader", "END", "NAME"),),
+    "induction": (Duty("previous token", "NEXT", "PREV"), Duty("induction", "END", "NEXT")),
+    "greater_than": (Duty("year reader", "END", ANSWER),),
+    "pronoun": (Duty("name reader", "END", "NAME"),),
 }
 """What to look for in a model whose circuit nobody has published."""
-_ANSWERING = Job("answer", QUERY, ANSWER)
+_ANSWERING = Duty("answer", QUERY, ANSWER)
 
 
-def _edges(table: Sequence[tuple[Job, str]]) -> tuple[Edge, ...]:
-    return tuple(Edge(Head(*map(int, name.split("."))), job) for job, names in table for name in names.split())
+def _edges(table: Sequence[tuple[Duty, str]]) -> tuple[Edge, ...]:
+    return tuple(Edge(Head(*map(int, name.split("."))), duty) for duty, names in table for name in names.split())
 
 
 CIRCUITS: dict[str, Circuit] = {
@@ -120,7 +120,7 @@ def parse_edges(text: str, task: str) -> list[Edge]:
         if colon and not (arrow and query and key):
             raise BadInput(f"{part!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
         (head,) = parse_heads(name)
-        edges.append(Edge(head, _job_between(query, key, task) if colon else _ANSWERING))
+        edges.append(Edge(head, _duty_between(query, key, task) if colon else _ANSWERING))
     if not edges:
         raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or a circuit's name.")
     twice = [edge for i, edge in enumerate(edges) if edge in edges[:i]]
@@ -129,16 +129,16 @@ def parse_edges(text: str, task: str) -> list[Edge]:
     return edges
 
 
-def _job_between(query: str, key: str, task: str) -> Job:
-    known = (job for job in JOBS.get(task, ()) if (job.query, job.key) == (query, key))
-    return next(known, Job(f"{query} to {key}", query, key))
+def _duty_between(query: str, key: str, task: str) -> Duty:
+    known = (duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key))
+    return next(known, Duty(f"{query} to {key}", query, key))
 
 
 def check_roles(task: Task, edges: Sequence[Edge]) -> None:
     """Refuse a role that the task's prompts do not have, before a model is loaded."""
     example = task.test(1)[0][0]
     for edge in edges:
-        for role in (edge.job.query, edge.job.key):
+        for role in (edge.duty.query, edge.duty.key):
             if role not in (QUERY, ANSWER) and role not in example.roles:
                 there = ", ".join([*example.roles, QUERY, ANSWER])
                 raise BadInput(f"{edge} names a role {role!r} that {task.name} does not have: there is {there}.")
@@ -183,33 +183,33 @@ def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
 def find_circuit(
     scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32, progress: bool | None = None
 ) -> list[Edge]:
-    """For each job of the task the heads that do it most, on prompts for choosing.
+    """For each duty of the task the heads that do it most, on prompts for choosing.
 
     A head's score is its mean attention from the query role to the key role, less that to the other named roles, so
     that a head which looks at every name is not taken for one that looks at this one.
     """
-    jobs = JOBS.get(task.name, (_ANSWERING,))
+    duties = DUTIES.get(task.name, (_ANSWERING,))
     units: list[Unit] = [unit[:1] for unit in task.choose(n)]
-    queries = list(dict.fromkeys(job.query for job in jobs))
-    keys = list(dict.fromkeys([*(job.key for job in jobs), *units[0][0].roles]))
+    queries = list(dict.fromkeys(duty.query for duty in duties))
+    keys = list(dict.fromkeys([*(duty.key for duty in duties), *units[0][0].roles]))
 
-    def run(indices: list[int]) -> Float[Tensor, "n jobs h"]:
+    def run(indices: list[int]) -> Float[Tensor, "n duties h"]:
         inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
         attention = scope.capture_inputs(inputs, places=rows_from(inputs, columns[:, : len(queries)])).attention()
         by_query = attention.cpu().unflatten(0, (len(indices), len(queries)))
         slots = columns[:, None, len(queries) :].expand(-1, by_query.shape[2], -1)
         out = []
-        for job in jobs:
-            own = by_query[:, queries.index(job.query)].gather(-1, slots)
-            target = slots[..., keys.index(job.key), None]
-            others = (slots != target) & (slots != columns[:, None, queries.index(job.query), None])
+        for duty in duties:
+            own = by_query[:, queries.index(duty.query)].gather(-1, slots)
+            target = slots[..., keys.index(duty.key), None]
+            others = (slots != target) & (slots != columns[:, None, queries.index(duty.query), None])
             rest = (own * others).sum(-1) / others.sum(-1).clamp_min(1)
-            out.append(own[..., keys.index(job.key)] - rest)
+            out.append(own[..., keys.index(duty.key)] - rest)
         return torch.stack(out, dim=1)
 
     scores = torch.cat([part.value for part in stream(batches_of(units, batch_size), run, progress)]).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
-    return [Edge(scope.heads()[i], job) for job, own in zip(jobs, best.tolist(), strict=True) for i in own]
+    return [Edge(scope.heads()[i], duty) for duty, own in zip(duties, best.tolist(), strict=True) for i in own]
 
 
 def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> list[Edge]:
@@ -217,9 +217,9 @@ def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> l
     inside = {edge.head for edge in edges}
     free = [head for head in scope.heads() if head not in inside]
     generator = torch.Generator().manual_seed(seed)
-    ways = list(dict.fromkeys((edge.job.query, edge.job.key) for edge in reversed(edges)))[::-1]
+    ways = list(dict.fromkeys((edge.duty.query, edge.duty.key) for edge in reversed(edges)))[::-1]
     return [
-        Edge(free[i], Job("control", query, key), circuit=False)
+        Edge(free[i], Duty("control", query, key), circuit=False)
         for query, key in ways
         for i in sorted(torch.randperm(len(free), generator=generator)[:count].tolist())
     ]

@@ -89,6 +89,21 @@ class Fit(Result):
         found = self[contrast, head]
         return (found.U * found.S) @ found.V.mT
 
+    def covariances(self, heads: Sequence[Head], contrasts: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+        """Covariances of the queries and of the keys that some contrasts were fitted on, for each head.
+
+        Parameters
+        ----------
+        heads : some of the fitted heads.
+        contrasts : their names; all that were fitted by default, and where one of them was not.
+        """
+        chosen = list(self.sums) if contrasts is None or not set(contrasts) <= set(self.sums) else list(contrasts)
+        first, *others = (self.sums[name] for name in chosen)
+        index = [self.heads.index(head) for head in heads]
+        cov_q = first.cov_q.merge(*(s.cov_q for s in others)).matrix()
+        cov_k = first.cov_k.merge(*(s.cov_k for s in others)).matrix()
+        return cov_q[index].cpu(), cov_k[index].cpu()
+
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None, state: str = "") -> Path:
         """Write the folder that `decompose` would have written, for `load` and the later verbs.
 

@@ -51,13 +51,8 @@ class ContrastSums(Accumulator):
     def __init__(
         self, moments: Moments, batches: int = 0, of: int = 0, cut: Sequence[int] = (), shard: Sequence[int] = (0, 1)
     ) -> None:
-        self.moments, self.batches, self.of, self.cut, self.shard = (
-            moments,
-            batches,
-            of,
-            list(cut),
-            (shard[0], shard[1]),
-        )
+        self.moments, self.batches, self.of = moments, batches, of
+        self.cut, self.shard = list(cut), (shard[0], shard[1])
         device = next(iter(moments.sums.values())).device
         self.cov_q, self.cov_k = (Covariance(len(moments.heads), moments.d_head, device) for _ in range(2))
 
@@ -93,11 +88,8 @@ class ContrastSums(Accumulator):
         merged.shard = (0, 1)
         for other in others:
             assert isinstance(other, ContrastSums)
-            merged.batches, merged.of, merged.cut = (
-                merged.batches + other.batches,
-                merged.of + other.of,
-                merged.cut + other.cut,
-            )
+            merged.batches, merged.of = merged.batches + other.batches, merged.of + other.of
+            merged.cut = merged.cut + other.cut
         return merged
 
     def _check_same_job(self, other: Accumulator) -> None:

@@ -76,7 +76,7 @@ def sparsity(
     scope : the model.
     task : whose roles are looked at, and whose test prompts are measured.
     heads : edges like ``L9H9:END>IO``, heads (which then look from the query to the answer), or a circuit's name. By
-        default the model's published circuit, or the heads that do the task's jobs most (`find_circuit`).
+        default the model's published circuit, or the heads that do the task's duties most (`find_circuit`).
     n : prompts.
     controls : heads outside the circuit for each way to look.
     draws, seed : rotations of each null, and the seed of all draws.
@@ -152,8 +152,8 @@ def measure_edges(
     units: list[Unit] = [unit[:1] for unit in task.test(n)]
     heads = list(dict.fromkeys(edge.head for edge in edges))
     basis = singular_basis(scope, heads)
-    queries = list(dict.fromkeys(edge.job.query for edge in edges))
-    keys = list(dict.fromkeys(edge.job.key for edge in edges))
+    queries = list(dict.fromkeys(edge.duty.query for edge in edges))
+    keys = list(dict.fromkeys(edge.duty.key for edge in edges))
     out = {name: torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64) for name in VALUES}
     first = torch.full((len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
     turned = first.clone()
@@ -164,8 +164,8 @@ def measure_edges(
         places = rows_from(inputs, columns[:, : len(queries)])
         captured = scope.capture_inputs(inputs, places=places, heads=heads, space="query_frame")
         for q, query in enumerate(queries):
-            own = [e for e, edge in enumerate(edges) if edge.job.query == query]
-            slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].job.key)] for e in own], dim=1)
+            own = [e for e, edge in enumerate(edges) if edge.duty.query == query]
+            slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].duty.key)] for e in own], dim=1)
             rows = list(range(q, len(places.row), len(queries)))
             found = relative_rows(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
             for name, value in found.values(draws, seed, indices).items():
@@ -183,8 +183,8 @@ def measure_edges(
     blind = next((edge for edge, seen in zip(edges, counts.tolist(), strict=True) if edge.circuit and not seen), None)
     if blind is not None:
         raise BadInput(
-            f"{blind} cannot be measured: in no prompt does {blind.job.query} see {blind.job.key} and one token more; "
-            "heads look back, so name the later place first."
+            f"{blind} cannot be measured: in no prompt does {blind.duty.query} see {blind.duty.key} and one token "
+            "more; heads look back, so name the later place first."
         )
     mean = sums / counts[:, None].clamp_min(1)
     sigma = basis.S[basis.index([edge.head for edge in edges])].double()
@@ -229,8 +229,8 @@ def sparsity_rows(
         if bool(kept.any()):
             low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
         rows.append({
-            "model": model, "head": str(edge.head), "step": step, "role": edge.job.role, "from": edge.job.query,
-            "to": edge.job.key, "circuit": edge.circuit,
+            "model": model, "head": str(edge.head), "step": step, "role": edge.duty.role, "from": edge.duty.query,
+            "to": edge.duty.key, "circuit": edge.circuit,
             **{name: float(values.nanmean()) for name, values in own.items()},
             "difference": float(gap.nanmean()), "low": float(low), "high": float(high),
             "positive": float((own["relative"] > 0).double().mean()), "n": int(kept.sum()),

@@ -228,7 +228,7 @@ class Features:
         bases = {name: [self.subspaces[name, head].basis("key").double() for head in self.heads] for name in self.names}
         groups = {name: [name] for name in self.names} | {self.joint: self.names}
         known = (
-            {name: fitted_covariances(self.fit, self.heads, group) for name, group in groups.items()}
+            {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
             if self.has_covariances
             else {}
         )
@@ -241,22 +241,12 @@ class Features:
             for name in self.names
         }
         if self.has_covariances:
-            cov_q, cov_k = fitted_covariances(self.fit, self.heads, self.names)
+            cov_q, cov_k = self.fit.covariances(self.heads, self.names)
             found |= {"key_pca": methods.key_pca(cov_k), "cov_qk": methods.cov_qk(cov_q, cov_k)}
         return {**found, "random": self._random(draws, seed)}
 
     def _random(self, draws: int, seed: int) -> Method:
         return methods.random(self.heads, next(iter(self.subspaces.values())).d_head, draws, seed)
-
-
-def fitted_covariances(fit: Fit, heads: Sequence[Head], names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-    """Covariances of the queries and keys that some contrasts were fitted on; of all that were, for one's own."""
-    chosen = list(fit.sums) if names is None or not set(names) <= set(fit.sums) else list(names)
-    first, *others = (fit.sums[name] for name in chosen)
-    index = [fit.heads.index(head) for head in heads]
-    cov_q = first.cov_q.merge(*(s.cov_q for s in others)).matrix()
-    cov_k = first.cov_k.merge(*(s.cov_k for s in others)).matrix()
-    return cov_q[index].cpu(), cov_k[index].cpu()
 
 
 def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, d_head: int) -> Subspace:

@@ -202,14 +202,14 @@ def _edges(
     if (job.out / JOB).exists():
         job.say(plan)  # it does already
         return [
-            Edge(Head.parse(e["head"]), circuits.Job(e["role"], e["from"], e["to"]), e["circuit"])
+            Edge(Head.parse(e["head"]), circuits.Duty(e["role"], e["from"], e["to"]), e["circuit"])
             for e in _read_job(job.out)["edges"]
         ]
     scope = last()
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
     own = edges_for(scope, task, wanted, batch_size)
     edges = [*own, *outside(scope, own, controls, seed)]
-    listed = [{"head": str(e.head), "role": e.job.role, "from": e.job.query, "to": e.job.key, "circuit": e.circuit}
+    listed = [{"head": str(e.head), "role": e.duty.role, "from": e.duty.query, "to": e.duty.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
     job.say({**plan, "edges": listed})
     return edges

@@ -154,7 +154,6 @@ def basis_of_weights(
     scale: Float[Tensor, " h"],
     c_q: Float[Tensor, "h d_head"],
     rotary: Sequence[bool],
-    about: Mapping[str, Any] | None = None,
     kv_of_head: Int[Tensor, " h"] | None = None,
 ) -> SingularBasis:
     """Thin SVD of each head, multiplied out on random probes before it is believed."""
@@ -180,7 +179,6 @@ def basis_of_weights(
         c_q.cpu(),
         error.cpu(),
         tuple(rotary),
-        dict(about or {}),
     )
 
 
@@ -202,16 +200,3 @@ def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Pr
     """The oblique projector on keys that keeps some components of every logit: ``P = Σ_{j chosen} n_j m_jᵀ``."""
     index = torch.as_tensor(chosen)
     return Projector(dual(read)[:, index], read.double()[:, index])
-
-
-def omega_svd(read: Float[Tensor, "d m"], s: Float[Tensor, " m"], rank: int) -> Projector:
-    """The components with the largest singular values: what the weights alone would swap.
-
-    Examples
-    --------
-    >>> omega_svd(torch.eye(4), torch.tensor([1.0, 4.0, 2.0, 3.0]), 2).matrix().diagonal()
-    tensor([0., 1., 0., 1.], dtype=torch.float64)
-    """
-    if not 1 <= rank <= s.shape[-1]:
-        raise BadInput(f"rank {rank} does not fit into the {s.shape[-1]} singular vectors of the head.")
-    return components(read, s.argsort(descending=True)[:rank])

@@ -15,7 +15,7 @@ from qkscope.analyses.discover.rows import QueryRows
 from qkscope.analyses.discover.study import Study
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.swap import capture_rows, fitted_covariances
+from qkscope.analyses.swap import capture_rows
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -75,7 +75,7 @@ class Curve:
             every[name] = methods.leading(torch.stack([fit[name, head].V for head in heads]))
             deltas = torch.stack([fit.delta(name, head) for head in heads])
             every[f"{name}_moving"] = methods.moving(deltas.cpu())
-        cov_q, cov_k = fitted_covariances(fit, heads)
+        cov_q, cov_k = fit.covariances(heads)
         every["cov_qk"] = methods.cov_qk(cov_q, cov_k)
         every["cov_qk_moving"] = methods.moving(cov_q @ cov_k)
         every["key_pca"] = methods.key_pca(cov_k)

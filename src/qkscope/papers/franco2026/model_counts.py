@@ -55,7 +55,7 @@ def _distribution(found: Sweep, i: int) -> list[Row]:
         if len(values):
             marks = values.quantile(values.new_tensor([0.0, 0.25, 0.5, 0.75, 1.0])).tolist()
             out.append({
-                "head": str(edge.head), "role": edge.job.role, "from": edge.job.query, "to": edge.job.key,
+                "head": str(edge.head), "role": edge.duty.role, "from": edge.duty.query, "to": edge.duty.key,
                 "circuit": edge.circuit, "what": name,
                 **dict(zip(("least", "quarter", "median", "three_quarters", "most"), marks, strict=True)),
                 "mean": float(values.mean()), "n": len(values),

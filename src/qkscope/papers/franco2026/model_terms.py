@@ -32,7 +32,7 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
     found = swept(settings)
     chosen = [i for i, edge in enumerate(found.edges) if edge.circuit]
     if roles is not None:
-        there = [found.edges[i].job.role for i in chosen]
+        there = [found.edges[i].duty.role for i in chosen]
         chosen = [chosen[there.index(role)] for role in roles if role in there] or chosen[: len(roles)]
     rows = [_row(found, i) for i in chosen]
     arrays = {
@@ -64,7 +64,7 @@ def _row(found: Sweep, i: int) -> Row:
     terms = end["terms_first"]
     largest = int(terms.abs().argmax())
     return {
-        "head": str(edge.head), "role": edge.job.role, "from": edge.job.query, "to": edge.job.key,
+        "head": str(edge.head), "role": edge.duty.role, "from": edge.duty.query, "to": edge.duty.key,
         "relative": float(terms.sum()), "sparsity_first": float(sparsity(terms)),
         "sparsity_start": _mean(start["sparsity"]), "sparsity_end": _mean(end["sparsity"]),
         "rotated_start": _mean(start["rotated"]), "rotated_end": _mean(end["rotated"]),
