@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 from pathlib import Path
 
+import qkscope
 from qkscope.runs.result import rule_holds
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -65,3 +67,10 @@ def test_the_architecture_names_files_that_are_there():
     }
     assert len(named) > 25
     assert [name for name in sorted(named) if not (DOCS.parent / "src" / "qkscope" / name).is_file()] == []
+
+
+def test_the_python_interface_names_what_is_there():
+    named = re.findall(r"auto(?:class|function):: ([\w.]+)\.(\w+)", (DOCS / "api.md").read_text())
+    assert len(named) > 40
+    assert [f"{module}.{name}" for module, name in named if not hasattr(importlib.import_module(module), name)] == []
+    assert set(qkscope.__all__) - {"tasks", "__version__"} <= {name for _, name in named}
