@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import operator
 import os
 import types
@@ -29,33 +30,21 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
-class AtLeast(NamedTuple):
-    """The range from ``least`` on."""
-
-    least: float
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value lies in it."""
-        return bool(value >= self.least)
-
-    def __str__(self) -> str:
-        return f"at least {self.least}"
-
-
 class Between(NamedTuple):
-    """The range from ``least`` to ``most``, both included."""
+    """The range from ``least`` to ``most``, both included; without an end if ``most`` is not given."""
 
     least: float
-    most: float
+    most: float = math.inf
 
     def holds(self, value: Any) -> bool:
         """Whether a value lies in it."""
         return bool(self.least <= value <= self.most)
 
     def __str__(self) -> str:
-        return f"from {self.least} to {self.most}"
+        return f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
 
 
+AtLeast = Between  # as ``AtLeast(1)``: the name for a range without an end
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
@@ -126,15 +115,11 @@ def checked_class(cls: C) -> C:
 def _accepted(unnamed: list[Kind], named: dict[str, Kind], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every value is of its kind as it is: the way of nearly every call, so it asks no more."""
     try:
-        for kind, value in zip(unnamed, args, strict=False):
-            if not kind.accepts(value):
-                return False
-        for name, value in kwargs.items():
-            if name in named and not named[name].accepts(value):
-                return False
+        if not all(kind.accepts(value) for kind, value in zip(unnamed, args, strict=False)):
+            return False
+        return all(named[name].accepts(value) for name, value in kwargs.items() if name in named)
     except _OutOfRange:
         return False
-    return True
 
 
 # ---------------------------------------------------------------- the slow way, where something is wrong
@@ -223,12 +208,13 @@ def came(value: Any, limit: int = 60) -> str:
         what, dtype = "an array" if kind == "ndarray" else "a tensor", str(value.dtype).removeprefix("torch.")
         return f"{what} of shape {tuple(value.shape)}, {dtype}"
     if isinstance(value, list | tuple):
-        shown = ", ".join(came(item, 20) for item in value[:4]) + (", …" if len(value) > 4 else "")
-        return f"{kind} ({shown})" if len(shown) <= limit else kind
-    if isinstance(value, Mapping):
-        shown = ", ".join(f"{came(key, 20)}: {came(item, 20)}" for key, item in list(value.items())[:3])
-        return f"{kind} ({shown})" if len(shown) <= limit else kind
-    return f"the class {value.__name__}" if isinstance(value, type) else kind
+        parts = [came(item, 20) for item in value[:4]] + ["…"] * (len(value) > 4)
+    elif isinstance(value, Mapping):
+        parts = [f"{came(key, 20)}: {came(item, 20)}" for key, item in list(value.items())[:3]]
+    else:
+        return f"the class {value.__name__}" if isinstance(value, type) else kind
+    shown = ", ".join(parts)
+    return f"{kind} ({shown})" if len(shown) <= limit else kind
 
 
 # ---------------------------------------------------------------- annotations as kinds
@@ -236,11 +222,9 @@ def came(value: Any, limit: int = 60) -> str:
 
 def _kinds(function: Callable[..., Any]) -> tuple[list[Kind], dict[str, Kind]]:
     """The kind of every unnamed value in order, and of every parameter by name."""
-    unnamed = list[Kind]()
-    named = {
-        name: _narrowed(kind_of(hint), _SEEDS) if name == "seed" else kind_of(hint)
-        for name, hint in _hints(function).items()
-    }
+    unnamed, named = list[Kind](), {name: kind_of(hint) for name, hint in _hints(function).items()}
+    if "seed" in named:
+        named["seed"] = _narrowed(named["seed"], _SEEDS.holds, str(_SEEDS))
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             unnamed.append(named.get(name, _ANYTHING))
@@ -250,16 +234,14 @@ def _kinds(function: Callable[..., Any]) -> tuple[list[Kind], dict[str, Kind]]:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError, SyntaxError):  # one that only a type checker sees: the others still count
-        found: dict[str, Any] = {}
-        inner: Any = inspect.unwrap(function)
-        for name, hint in inner.__annotations__.items():
-            one = type("One", (), {"__annotations__": {name: hint}})
-            with suppress(NameError, TypeError, SyntaxError):
-                found |= typing.get_type_hints(one, globalns=inner.__globals__, include_extras=True)
-        return found
+    """Annotations, each read by itself: where one names what only a type checker sees, the others still count."""
+    found: dict[str, Any] = {}
+    inner: Any = inspect.unwrap(function)
+    for name, hint in inner.__annotations__.items():
+        one = type("One", (), {"__annotations__": {name: hint}})
+        with suppress(NameError, TypeError, SyntaxError):
+            found |= typing.get_type_hints(one, globalns=inner.__globals__, include_extras=True)
+    return found
 
 
 _PLAIN_KINDS: dict[Any, Kind] = {
@@ -282,11 +264,18 @@ def kind_of(hint: Any) -> Kind:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     outer = types.NoneType if hint is None else origin or hint
     if origin is Annotated:
-        return functools.reduce(_narrowed, inside[1:], kind_of(inside[0]))
+        kind = kind_of(inside[0])
+        for by in inside[1:]:
+            if isinstance(by, Between):
+                kind = _narrowed(kind, by.holds, str(by))
+            elif isinstance(by, str):
+                kind = kind._replace(called=by)
+        return kind
     if origin in (Union, types.UnionType):
         return _union(inside)
     if origin is Literal:
-        return _one_of(inside)
+        types_of, called = {type(value) for value in inside}, f"one of {', '.join(map(str, inside))}"
+        return _narrowed(Kind(lambda v: type(v) in types_of, called), lambda v: v in inside, called)
     if hasattr(hint, "array_type") and hasattr(hint, "dim_str"):
         sorts = {"Float": "floating-point ", "Int": "whole-number ", "Bool": "true-or-false "}
         sort = sorts.get(hint.__name__.split("[")[0], "")
@@ -305,30 +294,17 @@ def kind_of(hint: Any) -> Kind:
     return Kind(lambda v: isinstance(v, outer), f"{article} {outer.__name__}" + (f" ({comes})" if comes else ""))
 
 
-def _narrowed(kind: Kind, by: Any) -> Kind:
-    """A kind with another name (a text), or with a range."""
-    if not isinstance(by, AtLeast | Between):
-        return kind._replace(called=by) if isinstance(by, str) else kind
+def _narrowed(kind: Kind, holds: Callable[[Any], bool], range_called: str) -> Kind:
+    """The values of a kind for which something holds, and what their range is called."""
 
     def accepts(value: Any) -> bool:
         if not kind.accepts(value):
             return False
-        if value is not None and not by.holds(value):
-            raise _OutOfRange(f"{by}, but got {came(value)}")
+        if value is not None and not holds(value):
+            raise _OutOfRange(f"{range_called}, but got {came(value)}")
         return True
 
     return Kind(accepts, kind.called)
-
-
-def _one_of(allowed: tuple[Any, ...]) -> Kind:
-    sorts, called = {type(value) for value in allowed}, f"one of {', '.join(map(str, allowed))}"
-
-    def accepts(value: Any) -> bool:
-        if type(value) in sorts and value not in allowed:
-            raise _OutOfRange(f"{called}, but got {came(value)}")
-        return value in allowed if type(value) in sorts else False
-
-    return Kind(accepts, called)
 
 
 def _union(inside: tuple[Any, ...]) -> Kind:
@@ -375,10 +351,8 @@ def _listed(outer: type, inside: tuple[Any, ...]) -> Kind:
         return all(map(item.accepts, value if len(value) <= _LOOKED_AT else value[:_LOOKED_AT]))
 
     words = {"a text": "texts", "a whole number": "whole numbers", "a number": "numbers"}
-    called = (
-        "a list" if item is _ANYTHING else f"a list of {words.get(item.called, f'items that are each {item.called}')}"
-    )
-    return Kind(accepts, called)
+    called = words.get(item.called, f"items that are each {item.called}")
+    return Kind(accepts, "a list" if item is _ANYTHING else f"a list of {called}")
 
 
 def _mapping(inside: tuple[Any, ...]) -> Kind:
