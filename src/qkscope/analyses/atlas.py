@@ -87,7 +87,7 @@ def atlas(
     >>> texts = [unit[0].text for unit in tasks.induction().test(64)]
     >>> found = atlas(scope, texts, 48, test=16, heads="L1H0,L1H1", progress=False)
     >>> [(row["head"], row["directions"]) for row in found.table()]
-    [('L1H1', 5), ('L1H0', 5)]
+    [('L1H0', 5), ('L1H1', 4)]
     """
     start = time.perf_counter()
     options = Options(space, skip, queries, length, replicates, draws, batch_size, seed, progress)
