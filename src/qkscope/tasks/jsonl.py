@@ -23,7 +23,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
     path = Path(path)
     lines = _lines(path)
     read = [_line(text, number, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
-    if not read:
-        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    _need(read, f"{path} holds no examples: write one JSON object per line.")
     names = list(dict.fromkeys(name for line in read for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
     groups = _groups(read, contrasts)
@@ -88,10 +88,9 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
     }
     digest, notes = _digest("\n".join(lines))[:32], list[str]()
     if copies := len(groups) - len(set(alike.values())):
-        notes.append(
-            f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
-        )
-        _say_once(f"{path}: {notes[0]}", digest)
+        said = f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
+        notes.append(said)
+        _say_once(f"{path}: {said}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
@@ -102,16 +101,14 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
             if uses[name] == use
         ]
         own = [unit for unit in found if unit]
-        if not own:
-            needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
-            raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
+        needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
+        _need(own, f"{path} has no example for {use} with {needed}: add lines, or set their use.")
         if n > len(own):
             _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest)
         return own[:n]
 
-    made = {
-        name: Contrast(name, "as labelled", center=center, paired=_paired(name, groups.values())) for name in contrasts
-    }
+    paired = {name: _paired(name, groups.values()) for name in contrasts}
+    made = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
     first = not chat and any(_begins(line.example) for line in read)
     return Task("jsonl", made, draw, seed, chat, asked, tuple(notes), first)
@@ -136,9 +133,8 @@ def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_
     groups: dict[str, list[_Line]] = {}
     for number, line in enumerate(read):
         own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
-        if own and own[0].use != line.use:
-            where = line.example.where
-            raise BadInput(f"{where} has another use than its group {line.group!r}: give them the same.")
+        same, where = not own or own[0].use == line.use, line.example.where
+        _need(same, f"{where} has another use than its group {line.group!r}: give them the same.")
         own.append(replace(line, example=_with_answer(line.example, contrasts)))
     return groups
 
@@ -216,13 +212,12 @@ def _begins(example: Example) -> bool:
 def _lines(path: Path) -> list[str]:
     """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
     shown = str(path).encode("utf-8", "backslashreplace").decode()
-    if shown != str(path):
-        raise BadInput(f"the name of {shown} is not UTF-8: rename the file.")
+    _need(shown == str(path), f"the name of {shown} is not UTF-8: rename the file.")
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe or a device may never end
-            raise BadInput(f"{path} is not a plain file: name a file with one JSON object per line.")
-        if (size := path.stat().st_size) > _LARGEST:
-            raise BadInput(f"{path} has {size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines.")
+        plain = path.is_file() or path.is_dir() or not path.exists()
+        _need(plain, f"{path} is not a plain file: name a file with one JSON object per line.")  # a pipe may never end
+        size = path.stat().st_size
+        _need(size <= _LARGEST, f"{path} has {size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines.")
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
@@ -238,6 +233,15 @@ def _lines(path: Path) -> list[str]:
 def _need(holds: object, sentence: str) -> None:
     if not holds:
         raise BadInput(sentence)
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Say where in the file it was that something was refused."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
 
 
 def _line(text: str, number: int, where: str) -> _Line:
@@ -260,10 +264,9 @@ def _line(text: str, number: int, where: str) -> _Line:
 
 def _parsed(data: Any, number: int, where: str) -> _Line:
     _need(isinstance(data, dict), f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
-    unknown = min(set(data) - _FIELDS, default="")
-    _need(
-        not set(data) - _FIELDS, f"{where} has a field {unknown[:80]!r}: the fields are {', '.join(sorted(_FIELDS))}."
-    )
+    if unknown := sorted(set(data) - _FIELDS):
+        fields = ", ".join(sorted(_FIELDS))
+        raise BadInput(f"{where} has a field {unknown[0][:80]!r}: the fields are {fields}.")
     prompt, listed, query = data.get("prompt"), data.get("keys"), data.get("query")
     use, group, answers = data.get("use"), data.get("group"), data.get("answers")
     _need(isinstance(prompt, str) and prompt, f"{where} needs a prompt: a text that is not empty.")
@@ -301,10 +304,8 @@ def _answers(data: Any, where: str) -> Answers:
         _need(fine, f'{where} needs answers like {{"right": " is", "wrong": [" are"]}}, but has {_short(data)}.')
         sides.append(tuple(dict.fromkeys(listed)))
     _need(len(data) == len(sides), f"{where} has answers that are neither right nor wrong: name these two.")
-    try:
+    with _at(where):
         return Answers(*sides)
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
 
 
 def _key(prompt: str, data: Any, where: str) -> Key:
@@ -313,10 +314,8 @@ def _key(prompt: str, data: Any, where: str) -> Key:
     labels = data.get("labels", {})
     fine = isinstance(labels, dict) and all(type(v) is int and v in (-1, 0, 1) for v in labels.values())
     _need(fine, f"{where} needs labels of 1, -1 or 0 by contrast, but has {_short(labels)}.")
-    try:
+    with _at(where):
         named = {checked_name(name): sign for name, sign in labels.items()}
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
     return Key(_span(prompt, data, where), named)
 
 
