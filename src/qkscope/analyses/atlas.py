@@ -36,10 +36,6 @@ _SWAPPED = 2  # directions of the causal test: the difference between methods sh
 class Atlas(Result):
     """All heads, those with most directions first."""
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per head."""
-        return [dict(row) for row in self.tables["atlas"]]
-
 
 @checked_call
 def atlas(

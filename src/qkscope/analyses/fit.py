@@ -65,10 +65,6 @@ class Fit(Result):
         """Names of the fitted contrasts."""
         return list(dict.fromkeys(contrast for contrast, _ in self.subspaces))
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per contrast and head."""
-        return [dict(row) for row in self.tables["ranks"]]
-
     def delta(self, contrast: str, head: str | Head) -> Float[Tensor, "d d"]:
         """ΔC as it was fitted, centring included: its SVD is ``fit[contrast, head]``.
 

@@ -50,10 +50,6 @@ class Sparsity(Result):
 
     edges: tuple[Edge, ...] = field(default=())
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per edge."""
-        return [dict(row) for row in self.tables["sparsity"]]
-
 
 @checked_call
 def sparsity(

@@ -43,10 +43,6 @@ _PARTS = tuple(field.name for field in fields(AttentionRows))
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
 
-    def table(self) -> list[dict[str, Any]]:
-        """One row per head and condition."""
-        return [dict(row) for row in self.tables["swap"]]
-
 
 @checked_call
 def swap(

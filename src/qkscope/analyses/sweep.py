@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def sweep(
     plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, dtype=dtype)
     found: list[Checkpoint] = plan.pop("checkpoints")
     with Job(out).hold() as job:
-        result = _measured(model, task, plan, found, heads, job, batch_size, device, start)
+        result = _measured(task, plan, found, job, batch_size, device)
+        result = replace(result, seconds=time.perf_counter() - start)
         show(result)
         contents = {RESULTS: as_json(result.to_json())}
         write_run(Path(out), result.experiment, contents, plain_value(result.provenance), state=_STATE)
@@ -122,18 +124,10 @@ def sweep(
 
 
 def _measured(
-    model: str,
-    task: Task,
-    plan: Mapping[str, Any],
-    found: Sequence[Checkpoint],
-    heads: str | None,
-    job: Job,
-    batch_size: int,
-    device: str | None,
-    start: float,
+    task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], job: Job, batch_size: int, device: str | None
 ) -> Sparsity:
     """Every checkpoint's numbers, read where they are stored and made where not."""
-    n, draws, seed, dtype = (plan[name] for name in ("n", "draws", "seed", "dtype"))
+    model, n, draws, seed, dtype = (plan[name] for name in ("model", "n", "draws", "seed", "dtype"))
     loaded: dict[str, Scope] = {}
 
     def scope_at(checkpoint: Checkpoint) -> Scope:
@@ -144,7 +138,7 @@ def _measured(
             )
         return loaded[checkpoint.label]
 
-    edges = _edges(job, plan, task, heads, plan["controls"], seed, batch_size, lambda: scope_at(found[-1]))
+    edges = _edges(job, plan, task, batch_size, lambda: scope_at(found[-1]))
     about = {
         "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
         "asked_dtype": dtype,
@@ -154,10 +148,7 @@ def _measured(
     folder.mkdir(exist_ok=True)
     stored: dict[str, Mapping[str, Tensor]] = {}
     weights: dict[str, str] = {}
-    last_first = sorted(
-        found, key=lambda checkpoint: checkpoint.label not in loaded
-    )  # the one in memory, then the rest
-    for checkpoint in last_first:
+    for checkpoint in sorted(found, key=lambda one: one.label not in loaded):  # the one in memory, then the rest
         path = _stored_at(folder, checkpoint.label)
         kept = read_tensors(path, _KIND, about) if path.exists() else None
         if kept is not None and set(VALUES) <= set(kept[0]):  # a file of an older version may lack a column
@@ -179,7 +170,7 @@ def _measured(
             manifest = {"about": {**about, "weights": scope.weights_hash, "dtype": str(scope.model.dtype)}}
             write_tensors(path, _KIND, arrays, manifest, new_folder=False)
         stored[checkpoint.label] = arrays
-    return _result(model, task, plan, found, edges, stored, weights, time.perf_counter() - start)
+    return _result(task, plan, found, edges, stored, weights)
 
 
 def _stored_at(folder: Path, label: str) -> Path:
@@ -187,16 +178,7 @@ def _stored_at(folder: Path, label: str) -> Path:
     return folder / f"{file_name(label) or 'model'}.safetensors"
 
 
-def _edges(
-    job: Job,
-    plan: Mapping[str, Any],
-    task: Task,
-    heads: str | None,
-    controls: int,
-    seed: int,
-    batch_size: int,
-    last: Any,
-) -> list[Edge]:
+def _edges(job: Job, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]) -> list[Edge]:
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
     assert job.out is not None
     if (job.out / JOB).exists():
@@ -205,10 +187,10 @@ def _edges(
             Edge(Head.parse(e["head"]), circuits.Duty(e["role"], e["from"], e["to"]), e["circuit"])
             for e in _read_job(job.out)["edges"]
         ]
-    scope = last()
+    scope, heads = last(), plan["heads"]
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
     own = edges_for(scope, task, wanted, batch_size)
-    edges = [*own, *outside(scope, own, controls, seed)]
+    edges = [*own, *outside(scope, own, plan["controls"], plan["seed"])]
     listed = [{"head": str(e.head), "role": e.duty.role, "from": e.duty.query, "to": e.duty.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
     job.say({**plan, "edges": listed})
@@ -216,17 +198,15 @@ def _edges(
 
 
 def _result(
-    model: str,
     task: Task,
     plan: Mapping[str, Any],
     found: Sequence[Checkpoint],
     edges: Sequence[Edge],
     stored: Mapping[str, Mapping[str, Tensor]],
     weights: Mapping[str, str],
-    seconds: float,
 ) -> Sparsity:
     by_checkpoint = [
-        sparsity_rows(edges, stored[c.label], model, c.step if c.label else None, plan["seed"]) for c in found
+        sparsity_rows(edges, stored[c.label], plan["model"], c.step if c.label else None, plan["seed"]) for c in found
     ]
     tables: dict[str, list[dict[str, Any]]] = {"sparsity": [row for rows in by_checkpoint for row in rows]}
     answer = answer_of(by_checkpoint[-1])
@@ -245,9 +225,8 @@ def _result(
         answer=answer,
         tables=tables,
         arrays={name: last[name] for name in (*VALUES, "terms_first", "terms_rotated", "terms_mean", "sigma")},
-        model=model,
+        model=plan["model"],
         seed=plan["seed"],
-        seconds=seconds,
         provenance=provenance(**plan, weights={label: digest for digest, label in weights.items()}),
         edges=tuple(edges),
     )

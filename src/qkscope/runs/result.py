@@ -127,6 +127,7 @@ class Result:
     """
 
     comes_from = "as the verbs return"
+    main = ""  # the name of the table that answers; the first one where none is named
 
     experiment: str
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -154,6 +155,24 @@ class Result:
         answer = [shorten(self.answer, 100, placeholder=" …")] if self.answer else []
         return f"<{type(self).__name__} {' | '.join([*said, *claims, *answer])}>"
 
+    def table(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The rows of one table.
+
+        Parameters
+        ----------
+        name : of the table; by default the one that answers what was asked.
+
+        Examples
+        --------
+        >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}).table()
+        [{'head': 'L1H0', 'accuracy': 0.5}]
+        """
+        chosen = (self.main or next(iter(self.tables), "")) if name is None else name
+        if chosen not in self.tables:
+            there = ", ".join(self.tables) or "none"
+            raise BadInput(f"there is no table {chosen!r} in this result: there is {there}.")
+        return [dict(row) for row in self.tables[chosen]]
+
     def to_pandas(self, table: str | None = None) -> Any:
         """A table as a pandas DataFrame.
 
@@ -167,15 +186,12 @@ class Result:
            head  accuracy
         0  L1H0       0.5
         """
-        name = next(iter(self.tables), "") if table is None else table
-        if name not in self.tables:
-            there = ", ".join(self.tables) or "none"
-            raise BadInput(f"there is no table {name!r} in this result: there is {there}.")
+        rows = self.table(next(iter(self.tables), "") if table is None else table)
         try:
             pandas = import_module("pandas")
         except ImportError:
             raise BadInput("pandas is not installed: install it, or read the rows from result.tables.") from None
-        return pandas.DataFrame([dict(row) for row in self.tables[name]])
+        return pandas.DataFrame(rows)
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""

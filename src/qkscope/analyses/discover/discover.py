@@ -50,15 +50,13 @@ _TABLES = ("heads", "features", "examples", "spectrum")  # with rows of every he
 class Discovery(Result):
     """Features of some heads: ``found["L18H6"]`` are the components of one (None where there are none)."""
 
+    main = "features"
+
     found: Mapping[Head, Components] = field(default_factory=dict)
     contrast: SelfContrast | None = None
 
     def __getitem__(self, head: str | Head) -> Components | None:
         return self.found.get(Head.parse(head))
-
-    def table(self) -> list[dict[str, Any]]:
-        """One row per feature."""
-        return [dict(row) for row in self.tables["features"]]
 
 
 @checked_call
