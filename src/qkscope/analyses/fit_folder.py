@@ -26,9 +26,9 @@ from qkscope.errors import BadInput
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NULL_KINDS
 from qkscope.maths.sums import Accumulator, Covariance
-from qkscope.runs.folder import JOB, LOCK, PAGE, RESULTS, as_json, file_name, read_json, write_run, writing
+from qkscope.runs.folder import JOB, LOCK, PAGE, RESULTS, file_name, read_json, writing
 from qkscope.runs.job import Job
-from qkscope.runs.result import Result, plain_value
+from qkscope.runs.result import Result
 from qkscope.runs.shards import SHARDS, Shard, is_shard
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
@@ -218,9 +218,7 @@ class FitJob(Job):
     def finish(self, fit: Result) -> None:
         """The finished numbers beside the sums they come from; their page is written by itself."""
         assert self.out is not None
-        contents = {RESULTS: as_json(fit.to_json())}
-        about = plain_value(fit.provenance)
-        write_run(self.out, fit.experiment, contents, about, state=self._state(), later=[PAGE])
+        Result.write(fit, self.out, state=self._state(), later=[PAGE])
 
     @property
     def is_finished(self) -> bool:

@@ -237,8 +237,8 @@ class Features:
             for name in self.names
         }
         if self.has_covariances:
-            cov_q, cov_k = self.fit.covariances(self.heads, self.names)
-            found |= {"key_pca": methods.key_pca(cov_k), "cov_qk": methods.cov_qk(cov_q, cov_k)}
+            known = self.fit.covariances(self.heads, self.names)
+            found |= {kind: make(*known) for kind, make in methods.BASELINES.items()}
         return {**found, "random": self._random(draws, seed)}
 
     def _random(self, draws: int, seed: int) -> Method:

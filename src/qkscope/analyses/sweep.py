@@ -37,10 +37,9 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
-from qkscope.runs.folder import JOB, RESULTS, as_json, file_name, read_json, write_run
+from qkscope.runs.folder import JOB, file_name, read_json
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import plain_value
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
 
@@ -118,8 +117,7 @@ def sweep(
         result = _measured(task, plan, found, job, batch_size, device)
         result = replace(result, seconds=time.perf_counter() - start)
         show(result)
-        contents = {RESULTS: as_json(result.to_json())}
-        write_run(Path(out), result.experiment, contents, plain_value(result.provenance), state=_STATE)
+        result.write(out, state=_STATE)
     return result
 
 

@@ -24,7 +24,7 @@ distributed alignment search, it needs to be told which keys to exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -122,6 +122,13 @@ def learned(rows: SwapRows, start: Method, kept: SwapRows | None = None, *, lr: 
     return lambda k: Projector.orthogonal(learned_basis(rows, start(k).left, kept, lr=lr, seed=seed))
 
 
+BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
+    "key_pca": lambda _, cov_k: key_pca(cov_k),
+    "cov_qk": cov_qk,
+}
+"""What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys."""
+
+
 def joint(features: Sequence[Bases]) -> list[Float[Tensor, "d r"]]:
     """At each head, a basis of all features together; shared directions count once."""
     return [joint_basis(list(bases)) for bases in zip(*features, strict=True)]
@@ -179,9 +186,8 @@ def conditions(
         sizes = [basis.shape[1] for basis in bases]
         found[Condition(feature, "random")] = random(sizes)
         if feature in covariances:
-            cov_q, cov_k = covariances[feature]
-            found[Condition(feature, "key_pca")] = key_pca(cov_k)(sizes)
-            found[Condition(feature, "cov_qk")] = cov_qk(cov_q, cov_k)(sizes)
+            for kind, make in BASELINES.items():
+                found[Condition(feature, kind)] = make(*covariances[feature])(sizes)
     return found, numbers
 
 

@@ -243,7 +243,14 @@ class Result:
             raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
         return result
 
-    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None, state: str = "") -> Path:
+    def write(
+        self,
+        folder: str | Path,
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        state: str = "",
+        later: Sequence[str] = (),
+    ) -> Path:
         """Write the run folder; one that holds anything but a run of this kind is refused and left as it is.
 
         Parameters
@@ -251,6 +258,7 @@ class Result:
         folder : a new one, or one of an earlier run of this kind.
         files : further files by relative name (report.html, figures/…).
         state : names of files that may stand there besides, as a regular expression.
+        later : further names of ours, which are written by themselves.
         """
         folder = check_folder(folder, self.experiment.partition("/")[0], state=state)
         contents: dict[str, str | bytes] = {RESULTS: as_json(self.to_json()), **(files or {})}
@@ -258,7 +266,7 @@ class Result:
             from safetensors.torch import save
 
             contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
-        write_run(folder, self.experiment, contents, plain_value(self.provenance), state=state)
+        write_run(folder, self.experiment, contents, plain_value(self.provenance), state=state, later=later)
         return folder
 
 
