@@ -453,7 +453,7 @@ def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["heads", "binding", "--seed", 2**64], "--seed is a whole number from 0 to 9223372036854775807"),
+        (["heads", "binding", "--seed", 2**64], "--seed is a whole number from 0 to 4611686018427387904"),
         (["heads", "binding", "--seed", -1], "--seed is a whole number from 0"),
         (
             ["heads", "binding", "-n", 10**9],
