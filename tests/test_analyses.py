@@ -27,6 +27,7 @@ from qkscope.analyses.swap import Features, capture_rows, default_features, swap
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
+from qkscope.draws import derived_seed, draw_bits
 from qkscope.examples import Draft, Example, Key
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import wilson
@@ -443,14 +444,18 @@ def test_every_condition_equals_a_patched_forward(scope, task, fit):
 
 
 def pairs_of(units, seed: int = 0) -> Iterator[tuple[Example, int, int]]:
-    """The pairs that a swap draws, drawn again: rows sorted by length, a right key each, then a wrong one each."""
-    examples = [example for batch in batches_of(units, 7) for i in batch for example in units[i]]
-    labels = torch.tensor([[key.label(ANSWER) for key in example.keys] for example in examples])
-    picks = [
-        torch.multinomial(allowed.double(), 1, generator=torch.Generator().manual_seed(seed + i))[:, 0].tolist()
-        for i, allowed in enumerate((labels > 0, labels < 0))
-    ]
-    yield from zip(examples, *picks, strict=True)
+    """The pairs that a swap draws, drawn again: of the keys that may be, the one of the largest number."""
+    for i, unit in enumerate(units):
+        for m, example in enumerate(unit):
+            picks = []
+            for what, sign in (("right", 1), ("wrong", -1)):
+                lots = {
+                    slot: int(draw_bits(derived_seed(seed, what), i, m, slot))
+                    for slot, key in enumerate(example.keys)
+                    if key.label(ANSWER) == sign
+                }
+                picks.append(max(lots, key=lots.__getitem__))
+            yield example, *picks
 
 
 def test_a_sham_touches_neither_of_the_two_keys(scope, task, fit):
@@ -861,7 +866,7 @@ def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, mode
         said[name] = json.loads(text)
         code, text, err = qkscope(*arguments)
         assert (code, said[name]["answer"] in text) == (0, True), err
-    assert set(said["swap"]["tables"]) == {"swap", "curve", "downstream"}
+    assert set(said["swap"]["tables"]) == {"swap", "curve", "downstream", "clouds"}
     assert [row["token"] for row in said["explain"]["tables"]["tokens"]] == ["hat", ":", "O", "jam", ":"]
     assert {row["k"] for row in said["swap"]["tables"]["curve"]} == {1, 2, 4, 8, 12}
     page = (Path(out) / "report.html").read_text()  # the folder's page tells the fit and the swap
