@@ -563,6 +563,10 @@ def test_without_a_fit_a_basis_is_swapped_and_the_controls_that_need_one_are_lef
         ({"subspaces": {"mine": torch.eye(8)[:, :2]}, "heads": "L0H0"}, "has 8 dimensions at L0H0"),
         ({"subspaces": {"mine": {"L0H1": torch.eye(16)[:, :2]}}, "heads": "L0H0"}, "is not given at L0H0"),
         ({"subspaces": {"mine": torch.eye(16)[:, :2]}, "heads": "L9H0"}, "L9H0"),
+        ({"subspaces": {"mine": torch.full((16, 2), torch.nan)}, "heads": "L0H0"}, "finite real numbers"),
+        ({"subspaces": {"mine": torch.eye(16)[:, :2] + 1j}, "heads": "L0H0"}, "finite real numbers|real|tensor"),
+        ({"subspaces": {"": torch.eye(16)[:, :2]}, "heads": "L0H0"}, "needs a name"),
+        ({"subspaces": {"mine": torch.eye(16)[:, :2]}, "heads": "L0H0", "features": ["x"]}, "there is no fit"),
     ],
 )
 def test_bad_subspaces_are_one_sentence(scope, task, options, says):
@@ -586,9 +590,47 @@ def test_targets_are_the_keys_one_names(scope, task, fit):
     on_target = rows.attention()[torch.arange(len(rows)), 0, pairs.target]
     assert by_slot[0]["target_before"] == pytest.approx(float(on_target.mean()), abs=1e-6)
     right = [next(i for i, key in enumerate(unit[0].keys) if key.label(ANSWER) > 0) for unit in units]
-    for targets, says in ((slots[1:], "each of 8 prompts"), ([9] * 8, "from 0 to 3"), (right, "not a right key")):
+    assert draw_pairs(units, targets=lambda e: torch.tensor(last_wrong(e))).target.tolist() == pairs.target.tolist()
+    for targets, says in (
+        (slots[1:], "each of 8 prompts"),
+        ([9] * 8, "from 0 to 3"),
+        (right, "not a right key"),
+        (lambda e: True, "the place of a key"),
+    ):
         with pytest.raises(BadInput, match=says):
             swap(scope, units, fit, targets=targets)
+
+
+def test_no_feature_is_taken_for_all_of_them_together(scope, task, fit):
+    own = {"both together": fit["box", "L1H3"].cut(1), "both": fit["order", "L1H3"].cut(2)}
+    rows = {row["condition"]: row for row in swap(scope, task.test(4), fit, "L1H3", features=[], subspaces=own).table()}
+    assert rows["both together"]["rank"] == 1
+    assert rows["both together together"]["rank"] == 3
+    with pytest.raises(BadInput, match="give it another name"):
+        swap(scope, task.test(4), fit, "L1H3", features=["order"], subspaces={"order": fit["order", "L1H3"]})
+
+
+def test_a_fit_is_written_with_the_file_it_was_made_from(scope, tmp_path):
+    """Also where the file has changed or gone since: the folder it was read from keeps a copy."""
+    file = tmp_path / "mine.jsonl"
+    lines = []
+    for i, word in enumerate(OBJECTS[:30]):
+        keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
+        lines.append(json.dumps({"prompt": f"{word} : A hat : B {word} :", "keys": keys, "group": i // 2}))
+    file.write_text("\n".join(lines))
+    own = tasks.from_jsonl(file)
+    alone = decompose(scope, own, "L1H3", 16, replicates=9, progress=False)
+    decompose(scope, own, "L1H3", 16, replicates=9, progress=False, out=tmp_path / "kept")
+    file.write_text("\n".join(lines[:-2]))
+    with pytest.raises(BadInput, match="has changed since"):
+        alone.write(tmp_path / "late")
+    assert not (tmp_path / "late").exists()
+    read = load(tmp_path / "kept", scope)
+    read.write(tmp_path / "kept")
+    file.unlink()
+    read.write(tmp_path / "copy")
+    for folder in ("kept", "copy"):
+        assert load(tmp_path / folder, scope).table() == alone.table()
 
 
 def test_features_may_be_called_as_rows_of_ours_are(scope, task, fit):
@@ -902,7 +944,7 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
         assert code == 0, err
         assert json.loads(out)["tables"]
     code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3", "--out", "fit2", "--size", "4")
-    assert (code, "--size is for binding and filter" in err) == (2, True)
+    assert (code, "--size is for binding, filter" in err) == (2, True)
     code, before, _ = qkscope("swap", "fit", "--json")
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
     code, _, err = qkscope(

@@ -128,7 +128,7 @@ def decompose(
                     show(fit)
                 if job.out is not None:
                     job.finish(fit)
-                return fit
+                return replace(fit, kept_in=job.out)
     if process is not None and out is not None:
         whole = merge_together(out, process, rank=rank, center=center, show=show)
         if whole is not None:

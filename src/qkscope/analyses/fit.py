@@ -47,6 +47,7 @@ class Fit(Result):
     space: Space = "post_rope"
     chat: bool = False
     words: tuple[str, ...] = ()  # the vocabulary that its task draws from, where there is one
+    kept_in: Path | None = None  # the folder that it was read from or written to, with a copy of the task's file
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
         if not isinstance(which, tuple) or len(which) != 2 or not isinstance(which[0], str):
@@ -120,9 +121,9 @@ class Fit(Result):
         if not self.subspaces or not self.sums:
             raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
         asked = job_of(self.sums)
-        job, source = FitJob(folder, asked), task_file(asked)
-        if source is not None and not source.is_file():
-            raise BadInput(f"{source} is missing, the task's file, of which the folder keeps a copy: put it back.")
+        job, source = FitJob(folder, asked), task_file(asked, self.kept_in)
+        if source is not None:
+            task_of(asked, source.parent)  # refused where the file is gone, or is another by now
         with job.hold():
             job.start(asked, source)
             for name, one in self.sums.items():
@@ -183,7 +184,7 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
     asked: Any = written.provenance.get("asked", {})
     cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
     fit = fit_of(sums, task, made_from(scope, task, job["space"]), **cut)
-    return replace(fit, seconds=written.seconds, provenance=written.provenance)
+    return replace(fit, seconds=written.seconds, provenance=written.provenance, kept_in=folder)
 
 
 def fit_of(

@@ -192,9 +192,15 @@ class Features:
             raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
         fit = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
         names = list(features) if features is not None else default_features(fit.contrasts)
-        every = [*names, *own]
-        if not every or len(set(every)) < len(every):
-            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}.")
+        if not all(own):
+            raise BadInput("a subspace of your own needs a name: give it one, as {'mine': subspace}.")
+        if unknown := [name for name in names if name not in fit.contrasts]:
+            there = f"there is {', '.join(fit.contrasts)}" if fit.contrasts else "there is no fit"
+            raise BadInput(f"feature {unknown[0]!r} was not fitted: {there}.")
+        if both := [name for name in own if name in names]:
+            raise BadInput(f"subspace {both[0]!r} is called as a fitted feature is: give it another name.")
+        if (not names and not own) or len(set(names)) < len(names):
+            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}.")
         if heads is None:
             named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
             heads = list(fit.heads) or list(dict.fromkeys(named))
@@ -258,12 +264,16 @@ def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, 
         found = given
     else:
         shape = tuple(given.shape)
+        if given.is_complex() or not bool(given.isfinite().all()):
+            raise BadInput(f"subspace {name!r} should hold finite real numbers at {head}, but does not.")
         if len(shape) != 2 or not shape[1] or int(torch.linalg.matrix_rank(given.detach().double())) < shape[1]:
             raise BadInput(
                 f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns, but has {shape}."
             )
         basis = torch.linalg.qr(given.detach().cpu().double())[0]
         found = Subspace(basis, basis.new_ones(shape[1]), basis, shape[1], head, name)
+    if not bool(found.V.isfinite().all()):
+        raise BadInput(f"subspace {name!r} should hold finite numbers at {head}, but does not.")
     if found.d_head != d_head:
         raise BadInput(f"subspace {name!r} has {found.d_head} dimensions at {head}, where the head has {d_head}.")
     return found

@@ -155,7 +155,9 @@ def joint_name(features: Sequence[str]) -> str:
     if len(features) == 1:
         return features[0]
     name = "both" if len(features) == 2 else "all"
-    return name if name not in features else f"{name} together"
+    while name in features:
+        name += " together"
+    return name
 
 
 def conditions(

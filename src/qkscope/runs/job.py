@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 _REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
 _LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
+_LONGEST_PIECES = 45.0  # the same where pieces are kept, which are small, ...
+_SHORTEST_PIECES = 10  # ... but never less than this many times a save
 _FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
 _TENSOR = "tensor"
 
@@ -223,7 +225,7 @@ class Job:
                 add(part)
                 if not part.last:
                     continue
-                rest, count = min(_REST * cost, _LONGEST_REST), part.number + 1
+                rest, count = _rest(cost, isinstance(state, _Pieces)), part.number + 1
                 if interrupted() or time.monotonic() - saved >= rest or count == len(batches):
                     start = time.monotonic()
                     state.save(path, count)
@@ -260,6 +262,13 @@ class Job:
         except (BadInput, KeyError) as error:
             log.warning("%s So this piece is made again.", error)
             return None
+
+
+def _rest(cost: float, pieces: bool) -> float:
+    """Seconds until the next save, of what the last one took."""
+    if pieces:
+        return max(min(_REST * cost, _LONGEST_PIECES), _SHORTEST_PIECES * cost)
+    return min(_REST * cost, _LONGEST_REST)
 
 
 class _Pieces:

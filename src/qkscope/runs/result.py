@@ -178,7 +178,7 @@ class Result:
 
         Parameters
         ----------
-        table : its name; the first one by default.
+        table : its name; by default the one that answers what was asked.
 
         Examples
         --------
@@ -186,7 +186,7 @@ class Result:
            head  accuracy
         0  L1H0       0.5
         """
-        rows = self.table(next(iter(self.tables), "") if table is None else table)
+        rows = self.table(table)
         try:
             pandas = import_module("pandas")
         except ImportError:
