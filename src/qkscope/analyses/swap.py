@@ -194,9 +194,8 @@ class Features:
         names = list(features) if features is not None else default_features(fit.contrasts)
         if not all(own):
             raise BadInput("a subspace of your own needs a name: give it one, as {'mine': subspace}.")
-        if unknown := [name for name in names if name not in fit.contrasts]:
-            there = f"there is {', '.join(fit.contrasts)}" if fit.contrasts else "there is no fit"
-            raise BadInput(f"feature {unknown[0]!r} was not fitted: {there}.")
+        if names and not fit.contrasts:
+            raise BadInput(f"feature {names[0]!r} was not fitted: there is no fit.")
         if both := [name for name in own if name in names]:
             raise BadInput(f"subspace {both[0]!r} is called as a fitted feature is: give it another name.")
         if (not names and not own) or len(set(names)) < len(names):
