@@ -24,7 +24,7 @@ from qkscope.maths.significance import wilson
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import PAD, Rows, Texts, nano_tokenizer, vocabulary, word_ids
 from qkscope.nano.train import STATE, NanoRecipe, NanoTrainer, train_nano
-from qkscope.runs.store import read_tensors
+from qkscope.runs.store import read_manifest, read_tensors
 from qkscope.tasks.task import ANSWER, pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(broken)])
     deadline = time.monotonic() + 300
-    while not (broken / STATE).exists() or read_tensors(broken / STATE, KIND)[1]["step"] < 16:
+    while not (broken / STATE).exists() or read_manifest(broken / STATE)["step"] < 16:  # tensors may be replaced
         assert process.poll() is None, "the run ended before it could be killed: make it longer"
         assert time.monotonic() < deadline
         time.sleep(0.01)
