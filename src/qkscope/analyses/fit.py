@@ -101,22 +101,15 @@ class Fit(Result):
         cov_k = first.cov_k.merge(*(s.cov_k for s in others)).matrix()
         return cov_q[index].cpu(), cov_k[index].cpu()
 
-    def write(
-        self,
-        folder: str | Path,
-        *,
-        files: Mapping[str, str | bytes] | None = None,
-        state: str = "",
-        later: Sequence[str] = (),
-    ) -> Path:
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the folder that `decompose` would have written, for `load` and the later verbs.
 
         Parameters
         ----------
         folder : a new one, or one of the same job.
-        files, state, later : a fit has none besides its own.
+        files : a fit has none besides its own.
         """
-        if files or state or later:
+        if files:
             raise BadInput("the folder of a fit holds its own files alone: write others elsewhere.")
         if not self.subspaces or not self.sums:
             raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")

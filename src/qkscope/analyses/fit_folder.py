@@ -28,7 +28,7 @@ from qkscope.maths.significance import NULL_KINDS
 from qkscope.maths.sums import Accumulator, Covariance
 from qkscope.runs.folder import JOB, LOCK, PAGE, RESULTS, file_name, read_json, writing
 from qkscope.runs.job import Job
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, write_result
 from qkscope.runs.shards import SHARDS, Shard, is_shard
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
@@ -218,7 +218,7 @@ class FitJob(Job):
     def finish(self, fit: Result) -> None:
         """The finished numbers beside the sums they come from; their page is written by itself."""
         assert self.out is not None
-        Result.write(fit, self.out, state=self._state(), later=[PAGE])
+        write_result(fit, self.out, state=self._state(), later=[PAGE])
 
     @property
     def is_finished(self) -> bool:

@@ -40,6 +40,7 @@ from qkscope.kinds import Count, Natural, checked_call
 from qkscope.runs.folder import JOB, file_name, read_json
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
+from qkscope.runs.result import write_result
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
 
@@ -117,7 +118,7 @@ def sweep(
         result = _measured(task, plan, found, job, batch_size, device)
         result = replace(result, seconds=time.perf_counter() - start)
         show(result)
-        result.write(out, state=_STATE)
+        write_result(result, out, state=_STATE)
     return result
 
 

@@ -8,6 +8,7 @@ For a row (one query of one example), a head h with key head g, and the named ke
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -157,7 +158,7 @@ class Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-class Gatherer:
+class Gatherer(ABC):
     """A visitor of the tap that gathers some heads of one batch, layer by layer, into tensors allocated once.
 
     Parameters
@@ -214,9 +215,9 @@ class Gatherer:
         if self.stop and call.layer == self.deepest:
             raise Stop
 
+    @abstractmethod
     def take(self, call: Call, plan: Plan) -> None:
         """Take what the plan of its layer says from a call."""
-        raise NotImplementedError
 
     def put(self, out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
         """Write into some slots of a result."""

@@ -10,6 +10,7 @@ Vectors are summed with a constant 1 appended: ``M = Σ w [x; 1][y; 1]ᵀ`` hold
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -26,19 +27,19 @@ Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, 
 
 
 @checked_class
-class Accumulator:
+class Accumulator(ABC):
     """What streaming sums have in common. A subclass says `tensors` and `manifest`, and is made with ``device=``."""
 
     kind: ClassVar[str]  # of its files
     comes_from = "sums of the same job"
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        raise NotImplementedError
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:

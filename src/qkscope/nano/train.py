@@ -36,7 +36,7 @@ from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import BOS, CONTEXT, PAD, Rows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
 from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer, writing
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.result import Claim, Result, write_result
 from qkscope.runs.store import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def train_nano(
         )
         show(result)
         if draw is not None:
-            result.write(out, files=draw(result), state=_KEPT)
+            write_result(result, out, draw(result), state=_KEPT)
     return result
 
 

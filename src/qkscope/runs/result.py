@@ -243,31 +243,34 @@ class Result:
             raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
         return result
 
-    def write(
-        self,
-        folder: str | Path,
-        *,
-        files: Mapping[str, str | bytes] | None = None,
-        state: str = "",
-        later: Sequence[str] = (),
-    ) -> Path:
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the run folder; one that holds anything but a run of this kind is refused and left as it is.
 
         Parameters
         ----------
         folder : a new one, or one of an earlier run of this kind.
         files : further files by relative name (report.html, figures/…).
-        state : names of files that may stand there besides, as a regular expression.
-        later : further names of ours, which are written by themselves.
         """
-        folder = check_folder(folder, self.experiment.partition("/")[0], state=state)
-        contents: dict[str, str | bytes] = {RESULTS: as_json(self.to_json()), **(files or {})}
-        if self.arrays:
-            from safetensors.torch import save
+        return write_result(self, folder, files)
 
-            contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in self.arrays.items()})
-        write_run(folder, self.experiment, contents, plain_value(self.provenance), state=state, later=later)
-        return folder
+
+def write_result(
+    result: Result,
+    folder: str | Path,
+    files: Mapping[str, str | bytes] | None = None,
+    *,
+    state: str = "",
+    later: Sequence[str] = (),
+) -> Path:
+    """What `Result.write` does, in a folder that keeps more; ``state`` and ``later`` as in `write_run`."""
+    folder = check_folder(folder, result.experiment.partition("/")[0], state=state)
+    contents: dict[str, str | bytes] = {RESULTS: as_json(result.to_json()), **(files or {})}
+    if result.arrays:
+        from safetensors.torch import save
+
+        contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in result.arrays.items()})
+    write_run(folder, result.experiment, contents, plain_value(result.provenance), state=state, later=later)
+    return folder
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
