@@ -22,6 +22,11 @@ Whether a model can be trusted to be looked into:
 - ``selfcheck``: five facts that must hold before a number is believed
 - ``families``: a tiny random model of every family, and the check behind ``qkscope models``
 
+Who wrote what a head reads:
+
+- ``stream``: each block taken apart into what it adds to the residual stream, by looking
+- ``writers``: what heads, MLPs and the embedding left at chosen places, as another head's queries and keys read it
+
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 
 From a name to a model: ``names`` and ``files`` find what makes it and its fingerprint, ``load`` loads it and runs no

@@ -113,7 +113,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     def visit(call: Call) -> None:
         if call.module in qk_norms:
             raise BadInput(f"{names[call.module]} calls its attention function more than once.")
-        qk_norms[call.module] = [part for part in call.module.modules() if _is_norm(part) and part in inputs]
+        qk_norms[call.module] = [part for part in call.module.modules() if is_norm(part) and part in inputs]
         if call.layer == last:
             raise stop
 
@@ -128,7 +128,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     for attention, norms in qk_norms.items():
         parts = {norm: take_apart(norm, inputs[norm][0][0]) for norm in norms}
         call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, parts)
-        block = _block(names[attention], model)
+        block = block_of(names[attention], model)
         inside = set(block.modules())
         made = made_by.get(id(call.hidden), [])
         makers = [module for module in made if module in inside]
@@ -138,7 +138,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
                 f"{call.family} has no weights to read: what enters {names[attention]} is neither a norm's output nor"
                 " the residual stream, but something made of them."
             )
-        before_it = next((module for module in made if _is_norm(module)), None) if not makers else None
+        before_it = next((module for module in made if is_norm(module)), None) if not makers else None
         calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
     return calls
 
@@ -261,7 +261,7 @@ def _rotation(embeddings: Any, rotated: bool) -> Any:
     return (cos / length, sin / length) if rotated else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
-def _block(name: str, model: PreTrainedModel) -> nn.Module:
+def block_of(name: str, model: PreTrainedModel) -> nn.Module:
     """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
@@ -270,5 +270,5 @@ def _block(name: str, model: PreTrainedModel) -> nn.Module:
     raise BadInput(f"{name} is not part of a list of layers.")
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(module.children())

@@ -83,6 +83,37 @@ class Rotary:
         q[..., part], k[..., part] = turned[0].squeeze(-2), turned[1]
         return q, k
 
+    def turn(
+        self,
+        x: Float[Tensor, "n h m d"],
+        batch: Int[Tensor, "n"],
+        positions: Int[Tensor, "n m"],
+        offset: int = 0,
+        back: bool = False,
+    ) -> Float[Tensor, "n h m d"]:
+        """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
+
+        Parameters
+        ----------
+        x : Tensor
+            Vectors before the rotation.
+        batch, positions : Tensor
+            Rows of the batch and columns in it.
+        offset : int
+            Where the rotated dimensions begin.
+        back : bool
+            Apply the transpose instead: what a direction among rotated vectors is among those before.
+        """
+        row = (batch if self.cos.shape[0] > 1 else torch.zeros_like(batch))[:, None]
+        cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
+        part = slice(offset, offset + self.q.shape[-1])
+        turned = self.function(x[..., part].contiguous(), x[:, :1, :, part].contiguous(), cos, -sin if back else sin)[0]
+        if turned.shape[-1] == x.shape[-1]:
+            return turned
+        x = x.clone()
+        x[..., part] = turned
+        return x
+
 
 def _rotary_functions(file: ModuleType) -> dict[str, Callable[..., Any]]:
     found = {}

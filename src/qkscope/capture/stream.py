@@ -1,0 +1,287 @@
+"""Who adds what to the residual stream: each block taken apart by looking, no table of families.
+
+A block's output is a sum: what entered it, its heads through ``W_O``, and what its other parts (an MLP, experts) put
+out, each times a number, with norms in between in some families. One short forward records what every module of the
+block was given and gave; the sum is then *solved for*: a tensor is what entered, the heads, a norm of a tensor that can
+be explained, or a combination of the block's parts found by least squares, and it must agree to rounding. What cannot be
+explained so is refused: its writers cannot be told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qkscope.capture.inputs import short_inputs
+from qkscope.capture.projection import block_of, is_norm
+from qkscope.capture.tap import Call, tap
+from qkscope.errors import BadInput
+
+_DEEPEST = 4  # how far inside a block its parts are looked for
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What entered the block."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention's heads, added up by ``W_O`` (its bias included)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """All that a module puts out: one writer."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm of something; with its scalar held it is linear."""
+
+    norm: nn.Module
+    inner: Node
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A learned number for each coordinate."""
+
+    module: nn.Module
+    gain: Tensor
+    inner: Node
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Several things, each times a number."""
+
+    terms: tuple[tuple[float, Node], ...]
+
+
+Node = Entered | Heads | Part | Normed | Scaled | Sum
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its modules and what its output is made of."""
+
+    module: nn.Module
+    attention: nn.Module
+    output: nn.Module  # W_O: a linear map of the heads' outputs, head after head
+    tree: Node
+
+    def walk(self) -> Iterator[Node]:
+        """Every part of the tree, what comes first first."""
+        yield from _walk(self.tree)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that write besides the heads."""
+        return [node.module for node in self.walk() if isinstance(node, Part)]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """The norms whose scalars have to be held."""
+        return [node.norm for node in self.walk() if isinstance(node, Normed)]
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    for inner in [term for _, term in node.terms] if isinstance(node, Sum) else [getattr(node, "inner", None)]:
+        if inner is not None:
+            yield from _walk(inner)
+    yield node
+
+
+@dataclass
+class _Seen:
+    """What the modules of one block were given and gave in one forward."""
+
+    entered: Tensor
+    left: Tensor
+    heads: Tensor  # through W_O
+    output: nn.Module
+    attention: nn.Module
+    depth: dict[nn.Module, int]
+    gave: dict[nn.Module, Tensor]
+    given: dict[nn.Module, Tensor]
+    tolerance: float
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        return one.shape == other.shape and bool((one - other).norm() <= 1e-6 * other.norm())
+
+    def explain(self, target: Tensor, inside: frozenset[nn.Module] = frozenset()) -> Node | None:
+        """What a tensor is made of; None where it is not seen."""
+        if self.same(target, self.entered):
+            return Entered()
+        if self.same(target, self.heads):
+            return Heads()
+        makers = [module for module, out in self.gave.items() if self.same(out, target) and module not in inside]
+        for module in makers:
+            through = inside | {module}
+            if is_norm(module):
+                inner = self.explain(self.given[module], through)
+                if inner is not None and not isinstance(inner, Part):
+                    return Normed(module, inner)
+            elif module in self.given and (gain := self._gain(module, target)) is not None:
+                inner = self.explain(self.given[module], through)
+                if inner is not None and not isinstance(inner, Part):
+                    return Scaled(module, gain, inner)
+        attention = set(self.attention.modules())
+        alone = [module for module in makers if not attention & set(module.modules())]
+        if alone and target is not self.left:  # a block may end inside a module of its own, which adds the stream
+            # one that only hands on (dropout) may be called for other parts, too
+            return Part(min(alone, key=lambda module: (next(module.parameters(), None) is None, self.depth[module])))
+        for depth in range(1, _DEEPEST + 1):
+            terms = self._solve(target, depth)
+            if terms is not None:
+                nodes = [(number, self.explain(out, inside | set(makers))) for number, out in terms]
+                if all(node is not None for _, node in nodes):
+                    return Sum(tuple((number, node) for number, node in nodes if node is not None))
+        return None
+
+    def _gain(self, module: nn.Module, out: Tensor) -> Tensor | None:
+        """A number for each coordinate by which a module with one vector of parameters multiplies, if it does."""
+        if [parameter.ndim for parameter in module.parameters()] != [1] or self.given[module].shape != out.shape:
+            return None
+        given = self.given[module].flatten(0, -2)
+        gain = (given * out.flatten(0, -2)).sum(0) / given.square().sum(0).clamp_min(1e-30)
+        return gain if self.same(given * gain, out.flatten(0, -2)) else None
+
+    def _solve(self, target: Tensor, depth: int) -> list[tuple[float, Tensor]] | None:
+        """Numbers that make a target of what entered, of the heads, and of what modules down to a depth gave."""
+        outs = [self.entered, self.heads]
+        for module in sorted(self.gave, key=lambda module: self.depth[module]):
+            out = self.gave[module]
+            if self.depth[module] <= depth and not any(self.same(out, other) for other in [*outs, target]):
+                outs.append(out)
+        columns = torch.stack([out.flatten() for out in outs], dim=1).double()
+        scale = columns.norm(dim=0).clamp_min(1e-30)
+        wanted = target.flatten().double()
+        numbers = torch.linalg.lstsq(columns / scale, wanted[:, None], driver="gelsd").solution[:, 0] / scale
+        kept = (numbers * scale).abs() > 100 * self.tolerance * wanted.norm()
+        if not bool(kept.any()) or int(kept.sum()) == 1:
+            return None
+        numbers = torch.linalg.lstsq(columns[:, kept], wanted[:, None]).solution[:, 0]
+        whole = numbers.round()
+        numbers = torch.where((numbers - whole).abs() < 1e-3, whole, numbers)
+        if (columns[:, kept] @ numbers - wanted).norm() > self.tolerance * wanted.norm():
+            return None
+        used = [out for out, keep in zip(outs, kept.tolist(), strict=True) if keep]
+        return list(zip(numbers.tolist(), used, strict=True))
+
+
+@torch.no_grad()
+def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]:
+    """Take every block of a model apart, or refuse the model with the reason.
+
+    Parameters
+    ----------
+    model : any that can be looked into.
+    layer_of : ``id(attention module) -> layer``, as the probe found.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    attentions = {layer_of[id(module)]: module for module in names if id(module) in layer_of}
+    blocks = [block_of(names[attentions[layer]], model) for layer in sorted(attentions)]
+    given: dict[nn.Module, Any] = {}
+    gave: dict[nn.Module, Any] = {}
+    heads: dict[int, Tensor] = {}
+    watched = {module for block in blocks for module in block.modules()}
+    hooks = [module.register_forward_pre_hook(_note(given), with_kwargs=True) for module in watched]
+    hooks += [module.register_forward_hook(_note_out(gave)) for module in watched]
+
+    def visit(call: Call) -> None:
+        heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2)
+
+    try:
+        with tap(model, visit, layers=layer_of):
+            model.base_model(**short_inputs(model, (7,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: list[Block] = []
+    before: Tensor | None = None
+    for layer, block in enumerate(blocks):
+        kind = f"{model.config.model_type} layer {layer}"
+        seen = _seen(kind, block, attentions[layer], heads[layer], given, gave)
+        tree = seen.explain(seen.left)
+        nodes = [] if tree is None else list(_walk(tree))
+        if tree is None or not any(isinstance(node, Entered) for node in nodes) or Heads() not in nodes:
+            raise BadInput(
+                f"{kind} cannot be traced: what it adds to the residual stream is not a sum of its heads and its other"
+                " parts, so its writers cannot be told apart."
+            )
+        if before is not None and not seen.same(seen.entered, before):
+            raise BadInput(f"{kind} cannot be traced: what enters it is not what left the layer before it.")
+        before = seen.left
+        found.append(Block(block, attentions[layer], seen.output, tree))
+    return found
+
+
+def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: Any, gave: Any) -> _Seen:
+    tolerance = 1e-5 if z.dtype == torch.float32 and next(block.parameters()).dtype == torch.float32 else 2e-2
+    entered, left = _main(given.get(block)), _main(gave.get(block))
+    if entered is None or left is None:
+        raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
+    inner = set(attention.modules()) - {attention}
+    tokens = entered.shape[:-1]
+
+    def shaped(value: Tensor | None, width: int) -> Tensor | None:
+        """The value as tokens of this width; experts are given tokens in one row."""
+        fits = value is not None and value.numel() == width * tokens.numel()
+        return value.reshape(*tokens, width).float() if value is not None and fits else None
+
+    outputs = [
+        module
+        for module in block.modules()
+        if len(list(module.parameters(recurse=False))) and not any(module.children())
+        and (got := shaped(_main(given.get(module)), z.shape[-1])) is not None
+        and bool((got - z).norm() <= max(tolerance, 1e-4) * z.norm())
+    ]  # fmt: skip
+    if not outputs:
+        raise BadInput(f"{kind} cannot be traced: its heads' outputs are changed before they are added up.")
+    width = entered.shape[-1]
+    depth = {module: name.count(".") + 1 for name, module in block.named_modules() if name}
+    out = {
+        module: value
+        for module in depth
+        if module not in inner and (value := shaped(_main(gave.get(module)), width)) is not None
+    }
+    into = {module: value for module in out if (value := shaped(_main(given.get(module)), width)) is not None}
+    heads = shaped(_main(gave[outputs[0]]), width)
+    if heads is None:
+        raise BadInput(f"{kind} cannot be traced: its heads are not added up to the width of the residual stream.")
+    return _Seen(entered.float(), left.float(), heads, outputs[0], attention, depth, out, into, tolerance)
+
+
+def _main(value: Any) -> Tensor | None:
+    """The tensor that a module hands on: alone, or first of several."""
+    if isinstance(value, tuple | list):
+        value = value[0] if len(value) else None
+    return value if isinstance(value, Tensor) and value.is_floating_point() else None
+
+
+def _note(given: dict[nn.Module, Any]) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[module] = args[0] if args else next(iter(kwargs.values()), None)
+        if not args and "hidden_states" in kwargs:
+            given[module] = kwargs["hidden_states"]
+        if isinstance(given[module], Tensor):
+            given[module] = given[module].clone()
+
+    return note
+
+
+def _note_out(gave: dict[nn.Module, Any]) -> Any:
+    def note(module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+        main = _main(out)
+        gave[module] = None if main is None else main.clone()
+
+    return note
