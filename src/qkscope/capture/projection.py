@@ -271,4 +271,5 @@ def block_of(name: str, model: PreTrainedModel) -> nn.Module:
 
 
 def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its name."""
     return "norm" in type(module).__name__.lower() and not any(module.children())

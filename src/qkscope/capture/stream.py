@@ -3,8 +3,8 @@
 A block's output is a sum: what entered it, its heads through ``W_O``, and what its other parts (an MLP, experts) put
 out, each times a number, with norms in between in some families. One short forward records what every module of the
 block was given and gave; the sum is then *solved for*: a tensor is what entered, the heads, a norm of a tensor that can
-be explained, or a combination of the block's parts found by least squares, and it must agree to rounding. What cannot be
-explained so is refused: its writers cannot be told apart.
+be explained, or a combination of the block's parts found by least squares, and it must agree to rounding. What cannot
+be explained so is refused: its writers cannot be told apart.
 """
 
 from __future__ import annotations
