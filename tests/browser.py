@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 SCREENSHOTS = Path(__file__).parent.parent / "runs" / "screenshots"
-# software WebGL: there is no GPU to rely on; no sandbox: containers run as root
-ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+ARGUMENTS = ["--no-sandbox"]  # containers run as root
 
 
 def chromium_path() -> str:

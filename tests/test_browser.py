@@ -129,30 +129,92 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
     assert "token 1" in note(page)
 
 
-def test_the_points_turn_by_mouse_and_by_keys(report):
+def seen_from(page):
+    return [float(part) for part in page.locator(".cloud .stage").get_attribute("data-view").split()]
+
+
+def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page = report.page
+    page.emulate_media(reduced_motion="reduce")
     stage = page.locator(".cloud .stage")
     stage.scroll_into_view_if_needed()
-    page.wait_for_selector(".cloud canvas")
-    page.wait_for_timeout(500)
-    eye = "JSON.stringify(document.querySelector('.cloud .stage')._fullLayout.scene._scene.getCamera().eye)"
-    start = json.loads(page.evaluate(eye))
+    page.wait_for_timeout(1600)  # it has come to rest
+    start = seen_from(page)
     box = stage.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)
     page.mouse.down()
     page.mouse.move(x + 120, y + 30, steps=6)
     page.mouse.up()
-    page.wait_for_timeout(300)
-    dragged = json.loads(page.evaluate(eye))
-    assert dragged != start
-    stage.focus()
+    dragged = seen_from(page)
+    assert dragged[0] < start[0]
+    assert dragged[1] > start[1]
+    stage.locator("canvas").focus()
     page.keyboard.press("ArrowLeft")
-    page.wait_for_timeout(300)
-    assert json.loads(page.evaluate(eye)) != dragged
-    page.locator(".cloud .choices button", has_text="word").click()
-    assert page.locator(".cloud .stage .legendtitletext").text_content().startswith("word")
+    assert seen_from(page)[0] == pytest.approx(dragged[0] + 0.15, abs=0.002)
+    page.mouse.wheel(0, -200)  # it has the focus
+    assert seen_from(page)[2] > 1.2
+    page.locator(".cloud .zoom button", has_text="reset").click()
+    assert seen_from(page) == start
+    page.locator(".cloud .zoom button", has_text="+").click()
+    assert seen_from(page)[2] == 1.25
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert seen_from(page) == start
     assert report.errors == []
+
+
+def test_a_name_in_the_legend_hides_its_points_and_pointing_reads_one(report, results):
+    page = report.page
+    stage, legend = page.locator(".cloud .stage"), page.locator(".cloud .legend button")
+    shown = lambda: int(stage.get_attribute("data-shown"))  # noqa: E731
+    assert shown() == 16 * 9 + 16
+    legend.filter(has_text="queries").click()
+    assert shown() == 16 * 9
+    legend.filter(has_text="9").click()
+    assert shown() == 16 * 8
+    legend.filter(has_text="queries").click()
+    legend.filter(has_text="9").click()
+    assert shown() == 16 * 9 + 16
+    page.locator(".cloud .choices button", has_text="word").click()
+    words = {row["label"] for row in results[3].tables["clouds"] if row["colouring"] == "word"}
+    assert words <= set(legend.all_inner_texts())
+    box = stage.bounding_box()
+    for step in range(0, int(box["width"]), 6):  # along the middle until a point is met
+        page.mouse.move(box["x"] + step, box["y"] + box["height"] / 2)
+        if page.locator("#tip").is_visible():
+            break
+    assert "place in the prompt" in note(page)
+    assert "right or not" in note(page)
+
+
+def test_two_fingers_zoom_and_one_turns(browser, url):
+    page = browser.new_page(viewport={"width": 390, "height": 844}, has_touch=True, reduced_motion="reduce")
+    page.goto(url)
+    stage = page.locator(".cloud .stage")
+    stage.scroll_into_view_if_needed()
+    start, box = seen_from(page), stage.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    touch = page.context.new_cdp_session(page)
+
+    def send(kind, *at):
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [
+            {"x": x + dx, "y": y, "id": i} for i, dx in enumerate(at)]})  # fmt: skip
+
+    send("touchStart", 0)
+    for dx in range(10, 100, 10):
+        send("touchMove", dx)
+    send("touchEnd")
+    turned = seen_from(page)
+    assert turned[0] < start[0]
+    assert turned[2] == start[2]
+    send("touchStart", -30, 30)
+    for dx in range(35, 90, 5):
+        send("touchMove", -dx, dx)
+    send("touchEnd")
+    assert seen_from(page)[2] > 1.5
+    page.close()
 
 
 def test_the_data_of_every_chart_can_be_copied(report, results):
@@ -268,8 +330,7 @@ def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, 
     watched = Watched(browser, write_report(tmp_path / "page.html", result).as_uri())
     page = watched.page
     page.locator(".cloud .stage").scroll_into_view_if_needed()
-    page.wait_for_selector(".cloud .legendtext")
-    assert page.locator(".cloud .legendtext").first.text_content() == evil
-    assert page.locator(".cloud .legendtext a").count() == 0
+    assert page.locator(".cloud .legend button").nth(2).text_content() == evil
+    assert page.locator(".cloud .legend a").count() == 0
     assert "cannot be drawn" in page.locator("section.tokens .chart").inner_text()
     page.close()

@@ -61,10 +61,9 @@ def data_of(page):
 def test_the_four_verbs_make_one_page_that_needs_nothing_else(verbs, tmp_path):
     path = write_report(tmp_path / "new" / "report.html", *verbs[1])
     page = path.read_text()
-    assert path.stat().st_size < 8e6
+    assert path.stat().st_size < 3e5
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
     assert not re.search(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?!data:)', page)
-    assert page.count("plotly.js v") == 1  # the head of its script: inlined, and once
     kinds = re.findall(r'<section class="block (\w+)"', page)
     assert kinds == ["map", "spectra", "swaps", "curve", "cloud", "tokens", "made"]
     assert page.index(html.escape(verbs[1][0].answer)[:40]) < page.index("<section")  # the answer in words first
@@ -75,7 +74,7 @@ def test_the_scripts_of_the_page_are_the_only_ones_it_may_run(verbs):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert "default-src &#39;none&#39;" in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    assert len(scripts) == 6  # what draws swaps, their curve and points that turn, and no more
+    assert len(scripts) == 6  # what draws swaps, their curve and points that turn, on two for all, and no more
     for script in scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert html.escape(f"'sha256-{digest}'").replace("&#x27;", "&#39;") in policy
@@ -83,9 +82,21 @@ def test_the_scripts_of_the_page_are_the_only_ones_it_may_run(verbs):
     assert "unsafe-eval" not in policy
 
 
-def test_plotly_comes_only_with_something_to_turn(verbs):
+def test_a_script_comes_only_with_what_it_draws(verbs):
     for result, turned in zip(verbs[1], (False, False, True, False), strict=True):
-        assert ("plotly.js v" in report_html([result])) is turned
+        assert ("qk.charts.cloud = " in report_html([result])) is turned
+
+
+def test_points_are_stored_once_and_finer_than_a_screen_shows(verbs):
+    """Labels are those of the prompts, whatever head or feature: four clouds here share them."""
+    cloud = next(block for block in data_of(report_html(verbs[1])) if block["kind"] == "cloud")
+    panels, labels = cloud["options"]["panels"], cloud["options"]["labels"]
+    assert (len(panels), len(labels)) == (4, 1)
+    for panel, made in zip(panels, clouds_of(verbs[1][2]), strict=True):
+        for side, points in (("keys", made.keys), ("queries", made.queries)):
+            drawn = torch.tensor(panel[side]).reshape(-1, 3) * panel["unit"]
+            assert float((drawn - points).abs().max()) <= 0.51 * panel["unit"]
+        assert panel["unit"] < 0.0011 * float(torch.cat([made.keys, made.queries]).abs().max())
 
 
 def test_the_page_escapes_everything():

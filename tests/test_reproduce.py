@@ -76,8 +76,8 @@ def test_the_joint_swap_moves_the_attention_and_random_ones_do_not(smoke):
 
 def test_the_cube_can_be_turned(smoke):
     page = (smoke[0] / "lee2026" / "fig3" / "report.html").read_text()
-    assert "Plotly.react" in page
-    assert "plotly.js v" in page, "the script is inside"
+    assert 'class="block cloud"' in page
+    assert "qk.charts.cloud = " in page, "the script is inside"
     rows = {row["head"]: row for row in results(smoke, "fig3")["tables"]["geometry"]}
     assert rows["trained"]["vertices"] == 8
     assert rows["trained"]["cosine"] > rows["untrained"]["cosine"] + 0.2

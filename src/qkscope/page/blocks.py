@@ -24,6 +24,7 @@ _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
 _CONTROLS = {"random": "random, as {}", "key_pca": "key PCA, as {}", "cov_qk": "Cov q Cov k, as {}", "sham": "sham, {}"}
 _PANELS = 24
+_STEPS = 999  # of a point's coordinate: finer than a screen shows
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,11 @@ def _swaps(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
 
 
 def _condition(row: Row) -> dict[str, Any]:
-    """What a condition is called, and whether it is a control; folders of before have no columns for it."""
+    """What a condition is called, whether it is a control, and the name whose colour it has."""
     feature, kind = row.get("feature", row["condition"]).replace("_", " "), row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    return {"name": _CONTROLS.get(kind, other).format(feature), "control": kind in _CONTROLS}
+    of = kind if kind in _CONTROLS else row.get("feature", row["condition"])
+    return {"name": _CONTROLS.get(kind, other).format(feature), "control": kind in _CONTROLS, "of": of}
 
 
 def _curve(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
@@ -136,22 +138,25 @@ def _spectra(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
 
 
 def _points(result: Result) -> Iterator[Block]:
-    """Points that can be turned; the script makes a row of each, which takes a third of the room here."""
-    panels = [
-        {
-            "name": cloud.title,
-            "keys": [[round(x, 4) for x in point] for point in cloud.keys.tolist()],
-            "queries": [[round(x, 4) for x in point] for point in cloud.queries.tolist()],
-            "colourings": {by: asdict(colouring) for by, colouring in cloud.colourings.items()},
-        }
-        for cloud in clouds_of(result)
-    ]
+    """Points that can be turned, in thousandths of the farthest; the script makes a row of each."""
+    panels: list[dict[str, Any]] = []
+    ways: list[dict[str, Any]] = []
+    for cloud in clouds_of(result):
+        sides = (cloud.keys, cloud.queries)
+        unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
+        keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
+        labels = {by: asdict(colouring) for by, colouring in cloud.colourings.items()}
+        if labels not in ways:  # heads of one run share them
+            ways.append(labels)
+        at = ways.index(labels)
+        panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
     words = (
-        "Three principal components of the feature's subspace. Drag to turn, or use the arrow keys; point at one to "
-        "read it."
+        "Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; "
+        "point at one to read it."
     )
     if panels:
-        yield Block("cloud", "Keys and queries in the subspace", words, [], {"panels": panels}, "clouds")
+        options = {"panels": panels, "labels": ways}
+        yield Block("cloud", "Keys and queries in the subspace", words, [], options, "clouds")
 
 
 # ---------------------------------------------------------------------- features without labels
@@ -257,6 +262,6 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
 
 SCRIPTS = {
     "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
-    "cards": ["spectra.js", "cards.js"], "atlas": ["cards.js", "atlas.js"], "cloud": ["plotly", "cloud.js"],
+    "cards": ["spectra.js", "cards.js"], "atlas": ["cards.js", "atlas.js"], "cloud": ["cloud.js"],
 }  # fmt: skip
 """What draws each kind of block."""

@@ -18,13 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkscope.heads import Head
+from qkscope.page.colours import colours_of, line_of, palette
 from qkscope.page.report import report_html
 from qkscope.runs.result import Result
 
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph it packs into a PDF
 logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
-ORIGINAL, TARGET, REST, INK = "#3b6ea8", "#d9822b", "#b5bac3", "#22262e"
+ORIGINAL, TARGET, REST, INK = (palette()["hues"][hue][0] for hue in ("blue", "orange", "pale", "ink"))
 _STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -64,14 +65,6 @@ def with_page(result: Result, figures: Mapping[str, Figure]) -> dict[str, str | 
 
 Row = Mapping[str, Any]
 
-# Okabe and Ito's palette: told apart by colour-blind readers too
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
-_PARTS = (_BLUE, _ORANGE, "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_METHODS = {
-    "ceiling": ("#000000", ":"), "self_contrast": ("#D55E00", "-"), "lexical": (_BLUE, "-"), "order": ("#56B4E9", "-"),
-    "cov_qk": (_GREEN, "--"), "key_pca": ("#CC79A7", "--"), "omega_svd": (_ORANGE, "--"), "random": (_GREY, "-"),
-}  # fmt: skip
-_OTHERS = ("#AA4466", "#999933", "#8866CC", "#44AA99")  # for the contrasts of other tasks, by turns
 _VARIANTS = ("_all", "_moving")  # of a method: on the page, not in the picture
 _NOT_DRAWN = ("self_contrast_svd", "self_contrast_uncentred", "box")
 _TASKS = {
@@ -132,8 +125,8 @@ def _swaps(swaps: Result) -> Figure:
         before = {"condition": "before", "orig_after": own[0]["orig_before"], "target_after": own[0]["target_before"]}
         shown = [before, *own]
         places = np.arange(len(shown))[::-1]
-        axis.barh(places + 0.2, column(shown, "orig_after"), 0.4, color=_BLUE, label="right key")
-        axis.barh(places - 0.2, column(shown, "target_after"), 0.4, color=_ORANGE, label="target")
+        axis.barh(places + 0.2, column(shown, "orig_after"), 0.4, color=ORIGINAL, label="right key")
+        axis.barh(places - 0.2, column(shown, "target_after"), 0.4, color=TARGET, label="target")
         axis.set_yticks(places, [row["condition"].replace("_", " ") for row in shown])
         axis.set(xlabel="attention after the swap", xlim=(0, 1), title=head)
     axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=2, frameon=False)
@@ -147,10 +140,10 @@ def _logits(parts: Result) -> Figure:
     figure = new_figure(max(6.0, 0.34 * len(rows)), 4.2)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
     places = np.arange(len(rows))
-    top.bar(places, column(rows, "attention"), color=_GREY)
+    top.bar(places, column(rows, "attention"), color=ORIGINAL)
     top.set(ylabel="attention", ylim=(0, 1), title=parts.answer.split(":")[0])
     up, down = np.zeros(len(rows)), np.zeros(len(rows))
-    for name, colour in zip(names, (*_PARTS[: len(names) - 1], _GREEN), strict=True):
+    for name, colour in colours_of(names).items():
         values = np.array(column(rows, name))
         bottom.bar(places, values, bottom=np.where(values > 0, up, down), color=colour, label=name)
         up, down = up + values.clip(min=0), down + values.clip(max=0)
@@ -189,8 +182,7 @@ def _curve(result: Result) -> Figure:
     sizes = sorted({row["k"] for row in rows})
     methods = dict.fromkeys(row["method"] for row in rows)
     names = [name for name in methods if not name.endswith(_VARIANTS) and name not in _NOT_DRAWN]
-    others = [name for name in names if name not in _METHODS]
-    look = _METHODS | {name: (_OTHERS[i % len(_OTHERS)], "-") for i, name in enumerate(others)}
+    look = colours_of(names)
     width = max(3.2 * len(heads), 4.8)
     columns = max(1, min(len(names), int(width / (0.6 + 0.065 * max(map(len, names))))))  # inches of an entry
     figure = new_figure(width, 5 + 0.2 * -(-len(names) // columns))
@@ -201,10 +193,10 @@ def _curve(result: Result) -> Figure:
             for name in names:
                 own = [row for row in rows if row["head"] == head and row["method"] == name]
                 at, label = [sizes.index(row["k"]) for row in own], name.replace("_", " ")
-                colour, line = look[name]
-                axis.plot(at, column(own, kind), line, color=colour, marker="o", markersize=3, label=label)
+                style: Any = {"color": look[name], "linestyle": line_of(name), "marker": "o", "markersize": 3}
+                axis.plot(at, column(own, kind), label=label, **style)
                 if name == "self_contrast":
-                    axis.fill_between(at, column(own, low), column(own, high), color=colour, alpha=0.15)
+                    axis.fill_between(at, column(own, low), column(own, high), color=look[name], alpha=0.15)
             axis.set_xticks(range(len(sizes)), sizes)
         axes[0, place].set(title=head)
         axes[1, place].set(xlabel="dimensions swapped")
@@ -239,7 +231,7 @@ def draw_nano(result: Result) -> dict[str, str | bytes]:
 
 
 def _panel(axis: Axes, title: str, lines: Mapping[str, Sequence[Row]], since: int) -> None:
-    for colour, (name, rows) in zip(("#3b6ea8", "#d9822b", "#5a9a5a"), lines.items(), strict=False):
+    for colour, (name, rows) in zip((ORIGINAL, TARGET, "#5a9a5a"), lines.items(), strict=False):
         steps = column(rows, "step")
         axis.fill_between(steps, column(rows, "low"), column(rows, "high"), color=colour, alpha=0.18, lw=0)
         axis.plot(steps, column(rows, "accuracy"), color=colour, lw=1.4, label=name)

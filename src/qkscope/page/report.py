@@ -1,7 +1,7 @@
 """Results as one page that needs no network: the answer in words, charts one can touch, claims, and what made them.
 
-The page holds its data as JSON and draws it with plain scripts of ours; plotly's is inlined, once, only where there is
-something to turn. A content policy in the page forbids everything else: no request, no script but these.
+The page holds its data as JSON and draws it with plain scripts of ours. A content policy in the page forbids everything
+else: no request, no script but these.
 
 A page may hold scripts, so that one which somebody else made is not opened: the user's cache keeps the hash of every
 page that was drawn here. One that came with a folder from elsewhere is not among them, whatever it says of itself.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -136,8 +135,8 @@ def widget_html(result: Result) -> str:
 def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str, bare: bool = False) -> str:
     sections = [_section(result) for result in results]
     kinds = dict.fromkeys(block.kind for section in sections for block, _ in section["blocks"])
-    needed = dict.fromkeys(["base.js", *(name for kind in kinds for name in SCRIPTS[kind]), "report.js"])
-    scripts = [_plotly() if name == "plotly" else asset(name) for name in needed]
+    needed = dict.fromkeys(["base.js", "colours.js", *(name for kind in kinds for name in SCRIPTS[kind]), "report.js"])
+    scripts = [asset(name) for name in needed]
     return (
         _templates()
         .get_template("report.html")
@@ -211,16 +210,6 @@ def _policy(scripts: Sequence[str]) -> str:
 def asset(name: str) -> str:
     """A style sheet or script of ours, as text."""
     return (_HERE / "static" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _plotly() -> str:
-    """Plotly's script, read from its package without importing it."""
-    spec = importlib.util.find_spec("plotly")
-    places = list(spec.submodule_search_locations or []) if spec else []
-    if not places:
-        raise BadInput("the page needs plotly for points that can be turned: pip install plotly.")
-    return (Path(places[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 @cache

@@ -35,8 +35,7 @@ const qk = (() => {
             .replace(/[ \u00a0]/g, "␣")
         : text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
-  // ------------------------------------------------------------------ colours: Okabe and Ito's, and viridis
-  const PARTS = ["#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#E69F00"];
+  // ------------------------------------------------------------------ a colour for a share: viridis
   const VIRIDIS = [
     [68, 1, 84],
     [71, 44, 122],
@@ -57,12 +56,6 @@ const qk = (() => {
   const isDark = () =>
     (document.documentElement.dataset.theme ||
       (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const partColours = (parts) => {
-    let next = 0;
-    return Object.fromEntries(
-      parts.map((name) => [name, name === "residual" ? "var(--rest)" : PARTS[next++ % PARTS.length]]),
-    );
-  };
 
   // ------------------------------------------------------------------ the note beside the pointer, read out when it changes
   const tip = {
@@ -159,7 +152,6 @@ const qk = (() => {
     pretty,
     visible,
     piece,
-    partColours,
     viridis,
     isDark,
     tip,

@@ -2,45 +2,25 @@
 // How the shift grows with the number of dimensions swapped: one line per method, variants when they are asked for.
 (() => {
   const { draw, make, fixed, pointed, redraw, choose, ticks } = qk;
-  // Okabe and Ito's palette, as in the figures, and further hues for the contrasts of other tasks
-  const LOOK = {
-    ceiling: ["var(--ink)", "2 3"],
-    self_contrast: ["#D55E00"],
-    lexical: ["#0072B2"],
-    order: ["#56B4E9"],
-    cov_qk: ["#009E73", "7 3"],
-    key_pca: ["#CC79A7", "7 3"],
-    omega_svd: ["#E69F00", "7 3"],
-    random: ["var(--soft)", "1 3"],
-  };
-  const OTHERS = ["#AA4466", "#999933", "#8866CC", "#44AA99"];
   const DASHES = ["10 3 2 3", "4 2", "2 2"]; // of variants
   const known = (value) => value !== null && value !== undefined;
 
-  // A colour of its own and a dash for each method; a variant has its method's hue, deeper. Ink is mixed in, so that
-  // every line is seen on white and on black.
+  // A colour of its own and a dash for each method; a variant has its method's hue, deeper.
   function looks(methods) {
     const family = (name) => {
       const stem = name.replace(/(_all|_moving|_svd|_uncentred)+$/, "");
       return methods.includes(stem) ? stem : name;
     };
-    const hues = {},
+    const hues = qk.partColours(methods.filter((name) => family(name) === name)),
       counts = {},
       found = {};
-    let other = 0;
-    for (const name of methods.filter((name) => family(name) === name)) {
-      const [hue, dash] = LOOK[name] || [OTHERS[other] || `hsl(${(other * 137.5) % 360} 60% 45%)`];
-      if (!LOOK[name]) other += 1;
-      [hues[name], counts[name]] = [hue, 0];
-      found[name] = { colour: `color-mix(in srgb, ${hue} 80%, var(--ink))`, dash, variant: false };
-    }
-    for (const name of methods.filter((name) => family(name) !== name)) {
+    for (const name of methods) {
       const stem = family(name),
-        share = Math.round(80 * 0.7 ** ++counts[stem]);
+        nth = stem === name ? 0 : (counts[stem] = (counts[stem] || 0) + 1);
       found[name] = {
-        colour: `color-mix(in srgb, ${hues[stem]} ${share}%, var(--ink))`,
-        dash: DASHES[(counts[stem] - 1) % DASHES.length],
-        variant: true,
+        colour: nth ? `color-mix(in srgb, ${hues[stem]} ${Math.round(100 * 0.7 ** nth)}%, var(--ink))` : hues[stem],
+        dash: nth ? DASHES[(nth - 1) % DASHES.length] : qk.dash(name),
+        variant: nth > 0,
       };
     }
     return found;

@@ -2,25 +2,19 @@
 // A prompt as it reads. A token is its text, filled by the chosen part, over a strip with a bar for each part, drawn as
 // backgrounds, so that thousands of tokens stay light. Negative is hatched: sign is not told by hue alone.
 (() => {
-  const { make, fixed, visible, partColours, tip, near } = qk;
+  const { make, fixed, visible, tip, near } = qk;
   const TEXT = 28.5,
     STRIP = 40,
     BAR = 6,
     STEP = 7;
   const solid = (colour) => `linear-gradient(${colour},${colour})`;
-  const rgb = (colour) => {
-    const given = colour.startsWith("var(")
-      ? getComputedStyle(document.documentElement).getPropertyValue(colour.slice(4, -1)).trim()
-      : colour;
-    return [1, 3, 5].map((i) => parseInt(given.slice(i, i + 2), 16)).join(",");
-  };
 
   // shown: "attention", "logit" or a part; picked: token index -> mark; scale: what a full bar means (else the largest)
   qk.prompt = (
     element,
     { rows, parts = [], shown = "attention", onlook = null, onpick = null, label = "The prompt, token by token" },
   ) => {
-    const colours = { attention: "var(--original)", logit: "var(--ink)", ...partColours(parts) };
+    const colours = qk.partColours(["attention", "logit", ...parts]);
     let tokens = [],
       fills = [],
       at = -1;
@@ -42,11 +36,11 @@
     const paint = () => {
       // one colour and one class for each token: nothing else changes
       const full = shown === "attention" ? 1 : top(shown),
-        colour = rgb(colours[shown]);
+        colour = colours[shown];
       fills.forEach((fill, i) => {
         const value = data[i][shown] ?? 0,
           share = Math.min(1, Math.abs(value) / full) ** (shown === "attention" ? 0.7 : 1);
-        fill.style.backgroundColor = share > 0.02 ? `rgba(${colour},${(0.75 * share).toFixed(3)})` : "";
+        fill.style.backgroundColor = share > 0.02 ? `color-mix(in srgb, ${colour} ${(75 * share).toFixed(1)}%, transparent)` : "";
         const less = value < 0 && share > 0.02;
         if (fill.classList.contains("less") !== less) fill.classList.toggle("less", less);
       });
@@ -130,7 +124,6 @@
     });
     element.replaceChildren(box);
     build();
-    document.addEventListener("qk-theme", () => box.isConnected && paint());
     return {
       show(name) {
         shown = name;

@@ -23,7 +23,7 @@
     );
     for (const panel of panels) {
       const own = rows.filter((row) => row.head === panel.head && row.contrast === panel.contrast),
-        box = make("div", {});
+        box = make("div", { style: { color: qk.partColours([panel.contrast])[panel.contrast] } });
       grid.append(box);
       // two short lines: a long one would run into the next panel
       const predictive = panel.rank_cv === undefined ? "" : ` · predictive ${panel.rank_cv}`;
@@ -99,7 +99,7 @@
           .map((row) => `${x(row.component)},${y(row.value)}`)
           .join(" "),
         fill: "none",
-        stroke: "var(--original)",
+        stroke: "currentColor",
         "stroke-width": 1,
         opacity: 0.5,
       }),
@@ -116,8 +116,8 @@
           cx: x(row.component),
           cy: y(row.value),
           r: 3.5,
-          fill: (row.kept ?? row.above) ? "var(--original)" : "var(--paper)",
-          stroke: "var(--original)",
+          fill: (row.kept ?? row.above) ? "currentColor" : "var(--paper)",
+          stroke: "currentColor",
           "stroke-width": 1.3,
         }),
         draw("circle", { cx: x(row.component), cy: y(row.value), r: 9, fill: "transparent", ...pointed(lines) }),

@@ -17,7 +17,7 @@
         make("span", {}, make("span", { class: "swatch", style: { background: `var(${colour})` } }), words),
       ),
       make("span", {}, "pale: controls"),
-      make("span", {}, "●─ shift, 95%"),
+      make("span", {}, "●─ shift, 95%, in the colour of what was swapped"),
     );
     element.replaceChildren(bar, legend, place);
     const again = redraw(place, (width) =>
@@ -39,6 +39,7 @@
   };
 
   function bars(rows, conditions, width) {
+    const colours = qk.partColours(Object.values(conditions).flatMap(({ of }) => of ?? []));
     const isControl = (row) => conditions[row.condition].control;
     const named = (row, short = false) =>
       short
@@ -111,7 +112,8 @@
     svg.append(draw("line", { class: "zero", x1: s(0), x2: s(0), y1: top, y2: height - 22 }));
     shown.forEach((row, i) => {
       const y = top + i * line,
-        pale = isControl(row) ? 0.5 : 1;
+        pale = isControl(row) ? 0.5 : 1,
+        own = conditions[row.condition].of ? colours[conditions[row.condition].of] : "var(--ink)";
       if (i > 0 && isControl(row) && !isControl(shown[i - 1]))
         svg.append(
           draw("line", { class: "zero", x1: 0, x2: width, y1: y + 0.5, y2: y + 0.5, "stroke-dasharray": "2 3" }),
@@ -150,12 +152,11 @@
               x2: s(row.shift_high),
               y1: y + line / 2,
               y2: y + line / 2,
-              stroke: "var(--ink)",
-              "stroke-width": 1.4,
-              opacity: pale,
+              stroke: own,
+              "stroke-width": 1.8,
             }),
           );
-        svg.append(draw("circle", { cx: s(row.shift), cy: y + line / 2, r: 3.6, fill: "var(--ink)", opacity: pale }));
+        svg.append(draw("circle", { cx: s(row.shift), cy: y + line / 2, r: 4, fill: own }));
       }
       const lines = [
         [`${row.head} · ${named(row)}`],

@@ -33,7 +33,8 @@ from qkscope.maths.bridge import Alignment, alignment
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
-from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope.page.colours import colours_of
+from qkscope.page.figures import INK, ORIGINAL, REST, new_figure
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.result import Claim, Result
@@ -205,10 +206,12 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
 # ---------------------------------------------------------------------- the drawing
 
+_HUES = colours_of(["lexical", "omega_svd", "key_pca", "random"])
 _LINES = {
-    "contrast": ("contrast's own directions", TARGET, "-"), "singular": ("singular vectors, by share", ORIGINAL, "-"),
-    "omega_svd": ("singular vectors, by σ", ORIGINAL, "--"), "key_pca": ("key PCA", "#5a9367", "-"),
-    "rotated": ("rotated vectors, by share", INK, ":"), "random": ("random", REST, "-"),
+    "contrast": ("contrast's own directions", _HUES["lexical"], "-"),
+    "singular": ("singular vectors, by share", ORIGINAL, "-"),
+    "omega_svd": ("singular vectors, by σ", _HUES["omega_svd"], "--"), "key_pca": ("key PCA", _HUES["key_pca"], "-"),
+    "rotated": ("rotated vectors, by share", INK, ":"), "random": ("random", _HUES["random"], "-"),
 }  # fmt: skip
 
 
@@ -248,8 +251,8 @@ def _carried(axis: Axes, carried: Any, row: Row) -> None:
 
 
 def _overlaps(axis: Axes, row: Row) -> None:
-    kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", "#7f97b5"), ("_rotated", "rotated", INK),
-             ("_key_pca", "key PCA", "#5a9367"), ("_random", "random axes", REST))  # fmt: skip
+    kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", _HUES["omega_svd"]), ("_rotated", "rotated", INK),
+             ("_key_pca", "key PCA", _HUES["key_pca"]), ("_random", "random axes", _HUES["random"]))  # fmt: skip
     for j, (suffix, label, colour) in enumerate(kinds):
         places, values = [side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]]
         bars = axis.bar(places, values, 0.16, color=colour, label=label)

@@ -16,7 +16,8 @@ from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
-from qkscope.page.figures import INK, ORIGINAL, TARGET, new_figure
+from qkscope.page.colours import colours_of
+from qkscope.page.figures import INK, ORIGINAL, new_figure
 from qkscope.papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
@@ -113,7 +114,7 @@ def _claims(by: dict[str, Row], error: float) -> list[Claim]:
 
 # ---------------------------------------------------------------------- the drawing
 
-_PARTS = (("order", ORIGINAL), ("lexical", TARGET), ("residual", "#5a9367"))
+_PARTS = tuple(colours_of(["order", "lexical", RESIDUAL]).items())
 
 
 @run.drawing
@@ -135,7 +136,7 @@ def draw(result: Result) -> Files:
     parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
     head = result.tables["prompt"][0]["head"]
     parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
-    attention.bar(places, [row["attention"] for row in rows], 0.7, color="#8a919e")
+    attention.bar(places, [row["attention"] for row in rows], 0.7, color=ORIGINAL)
     attention.set_ylabel("attention")
     attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)
     for axis in (parts, attention):
@@ -157,7 +158,8 @@ def _draw_shares(axis: Axes, result: Result) -> None:
         axis.bar(range(len(rows)), values, 0.7, bottom=bottom, color=colour)
         for x, (value, base) in enumerate(zip(values, bottom, strict=True)):
             if abs(value) >= 0.06:
-                axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", fontsize=7, color="white")
+                ink = INK if name == RESIDUAL else "white"
+                axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", fontsize=7, color=ink)
         bottom = [base + value for base, value in zip(bottom, values, strict=True)]
     axis.set_xticks(range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5)
     axis.set_title(f"share of the boxes' logits,\n{rows[0]['n']} prompts")

@@ -9,14 +9,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from qkscope.page.colours import colours_of, line_of
 from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
 from qkscope.runs.result import Result
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels
 _LINES = {
-    "lexical": ("lexical", TARGET), "order": ("order", ORIGINAL), "category": ("category, pooled", TARGET),
-    "key_pca": ("key PCA", "#5a9367"), "cov_qk": ("Cov_q Cov_k", "#8b5fa8"), "random": ("random", REST),
+    "lexical": "lexical", "order": "order", "category": "category, pooled", "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k", "random": "random",
 }  # fmt: skip
 _COLUMNS = 4
 
@@ -108,12 +109,14 @@ def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
 
 def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
     own = [row for row in rows if row["head"] == head]
-    for method, (label, colour) in _LINES.items():
+    colours = colours_of(list(_LINES))
+    for method, label in _LINES.items():
         line = sorted((row for row in own if row["method"] == method), key=lambda row: row["k"])
         if not line:
             continue
-        sizes = [row["k"] for row in line]
-        axis.plot(sizes, [row["shift"] for row in line], "o-", ms=3.5, lw=1.4, color=colour, label=label)
+        sizes, colour = [row["k"] for row in line], colours[method]
+        style: Any = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": colour, "ls": line_of(method)}
+        axis.plot(sizes, [row["shift"] for row in line], label=label, **style)
         axis.fill_between(
             sizes, [row["low"] for row in line], [row["high"] for row in line], color=colour, alpha=0.15, lw=0
         )
