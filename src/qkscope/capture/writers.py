@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.pick import Capture, Picker, Places
-from qkscope.capture.projection import Norm, norm_unit, record_calls, take_apart
+from qkscope.capture.projection import Norm, norm_unit, project, record_calls, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Rotary
 from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum, read_blocks
@@ -32,6 +32,7 @@ from qkscope.heads import Head
 
 EMBEDDING, BIAS = "embedding", "bias"
 Side = Literal["query", "key"]
+_OF_ROWS = ("entered", "heads", "gave", "given")
 
 
 @dataclass
@@ -56,10 +57,16 @@ class Recorded:
     gave: dict[nn.Module, Tensor] = field(default_factory=dict)
     given: dict[nn.Module, Tensor] = field(default_factory=dict)
     rotary: dict[int, Rotary] = field(default_factory=dict)
+    first: int = 0  # which row of `captured` is the first of these
 
     def at(self, side: Side) -> slice:
         """The slots of a side."""
         return slice(0, 1) if side == "query" else slice(1, None)
+
+    def rows(self, some: slice) -> Recorded:
+        """Some of the rows; what was captured of their attention stays whole."""
+        kept: Any = {name: {key: value[some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, row=self.row[some], columns=self.columns[some], first=self.first + some.start, **kept)
 
 
 @dataclass(frozen=True)
@@ -132,11 +139,18 @@ class Reader:
     # ------------------------------------------------------------------ writers in the residual stream
 
     def stream(self, found: Recorded, layer: int) -> list[Parts]:
-        """What entered a layer, split among its writers: in pieces, in the order of `writers`, biases apart."""
+        """What entered a layer, split among its writers: in pieces, in the order of `writers`, biases between."""
+        *_, (_, pieces) = self.streams(found, layer)
+        return pieces
+
+    def streams(self, found: Recorded, last: int) -> Iterator[tuple[int, list[Parts]]]:
+        """The same for each layer up to the last one wanted, in turn."""
         pieces = [Parts([EMBEDDING], found.entered[0][:, None])]
-        for number, block in enumerate(self.blocks[:layer]):
-            pieces = self._through(block, number, found, pieces, block.tree)
-        return sorted(pieces, key=lambda piece: piece.writers == [BIAS])
+        for layer in range(last + 1):
+            if layer:
+                block = self.blocks[layer - 1]
+                pieces = self._through(block, layer - 1, found, pieces, block.tree)
+            yield layer, pieces
 
     def _through(self, block: Block, layer: int, found: Recorded, entered: list[Parts], node: Node) -> list[Parts]:
         match node:
@@ -215,7 +229,7 @@ class Reader:
                 bias = bias + (piece.values[:, :, at] * sigma[:, :, at]) @ W[:, :-1].T
         whole = torch.cat([*named, bias], dim=1)
         if self.calls[head.layer].qk_norms:
-            whole = whole * self._qk_scalar(found, head, side, whole.sum(1), c)[:, None, :, None]
+            whole = whole * self.qk_scalar(found, head, side, whole.sum(1), c)[:, None, :, None]
         whole[:, -1] += c
         return whole
 
@@ -227,7 +241,7 @@ class Reader:
         group = int(self.weights.kv_of_head[row])
         return self.weights.W_K[group], self.weights.c_K[group]
 
-    def _qk_scalar(self, found: Recorded, head: Head, side: Side, linear: Tensor, c: Tensor) -> Float[Tensor, "n p"]:
+    def qk_scalar(self, found: Recorded, head: Head, side: Side, linear: Tensor, c: Tensor) -> Float[Tensor, "n p"]:
         """What QK-norm multiplies a head's vectors by: the true ones compared with their linear part."""
         turned = self.turn(found, head.layer, torch.stack([linear, c.expand_as(linear)], dim=1), side)
         part, offset = turned.unbind(1)
@@ -237,10 +251,10 @@ class Reader:
     def true(self, found: Recorded, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """The head's own queries or keys at the places, as the dot product sees them."""
         assert found.captured is not None
-        column = self.heads.index(head)
+        column, some = self.heads.index(head), slice(found.first, found.first + len(found.row))
         if side == "query":
-            return found.captured.q[:, column, None]
-        keys = found.captured.k[:, found.captured.kv_of_head[column]]
+            return found.captured.q[some, column, None]
+        keys = found.captured.k[some, found.captured.kv_of_head[column]]
         return keys.gather(1, found.columns[:, 1:, None].expand(-1, -1, keys.shape[-1]))
 
     def turn(
@@ -251,6 +265,15 @@ class Reader:
         if rotary is None or offset is None:
             return values
         return rotary.turn(values, found.row, found.columns[:, found.at(side)], offset, back=back)
+
+    def vectors(self, head: Head, side: Side, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_head"]:
+        """What the head makes of another residual stream, norms and all, before the rotation: its own code runs."""
+        call = self.calls[head.layer]
+        flat = x.flatten(0, -2).to(call.hidden.dtype)
+        made = project(call, flat if call.input_norm is None else call.input_norm(flat))
+        shape = self.scope.facts.layers[head.layer]
+        index = head.index if side == "query" else head.kv(shape.n_heads // shape.n_kv_heads)
+        return (made.q if side == "query" else made.k)[:, index].float().unflatten(0, x.shape[:-1])
 
 
 def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
