@@ -1,9 +1,9 @@
 """The command line: a thin shell. Each verb checks its input, calls one function, prints a table or JSON.
 
 Nothing heavy is imported until a verb needs it, so that ``qkscope --help`` answers at once. Bad input is one sentence
-on stderr and exit code 2. In reading order: `shell` (the app, options that verbs share, how results are printed), then
-the verbs by their subject: `contrasts`, `discovery`, `weights`, `pages`, `toys`, `papers`, and `demo` (the main job on
-the embedded model).
+on stderr and exit code 2. In reading order: `shell` (the app, options that verbs share, how results are printed),
+`views` (what a verb shows of its tables), `layout` (a table as lines of text), then the verbs by their subject:
+`contrasts`, `discovery`, `weights`, `pages`, `toys`, `papers`, and `demo` (the main job on the embedded model).
 """
 
 from __future__ import annotations

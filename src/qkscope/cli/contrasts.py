@@ -14,6 +14,8 @@ import typer
 from qkscope.cli import shell
 from qkscope.errors import BadInput
 
+_LONGEST_PROMPT = 300  # characters, in a command to type
+
 
 @shell.app.command()
 def heads(
@@ -29,6 +31,7 @@ def heads(
     dtype: shell.Dtype = None,
     threshold: Annotated[float, typer.Option("--threshold", help="Score a head must reach to be listed.")] = 0.30,
     by: Annotated[str, typer.Option("--by", help="Score: accuracy, row_accuracy, ratio or mass.")] = "accuracy",
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Score every head on a task in one pass, with intervals and the chance level."""
@@ -44,15 +47,19 @@ def heads(
     if as_json:
         shell.print_json(ranking.to_json())
         return
-    found = [row for row in ranking.top(by) if row[by] >= threshold]
+    best = ranking.top(by)
+    found = [row for row in best if row[by] >= threshold]
     shell.say(ranking.answer)
     if not found:
-        best = ranking.top(by)[0]
-        typer.echo(
-            f"No head reaches {threshold:.0%}: the best is {best['head']} with {best[by]:.0%}, and chance is "
-            f"{best['chance']:.0%}."
+        shell.say(
+            f"No head reaches {threshold:.0%}: the best is {best[0]['head']} with {best[0][by]:.0%}, and chance is "
+            f"{best[0]['chance']:.0%}."
         )
-    shell.print_table("heads", found)
+    shell.print_tables("heads", {"heads": best if everything else found}, everything)
+    named = ",".join(row["head"] for row in (found or best)[:2])
+    options: Any = {"form": form, "size": size, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
+    then = shell.command("decompose", task, heads=named, out=Path("runs") / Path(task).stem, model=model, **options)
+    shell.print_end(then=then)
 
 
 @shell.app.command()
@@ -74,6 +81,7 @@ def decompose(
     center: Annotated[str | None, typer.Option("--center", help="Of a .jsonl file: none, query or both.")] = None,
     replicates: Annotated[int, typer.Option("--replicates", help="Of each null; pooled over heads.")] = 199,
     shard: Annotated[str | None, typer.Option("--shard", help="i/n: this share of the prompts; then merge.")] = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Fit the contrasts of a task at some heads, with nulls and controls; a run that died goes on where it stopped.
@@ -90,34 +98,36 @@ def decompose(
     share: Any = "torchrun" if shard is None else parse_shard(shard)
     options: Any = {"contrasts": shell.split_names(contrasts), "space": space, "batch_size": batch_size}
     options |= {"seed": seed, "shard": share, "replicates": replicates, "out": out}
-    show = partial(shell.print_result, as_json=as_json)
+    show = partial(shell.print_result, as_json=as_json, everything=everything)
     fit = run(lambda: shell.load_scope(model, torchrun_device(device), dtype), made, chosen, n, show=show, **options)
     if fit.subspaces:
-        _write_page(fit, as_json, out)
+        _write_page(fit, as_json, out, device=device, dtype=dtype)
     elif shard is not None:
         typer.echo(f"Shard {share[0]}/{share[1]} is in {out}; when all are done: qkscope merge SHARDS... --out DIR")
 
 
-def _write_page(fit: Any, as_json: bool, out: Path) -> None:
+def _write_page(fit: Any, as_json: bool, out: Path, **options: str | None) -> None:
     from qkscope.page.report import write_report
 
     if not (out / "results.json").is_file():
         raise BadInput(f"{out} was removed, and what it held is lost: say the same again.")
     write_report(out / "report.html", fit)
     if not as_json:
-        typer.echo(f"Written to {out}.")
+        shell.print_end(out, then=shell.command("swap", out, **options))
 
 
 @shell.app.command()
 def merge(
     folders: Annotated[list[Path], typer.Argument(help="Folders that decompose --shard wrote.")],
     out: shell.Out,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.fit import merge as run_merge
 
-    _write_page(run_merge(folders, out, show=partial(shell.print_result, as_json=as_json)), as_json, out)
+    show = partial(shell.print_result, as_json=as_json, everything=everything)
+    _write_page(run_merge(folders, out, show=show), as_json, out)
 
 
 @shell.app.command()
@@ -130,6 +140,7 @@ def swap(
     seed: shell.Seed = 0,
     heads: Annotated[str | None, typer.Option("--heads", help="Heads like L18H6; all that were fitted.")] = None,
     downstream: Annotated[bool, typer.Option("--downstream", help="Also patch the model and read its answer.")] = False,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Swap the fitted features between the right key and another on held-out prompts, beside the baselines."""
@@ -156,11 +167,22 @@ def swap(
         more = swap_downstream(scope, units, fit, heads, job=jobs[1], **options)
         tables, answer = {**result.tables, **more.tables}, f"{result.answer} {more.answer}"
         result = replace(result, tables=tables, answer=answer, seconds=result.seconds + more.seconds)
-    shell.print_result(result, as_json)
+    shell.print_result(result, as_json, everything)
     if place is not None:  # the folder's page now tells this too
         write_report(folder / "report.html", result, fit)
     for job in jobs:
         job.clear()
+    if not as_json:
+        then = _explaining(folder, units[0][0], device=device, dtype=dtype)
+        shell.print_end(place, then=then, also=" (written anew: it now shows the swaps too)")
+
+
+def _explaining(folder: Path, example: Any, **options: str | None) -> str:
+    """The command that explains a prompt of the test, or opens the page where none fits into a line."""
+    text = None if example.text is None else example.text[: max((stop for _, stop in example.queries), default=None)]
+    if text is None or len(text) > _LONGEST_PROMPT:
+        return shell.command("view", folder)
+    return shell.command("explain", folder, text.replace("\n", "\\n"), **options)
 
 
 def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> None:
@@ -180,6 +202,7 @@ def explain(
     split: Annotated[str, typer.Option("--split", help="sequential (the paper's), average or oblique.")] = "sequential",
     device: shell.Device = None,
     dtype: shell.Dtype = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Split the attention logits of one prompt, token by token, among the fitted features."""
@@ -205,6 +228,6 @@ def explain(
     if as_json:
         shell.print_json(parts.to_json())
         return
-    shell.say(parts.show())
-    for name in ("summary", "overlap"):
-        shell.print_table(name, parts.tables[name])
+    shell.say(parts.show() if everything else parts.answer)
+    shell.print_tables("explain", parts.tables, everything)
+    shell.print_end(then=shell.command("view", live=True, fit=folder))

@@ -24,7 +24,7 @@ def discover(
     heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
     out: shell.Out,
     model: shell.Model = "smollm2-135m",
-    n: Annotated[int, typer.Option("--n", help="Passages of text, or prompts to fit and to test.")] = 256,
+    n: Annotated[int, typer.Option("--n", "-n", help="Passages of text, or prompts to fit and to test.")] = 256,
     directions: Directions = 16,
     space: Space = "query_frame",
     skip: Skip = 1,
@@ -38,6 +38,7 @@ def discover(
     batch_size: shell.BatchSize = 16,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Find the features that some heads match on, without labels, with the evidence for each on held-out text.
@@ -60,7 +61,9 @@ def discover(
     checked_source(source, n, directions, named, Options(**options))
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"directions": directions, "contrasts": named, "ceiling": ceiling, **options}
-    _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json)
+    _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json, everything)
+    if not as_json:
+        shell.print_end(out, then=shell.command("view", out))
 
 
 @shell.app.command()
@@ -68,7 +71,7 @@ def atlas(
     sources: Annotated[list[str] | None, typer.Argument(help="Text files; our own corpus by default.")] = None,
     out: shell.Out = Path("runs/atlas"),
     model: shell.Model = "smollm2-135m",
-    n: Annotated[int, typer.Option("--n", help="Passages to sum over.")] = 384,
+    n: Annotated[int, typer.Option("--n", "-n", help="Passages to sum over.")] = 384,
     test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
     space: Space = "query_frame",
     skip: Skip = 1,
@@ -77,6 +80,7 @@ def atlas(
     batch_size: shell.BatchSize = 32,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Look at every head in one pass: directions above the null, the logit they carry, examples.
@@ -95,27 +99,23 @@ def atlas(
     texts = _texts(sources or ["corpus"], "an atlas takes text files, or nothing for our corpus")
     checked_passages(texts, n, test)
     scope = shell.load_scope(model, device, dtype)
-    _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json)
+    made = _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json, everything)
+    if not as_json:
+        head, asked = made.tables["atlas"][0]["head"], {"model": model, "device": device, "dtype": dtype}
+        named = out.with_name(head.lower())
+        shell.print_end(out, then=shell.command("discover", *(sources or ["corpus"]), heads=head, out=named, **asked))
 
 
-def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool) -> None:
+def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool, everything: bool) -> Any:
     """Run as a job, and say what was found before it is written: a disk that refuses then takes nothing away."""
     from qkscope.runs.job import Job
-    from qkscope.runs.result import plain_value
 
     with Job(out).hold() as job:
         result = run(job)
-        if as_json:
-            shell.print_json(result.to_json())
-        else:
-            shell.say(result.answer)
-            shell.print_table("atlas (the first 20)", plain_value(result.tables.get("atlas", [])[:20]))
-            for name in ("heads", "features", "curve"):
-                shell.print_table(name, plain_value(result.tables.get(name, [])))
+        shell.print_result(result, as_json, everything)
         result.write(out, files=draw(result))
         job.clear()
-    if not as_json:
-        typer.echo(f"The page: {out / 'report.html'}")
+    return result
 
 
 def _is_task(source: str) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import Json, Out, Seed, app, print_json, print_result, print_rows, print_table, say
+from qkscope.cli.shell import All, Json, Out, Seed, app, command, print_end, print_json, print_result, print_rows
 
 
 @app.command()
 def demo(
     out: Out = Path("runs/demo"),
     n: Annotated[int, typer.Option("--n", help="Prompts for finding, fitting and testing, each.")] = 96,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Run the main job on the embedded model: find heads, take them apart, test it causally, explain a prompt.
@@ -26,31 +28,35 @@ def demo(
     from qkscope.cli.demo import demo as run_demo
 
     result, files = run_demo(n=n)
-    print_result(result, as_json)
-    if not as_json:
-        print_table("claims", [claim.to_json() for claim in result.claims])
+    print_result(result, as_json, everything)
     result.write(out, files=files)
     if not as_json:
-        typer.echo(f"The page: {out / 'report.html'}")
+        print_end(out, then=command("view", out))
 
 
 @app.command()
-def models(as_json: Json = False) -> None:
+def models(everything: All = False, as_json: Json = False) -> None:
     """Check, live, which model families can be looked into."""
     from qkscope.capture.families import list_families
 
-    print_rows("families", list_families(), as_json)
+    rows = list_families()
+    served = sum(row["supported"] for row in rows)
+    print_rows("models", rows, f"{served} of {len(rows)} families can be looked into.", as_json, everything)
+    if not as_json:
+        print_end(then=command("heads", "induction", model="FOLDER"))
 
 
 @app.command()
 def bench(
     only: Annotated[list[str] | None, typer.Option("--only", help="Run this row alone; may be repeated.")] = None,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Measure every ratio we claim, each against the plain way of doing the same work, in the same run."""
     from qkscope.bench.harness import bench as run_bench
 
-    print_rows("bench", run_bench(only), as_json)
+    rows = run_bench(only)
+    print_rows("bench", rows, f"{len(rows)} ratios, each of two ways to do the same work.", as_json, everything)
 
 
 @app.command()
@@ -66,6 +72,7 @@ def reproduce(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run also what is finished in OUT.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Reproduce figures of the papers, each beside its controls; one folder OUT/PAPER/FIGURE each.
@@ -76,7 +83,12 @@ def reproduce(
     from qkscope.papers.registry import reproduce as run_reproduce
 
     if listed:
-        print_rows("experiments", list_experiments(), as_json)
+        rows = list_experiments()
+        named = {name: ", ".join(row["figure"] for row in rows if row["paper"] == name) for name in PAPERS}
+        answer = "\n".join(f"{name}: {figures}." for name, figures in named.items())
+        print_rows("list", rows, answer, as_json, everything)
+        if not as_json:
+            print_end(then=command("reproduce", rows[0]["paper"], rows[0]["figure"], preset="smoke"))
         return
     wanted = {name: ["all"] for name in PAPERS} if paper == "all" and not figures else {paper: figures or []}
     results: list[Any] = []
@@ -84,16 +96,18 @@ def reproduce(
     def show(result: Any) -> None:
         results.append(result)
         if not as_json:
-            say(f"{result.experiment}: {result.answer}")
-            print_table("claims", [claim.to_json() for claim in result.claims])
+            held = sum(claim.holds for claim in result.claims)
+            said = f"{result.experiment}: {result.answer} {held} of {len(result.claims)} claims hold."
+            print_result(replace(result, answer=said), as_json, everything)
 
     try:
         for name, chosen in wanted.items():
             done = run_reproduce(
                 name, chosen, preset=preset, out=out, seed=seed, device=device, model=model, again=again, show=show
             )
-            for result in [] if as_json else done.values():
-                say(f"The page: {out / result.experiment / 'report.html'}")
+            folders = [out / result.experiment for result in done.values()]
+            if not as_json:
+                print_end(*folders, then=command("view", folders[-1]))
     finally:  # also of what is done when it is stopped
         if as_json and results:
             print_json({"results": [result.to_json() for result in results]})

@@ -6,7 +6,10 @@ import inspect
 import json
 import logging
 import re
+import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from qkscope import tasks
+from qkscope.cli import layout, views
 from qkscope.errors import BadInput
 from qkscope.kinds import LARGEST_SEED
 from qkscope.runs.folder import plain_text
@@ -53,6 +57,7 @@ def _batch_size(value: int) -> int:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
+All = Annotated[bool, typer.Option("--all", help="Print every table with all its rows and columns.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, or nano:mixed.")]
 TaskName = Annotated[str, typer.Argument(help=f"{', '.join(tasks.BUILT_IN)}, or a .jsonl file.")]
@@ -113,23 +118,53 @@ def load_scope(model: str, device: str | None, dtype: str | None) -> Any:
     return Scope.load(model, device=device, dtype=dtype)
 
 
-def print_result(result: Any, as_json: bool, tables: Mapping[str, Any] | None = None) -> None:
-    """The answer, then these tables (or every one but those that are looked at, not read); or all of it as JSON."""
+def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
+    """The answer and the one table that supports it, or every table; or all of it as JSON."""
     if as_json:
         print_json(result.to_json())
         return
+    claims = [claim.to_json() for claim in result.claims]
     say(result.answer)
-    for name, rows in (result.tables if tables is None else tables).items():
-        if name not in ("spectrum", "clouds"):
-            print_table(name, rows)
+    print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
 
 
-def print_rows(name: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """One table, or ``{"rows": [...]}``."""
+def print_rows(
+    verb: str, rows: Sequence[Mapping[str, Any]], answer: str, as_json: bool, everything: bool = False
+) -> None:
+    """As `print_result`, of a verb that gives rows; as JSON ``{"rows": [...]}``."""
     if as_json:
         print_json({"rows": list(rows)})
-    else:
-        print_table(name, rows)
+        return
+    say(answer)
+    print_tables(verb, {"rows": rows}, everything)
+
+
+def print_tables(verb: str, tables: Mapping[str, Any], everything: bool = False, main: str = "") -> None:
+    """What a verb shows of its tables (`qkscope.cli.views`), or all of them in full."""
+    if everything:
+        for name, rows in tables.items():
+            if rows:
+                say(f"\n{name}")
+                table = views.whole(rows)
+                _print_table(table, layout.entire(*table[:3], _width() if sys.stdout.isatty() else None))
+        return
+    shown = views.shown(verb, tables, main)
+    if shown is not None:
+        typer.echo()
+        _print_table(shown, layout.fitted(*shown[:3], _width()))
+        if shown.note:
+            say(shown.note, wrapped=True)
+        left = f"{len(shown.cells)} of {shown.rows} rows" if len(shown.cells) < shown.rows else ""
+        say(f"{left}{'; ' * bool(left)}--all prints everything.")
+
+
+def _print_table(table: views.Shown, lines: Sequence[str]) -> None:
+    for i, line in enumerate(lines):
+        typer.echo(typer.style(line, bold=True) if i == 0 else line)
+
+
+def _width() -> int:
+    return max(40, shutil.get_terminal_size().columns)
 
 
 def print_json(value: Any) -> None:
@@ -138,33 +173,48 @@ def print_json(value: Any) -> None:
     typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def say(text: str) -> None:
-    """A line for people; what it quotes from a folder does not steer the terminal."""
-    typer.echo(plain_text(text))
+def say(text: str, wrapped: bool | None = None) -> None:
+    """Lines for people; what they quote from a folder does not steer the terminal.
+
+    Parameters
+    ----------
+    text : the lines.
+    wrapped : whether long ones are broken between words; on a terminal, if not given: a pipe takes whole lines.
+    """
+    for line in plain_text(text).split("\n"):
+        whole = not (sys.stdout.isatty() if wrapped is None else wrapped) or len(line) <= _width()
+        typer.echo(line if whole else textwrap.fill(line, _width(), break_long_words=False, break_on_hyphens=False))
 
 
-def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table for people."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_end(*written: Path | None, then: str, also: str = "") -> None:
+    """Where the pages are (or what was written), and the next command to type.
 
-    if not rows:
-        return
-    table = Table(title=plain_text(title), box=box.SIMPLE_HEAD, title_justify="left")
-    for column in rows[0]:
-        numeric = any(isinstance(row[column], int | float) and not isinstance(row[column], bool) for row in rows)
-        table.add_column(plain_text(column), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(row[column])) for column in rows[0]))
-    # A pipe has no width: print whole rows there instead of folding them at 80 columns.
-    Console(width=None if sys.stdout.isatty() else 400).print(table)
+    Parameters
+    ----------
+    written : folders or files; None where nothing was written.
+    then : the next command.
+    also : what happened to the page besides.
+    """
+    typer.echo()
+    for out in written:
+        if out is not None:
+            page = out / "report.html"
+            say(f"The page: {page}{also}" if page.is_file() else f"Written to {out}.")
+    typer.echo(f"Next: {plain_text(then)}")
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else plain_text(str(value))
+def command(verb: str, *arguments: object, **options: object) -> str:
+    """A command to type: its arguments, and its options where they are not what the verb takes anyway.
+
+    >>> from qkscope import cli
+    >>> command("decompose", "binding", heads="L18H6", out="my runs", model="smollm2-135m", seed=1)
+    "qkscope decompose binding --heads L18H6 --out 'my runs' --seed 1"
+    """
+    from typer.main import get_command
+
+    known = {parameter.name: parameter for parameter in get_command(app).commands[verb].params}  # type: ignore[attr-defined]
+    words = ["qkscope", verb, *map(str, arguments)]
+    for name, value in options.items():
+        if value is not None and value != known[name].default:
+            words += [known[name].opts[0], *([] if value is True else [str(value)])]
+    return shlex.join(words)

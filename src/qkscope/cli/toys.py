@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import HeadWidth, Json, Out, Seed, TrainDevice, Workers, app, print_result
+from qkscope.cli.shell import (
+    All,
+    HeadWidth,
+    Json,
+    Out,
+    Seed,
+    TrainDevice,
+    Workers,
+    app,
+    command,
+    print_end,
+    print_result,
+)
 from qkscope.errors import BadInput
 
 toy = typer.Typer(help="Train toy models with known features.", no_args_is_help=True)
@@ -29,6 +42,7 @@ def toy_retrieval(
     as_written: Annotated[bool, typer.Option("--as-written", help="Scales and noise as the paper's text.")] = False,
     device: TrainDevice = "cpu",
     workers: Workers = None,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Train heads on payload retrieval, many at once; stop it and say the same again, and it goes on."""
@@ -36,9 +50,10 @@ def toy_retrieval(
 
     options: Any = {"grids": grids, "variant": variant, "d_head": d_head, "as_written": as_written}
     options |= {"seeds": seeds, "lr": lr, "steps": steps, "device": device, "workers": workers}
-    train_retrieval(
-        out, ranks=_numbers("--ranks", ranks, int), **options, show=lambda result: print_result(result, as_json)
-    )
+    options |= {"show": partial(print_result, as_json=as_json, everything=everything)}
+    train_retrieval(out, ranks=_numbers("--ranks", ranks, int), **options)
+    if not as_json:
+        print_end(out, then=command("reproduce", "lee2026", "fig2", preset="smoke"))
 
 
 def _numbers(option: str, text: str, kind: type = float) -> list[Any]:
@@ -60,18 +75,18 @@ def nano(
         int | None, typer.Option("--check-every", help="Steps between checkpoints; the preset's by default.")
     ] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate; the preset's by default.")] = None,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Train a small Llama, keeping every checkpoint as OUT/STEP; stop it and say the same again, and it goes on."""
     from qkscope.nano.train import train_nano
     from qkscope.page.figures import draw_nano
 
-    def show(result: Any) -> None:
-        rows = result.tables["accuracy"]
-        print_result(result, as_json, {"accuracy": [row for row in rows if row["step"] == rows[-1]["step"]]})
-
     options: Any = {"preset": preset, "steps": steps, "check_every": check_every, "lr": lr}
+    show = partial(print_result, as_json=as_json, everything=everything)
     train_nano(out, seed=seed, device=device, show=show, draw=draw_nano, **options)
+    if not as_json:
+        print_end(out, then=command("sparsity", "ioi", model=out, revisions="all", out="runs/ioi"))
 
 
 @toy.command("superposition")
@@ -97,16 +112,16 @@ def toy_superposition(
     every: Annotated[int, typer.Option("--every", help="Steps between kept checkpoints.")] = 200,
     device: TrainDevice = "cpu",
     workers: Workers = None,
+    everything: All = False,
     as_json: Json = False,
 ) -> None:
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
     from qkscope.papers.franco2026.toy.train import parse_pairs, train_superposition
 
-    def show(result: Any) -> None:
-        rows = [row for row in result.tables["alignment"] if not row["control"]]
-        print_result(result, as_json, {"alignment": rows, "toys": result.tables["toys"]})
-
     options: Any = {"n": n, "d": d, "d_head": d_head, "context": context, "target": target, "reading": reading}
     options |= {"rope": rope, "seeds": seeds, "steps": steps, "lr": lr, "every": every}
     options |= {"p": _numbers("--p", p), "weight": _numbers("--weight", weight), "pairs": parse_pairs(pairs)}
-    train_superposition(out, **options, device=device, workers=workers, show=show)
+    options |= {"show": partial(print_result, as_json=as_json, everything=everything)}
+    train_superposition(out, **options, device=device, workers=workers)
+    if not as_json:
+        print_end(out, then=command("reproduce", "franco2026", "fig2", preset="smoke"))

@@ -19,6 +19,7 @@ def svd(
     out: Annotated[Path | None, typer.Option("--out", help="A .safetensors file for the singular vectors.")] = None,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Singular vectors of every head's QK matrix, from thin factors of the weights; multiplied out before believed."""
@@ -36,9 +37,15 @@ def svd(
     from qkscope.analyses.relative import singular_basis
 
     basis = singular_basis(shell.load_scope(model, device, dtype), chosen)
-    shell.print_rows("singular values", basis.table(), as_json)
+    rows = basis.table()
+    ranks = [row["effective_rank"] for row in rows]
+    answer = f"The QK matrices of {len(rows)} heads have {min(ranks):.1f} to {max(ranks):.1f} effective dimensions."
+    shell.print_rows("svd", rows, answer, as_json, everything)
     if out is not None:
         basis.save(out)
+    if not as_json:
+        then = shell.command("sparsity", "ioi", out="runs/ioi", model=model, device=device, dtype=dtype)
+        shell.print_end(out, then=then)
 
 
 @shell.app.command()
@@ -62,6 +69,7 @@ def sparsity(
     batch_size: shell.BatchSize = 32,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
+    everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training."""
@@ -69,7 +77,7 @@ def sparsity(
 
     made = shell.make_task(task, form, size, seed, chat)
     options: Any = {"controls": controls, "draws": draws, "seed": seed, "batch_size": batch_size, "device": device}
-    show = partial(shell.print_result, as_json=as_json)
+    show = partial(shell.print_result, as_json=as_json, everything=everything)
     sweep(model, made, revisions, heads, n, out=out, dtype=dtype, show=show, **options)
     if not as_json:
-        shell.say(f"Written to {out}.")
+        shell.print_end(out, then=shell.command("view", out))

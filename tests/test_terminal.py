@@ -1,0 +1,156 @@
+"""What commands print for people: the answer, one small table, the page and the next command; `--all` for the rest."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from qkscope import cli
+from qkscope.cli import layout, views
+
+BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]
+RULE = re.compile(r"─+(  ─+)*")
+
+
+@pytest.fixture
+def qkscope(monkeypatch, capsys):
+    """The command line in this process, 80 columns wide and not a terminal: what it prints."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert not ended.value.code, said.err
+        return said.out
+
+    return run
+
+
+def tables(printed: str) -> list[list[str]]:
+    """The tables of an output: heading, rule and rows, up to the first line that is none."""
+    lines, found = printed.splitlines(), []
+    for i, line in enumerate(lines):
+        if RULE.fullmatch(line):
+            width = len(line)
+            rows = []
+            for row in lines[i + 1 :]:
+                if not row or len(row) > width or any(row[at : at + 2].strip() for at in gaps(line)):
+                    break
+                rows.append(row)
+            found.append([lines[i - 1], line, *rows])
+    return found
+
+
+def gaps(rule: str) -> list[int]:
+    return [match.start() for match in re.finditer("  ", rule)]
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A fit, and what a process of its own said while it was made."""
+    out = tmp_path_factory.mktemp("term") / "fit"
+    job = [*BINDING, "--heads", "L1H0,L1H1", "-n", "24", "--replicates", "19", "--out", str(out)]
+    env = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "qkscope", "decompose", *job], env=env, capture_output=True, text=True)
+    return out, done
+
+
+def check(printed: str) -> list[str]:
+    """One table of at most six columns and ten rows, 80 wide, whose cells stand below their headings."""
+    found = tables(printed)
+    assert len(found) == 1
+    heading, rule, *rows = found[0]
+    assert 1 <= len(rows) <= 10
+    assert len(gaps(rule)) + 1 <= 6
+    assert max(map(len, found[0])) <= 80
+    answer = printed.splitlines()[0]
+    assert answer
+    assert answer != heading
+    assert re.match(r"Next: qkscope \w+", printed.splitlines()[-1])
+    return found[0]
+
+
+def test_heads_prints_its_answer_a_small_table_and_a_next_command_that_runs(qkscope, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = qkscope("heads", *BINDING, "-n", 16)
+    check(printed)
+    then = shlex.split(printed.splitlines()[-1].removeprefix("Next: qkscope "))
+    assert then[0] == "decompose"
+    check(qkscope(*then, "-n", 16, "--replicates", 19))
+
+
+def test_a_fit_says_where_its_page_is_and_nobody_else_says_anything(fitted):
+    out, done = fitted
+    assert done.returncode == 0, done.stderr
+    check(done.stdout)
+    assert f"The page: {out / 'report.html'}" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"Next: qkscope swap {out}"
+    assert done.stderr == ""
+
+
+def test_swap_shows_each_feature_beside_its_controls_and_says_that_it_rewrites_the_page(qkscope, fitted):
+    out, _ = fitted
+    printed = qkscope("swap", out, "-n", 16)
+    heading, _, *rows = check(printed)
+    assert heading.split() == ["head", "feature", "kind", "before", "after", "moved"]
+    assert {row.split()[2] for row in rows} == {"feature", "random", "key_pca"}
+    assert f"{out / 'report.html'} (written anew" in printed
+    one = qkscope("swap", out, "-n", 16, "--heads", "L1H0")
+    assert check(one)[0].split() == ["feature", "kind", "rank", "before", "after", "moved"]
+    everything = qkscope("swap", out, "-n", 16, "--all")
+    assert len(everything.splitlines()) > 3 * len(printed.splitlines())
+    assert {"condition_number", "carried_gain_low"} <= set(everything.split())
+    assert len(tables(everything)) >= 2
+
+
+def test_explain_sparsity_and_svd_print_one_small_table(qkscope, fitted, tmp_path):
+    prompt = r"The hat is in Box O. The jam is in Box Z. The hat is in Box"
+    for arguments in (
+        ["explain", fitted[0], prompt],
+        ["svd", "--model", "nano:mixed"],
+        ["sparsity", "ioi", "--model", "nano:mixed", "-n", 8, "--draws", 4, "--out", tmp_path / "ioi"],
+        ["reproduce", "--list"],
+    ):
+        printed = qkscope(*arguments)
+        check(printed)
+        everything = qkscope(*arguments, "--all")
+        assert len(everything) > len(printed)
+
+
+def test_a_verb_without_a_view_shows_the_first_columns_that_differ():
+    rows = [{"model": "m", **{f"c{i}": i * j for i in range(9)}} for j in range(12)]
+    shown = views.shown("nobody", {"mine": rows})
+    assert shown.headings == ["c1", "c2", "c3", "c4", "c5", "c6"]
+    assert (len(shown.cells), shown.rows) == (10, 12)
+    assert views.shown("nobody", {"mine": []}) is None
+
+
+def test_every_view_has_at_most_six_columns_beside_those_that_may_be_left_out():
+    for known in views.VIEWS.values():
+        for view in known:
+            if not callable(view.columns):
+                assert len([heading for heading in view.columns if not heading.endswith("?")]) <= views.MOST_COLUMNS
+
+
+def test_numbers_are_never_cut_and_texts_are_cut_between_words():
+    headings, numeric = ["head", "text", "value", "more"], [False, False, True, True]
+    cells = [["L1H0", "what followed an earlier copy of this very token", "0.1234567", "1234567890123"]] * 2
+    for width in range(30, 100):
+        lines = layout.fitted(headings, cells, numeric, width)
+        assert max(map(len, lines)) <= width
+        assert "0.1234567" in lines[2] or "value" not in lines[0]
+        text = lines[2][6:].split("…")[0]
+        assert set(text.split()) <= set(" ".join(cells[0]).split())
+
+
+def test_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
+    headings, cells = ["head", *(f"column{i}" for i in range(12))], [["L1H0", *("0.123456" for _ in range(12))]]
+    lines = layout.entire(headings, cells, [False] + [True] * 12, 60)
+    assert max(map(len, lines)) <= 60
+    assert {word for line in lines for word in line.split()} >= set(headings)
+    assert len(layout.entire(headings, cells, [False] + [True] * 12, None)) == 3
