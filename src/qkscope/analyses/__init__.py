@@ -9,6 +9,7 @@ page is drawn from, in a folder if one is named. Files in reading order:
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Features without labels: ``discover/`` (of some heads), `atlas` (of every head).
+- Who wrote a query and a key: ``trace/``.
 - Features from weights: `relative` (every head's singular basis, and one prompt's relative attention split over it),
   `circuits` (which heads look from where to where), `sparsity` (how few vectors carry it), `sweep` (over training).
 """

@@ -27,11 +27,12 @@ QKNorm = Literal["whole", "linear", "bias"]
 
 
 class Projected(NamedTuple):
-    """Queries and keys of n inputs, keys once per KV head, and the scale the attention call passes."""
+    """Queries, keys and values of n inputs, keys once per KV head, and the scale the attention call passes."""
 
     q: Float[Tensor, "n h d_head"]
     k: Float[Tensor, "n g d_head"]
     scale: float
+    v: Float[Tensor, "n g d_value"]
 
 
 class Norm(NamedTuple):
@@ -198,7 +199,7 @@ def project(
             f"{call.family} has no weights to read in every layer: some have no keys of their own but read those of a"
             " layer before them; ask for heads of the others."
         )
-    return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale)
+    return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale, found[0].v[:, :, 0])
 
 
 def norm_unit(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -161,8 +161,31 @@ def _fold(call: LayerCall, blocks: list[int], width: int) -> tuple[Tensor, Tenso
         jacobian.append(gradient.float())
         at_zero.append(picked.detach().float())
     A, a = _without_norm(call, torch.cat(jacobian), torch.cat(at_zero))
-    offsets = torch.cat([c.flatten() for c in _offsets(call)])[rows]
+    offsets = torch.cat([c.flatten() for c in qk_norm_offsets(call)])[rows]
     return torch.cat([A, a], dim=-1).unflatten(0, (-1, width)), offsets.unflatten(0, (-1, width))
+
+
+def pull_back(
+    call: LayerCall, vectors: Literal["q", "k", "v"], head: int, along: Float[Tensor, "n e"]
+) -> Float[Tensor, "n d_model+1"]:
+    """Directions among a head's queries, keys or values as directions in its layer's input: ``uᵀ W``, W as above.
+
+    One small backward through the layer's own projections, where the matrix itself is not wanted.
+
+    Parameters
+    ----------
+    call : from `record_calls`.
+    vectors : which of the three.
+    head : of the queries, or of the keys and values.
+    along : the directions u.
+    """
+    z = torch.zeros_like(call.hidden[0, :1]).expand(len(along), -1).clone().requires_grad_()
+    with torch.enable_grad():
+        parts = getattr(project(call, z, qk_norm="linear"), vectors)[:, head]
+        value = (parts * along.to(parts)).sum(-1)
+        (gradient,) = torch.autograd.grad(value.sum(), z)
+    A, a = _without_norm(call, gradient.float(), value.detach().float()[:, None])
+    return torch.cat([A, a], dim=-1)
 
 
 @torch.no_grad()
@@ -191,7 +214,8 @@ def _without_norm(call: LayerCall, A: Tensor, a: Tensor) -> tuple[Tensor, Tensor
     return A - along @ normal.T, a + along * (bias @ normal)
 
 
-def _offsets(call: LayerCall) -> tuple[Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]]:
+def qk_norm_offsets(call: LayerCall) -> tuple[Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]]:
+    """QK-norm's own bias, c of queries and of keys."""
     at_zero = _at_zero(call, "bias")
     found = at_zero.q[0].float(), at_zero.k[0].float()
     return found if call.qk_norms else (torch.zeros_like(found[0]), torch.zeros_like(found[1]))
@@ -212,7 +236,7 @@ def qk_norm_scales(call: LayerCall, z: Float[Tensor, "n d_model"]) -> tuple[Floa
         part = part.float()
         return ((true.float() - offset) * part).sum(-1) / part.square().sum(-1).clamp_min(torch.finfo(part.dtype).tiny)
 
-    c_Q, c_K = _offsets(call)
+    c_Q, c_K = qk_norm_offsets(call)
     return ratio(whole.q, c_Q, linear.q), ratio(whole.k, c_K, linear.k)
 
 
@@ -225,7 +249,13 @@ def _check_form(call: LayerCall, layer: int) -> None:
     whole, turned = project(call, z), project(call, z, rotated=True)
     linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0)]), qk_norm="linear")
     seen = zip(
-        ("queries", "keys"), whole[:2], turned[:2], linear[:2], _offsets(call), qk_norm_scales(call, z), strict=True
+        ("queries", "keys"),
+        whole[:2],
+        turned[:2],
+        linear[:2],
+        qk_norm_offsets(call),
+        qk_norm_scales(call, z),
+        strict=True,
     )
     for what, vector, rotated, parts, offset, s in seen:
         vector, rotated = vector.float(), rotated.float()

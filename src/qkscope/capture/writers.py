@@ -106,16 +106,29 @@ class Reader:
                 if isinstance(node, Heads):
                     names += [str(Head(before, i)) for i in range(self.scope.facts.layers[before].n_heads)]
                 elif isinstance(node, Part):
-                    names.append(_part_name(block, before, node.module))
+                    names.append(part_name(block, before, node.module))
         return [*names, BIAS]
 
     # ------------------------------------------------------------------ one forward
 
     @torch.no_grad()
-    def record(self, inputs: dict[str, Tensor], places: Places) -> Recorded:
+    def record(
+        self,
+        inputs: dict[str, Tensor],
+        places: Places,
+        *visits: Callable[[Call], None],
+        layers: Sequence[int] | None = None,
+    ) -> Recorded:
         """Run a batch up to the deepest layer that is read, and keep what the writers left at these places.
 
         Padded slots of keys hold column 0 and mean nothing.
+
+        Parameters
+        ----------
+        inputs : of the model.
+        places : where to look.
+        visits : who else sees each attention call.
+        layers : whose input is kept; those that are read, if not given.
         """
         keys = places.keys.masked_fill(~places.key_mask, 0)
         found = Recorded(places.row, torch.cat([places.query[:, None], keys], dim=1))
@@ -131,8 +144,9 @@ class Reader:
             if call.layer in self.layers and call.rotary is not None:
                 found.rotary[call.layer] = call.rotary
 
-        with _hooked(self.blocks[: max(self.layers) + 1], self.layers, found, pick):
-            self.scope.watch(inputs, visit, picker.visit, rotary=True)
+        kept = self.layers if layers is None else layers
+        with _hooked(self.blocks[: max(self.layers) + 1], kept, found, pick):
+            self.scope.watch(inputs, visit, *visits, picker.visit, rotary=True)
         found.captured = picker.finish(places.row, {})
         return found
 
@@ -162,7 +176,7 @@ class Reader:
                 names = [str(Head(layer, i)) for i in range(len(W))]
                 return [Parts(names, torch.einsum("npha,hda->nhpd", z, W)), *_constant(b, found)]
             case Part(module):
-                return [Parts([_part_name(block, layer, module)], found.gave[module][:, None])]
+                return [Parts([part_name(block, layer, module)], found.gave[module][:, None])]
             case Scaled(_, gain, inner):
                 pieces = self._through(block, layer, found, entered, inner)
                 return [Parts(p.writers, p.values * gain.to(p.values)) for p in pieces]
@@ -291,7 +305,7 @@ def _constant(bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
     return [Parts([BIAS], bias.float().expand(rows, 1, places, -1))] if bool(bias.any()) else []
 
 
-def _part_name(block: Block, layer: int, module: nn.Module) -> str:
+def part_name(block: Block, layer: int, module: nn.Module) -> str:
     """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""
     return f"M{layer}" if len(block.parts) == 1 else f"M{layer}.{block.parts.index(module)}"
 

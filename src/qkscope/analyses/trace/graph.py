@@ -1,0 +1,248 @@
+"""The depth of a trace: one prompt's relative logit, split among writers, over the tokens they read, and down again.
+
+The logit ``Σ_t w_t ℓ(p,t)``, with +1 on a key and −1/m on each of m others, is the sum of its query writers and the sum
+of its key writers. A writer that is a head splits on over the tokens it read, with attention held, and what stands at
+such a token is again a sum of writers one layer down: *content*, every parent the sum of its children. Why a writer
+looked there is another question, with a logit of its own (*why*): that token against all others it saw but the first.
+
+At the keys a part is the key's less the mean of the others', and so it stays on the way down: what the key read two
+tokens back stands against what each other key read two tokens back. The first token, where attention rests, is the same
+token to all. What others read at a distance at which the key has no token is one child, `OTHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.capture.encode import Encoding
+from qkscope.capture.pick import Places
+from qkscope.capture.sources import Direction, Trail
+from qkscope.capture.writers import Reader, Side
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+REST, OTHERS = "rest", "other keys"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One prompt's graph: rows, each with its parent's ``id``, and the prompt it stands on.
+
+    Attributes
+    ----------
+    rows : ``head, id, parent, kind`` (root, content, why), ``side, writer, layer, position, token, attention, value,
+        share``. A row without writer is a token that the head above it read. Shares are of the root; below a *why*,
+        of that logit. The children of a parent on one side sum to it.
+    prompt : ``head, position, token, attention``, of every token that the query sees.
+    total : the relative logit.
+    error : largest difference between a parent and what it is the sum of, beside the largest term of its logit.
+    """
+
+    rows: list[dict[str, Any]]
+    prompt: list[dict[str, Any]]
+    total: float
+    error: float
+
+
+def trace_graph(
+    reader: Reader,
+    encoded: Encoding,
+    head: Head,
+    query: int,
+    key: int,
+    *,
+    others: Sequence[int] | None = None,
+    depth: int = 2,
+    width: int = 3,
+    smallest: float = 0.05,
+    projector: Float[Tensor, "d d"] | None = None,
+) -> Graph:
+    """Follow one relative logit of one prompt down its writers.
+
+    Parameters
+    ----------
+    reader : of the head.
+    encoded : the prompt, alone.
+    head : that looks from the query to the key.
+    query, key : tokens, counted from 0.
+    others : tokens that the key is compared with; all that the query sees but the first, if not given.
+    depth : how often writers are followed to what they read; 0 names the writers alone.
+    width : how many children of a node are shown; the others are one, `REST`.
+    smallest : share of the root below which a child is not shown.
+    projector : of a feature, between query and key.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
+    >>> encoded = scope.encode(["hat: O jam: Z jam:"])
+    >>> found = trace_graph(Reader(scope, [head]), encoded, head, query=8, key=6, depth=0, width=1)
+    >>> [(row["side"], row["writer"], row["token"]) for row in found.rows]
+    [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('query', 'rest', ':'), ('key', 'L1H0', 'Z'), ('key', 'rest', 'Z')]
+    """
+    ids = encoded.inputs["input_ids"]
+    if len(ids) != 1 or not bool(encoded.inputs["attention_mask"].all()):
+        raise BadInput(f"a graph is drawn of one prompt, but got {len(ids)}.")
+    row = torch.zeros(1, dtype=torch.long, device=ids.device)
+    at = Places.everywhere(row, row + query, encoded.inputs["attention_mask"])
+    trail, scope = Trail(reader, encoded.inputs, at), reader.scope
+    texts = [scope.tokenizer.decode([i]) if scope.tokenizer else str(i) for i in ids[0].tolist()]
+    attention = trail.attention(head, row + query + 1)[0, 0].tolist()
+    seen = _seen(trail, head, query)
+    if key not in seen:
+        raise BadInput(f"{head} cannot see token {key} from token {query}.")
+    others = [i for i in seen if i not in (0, key)] if others is None else list(others)
+    if not others:
+        raise BadInput(f"there is nothing that token {key} could be compared with: name a later query.")
+    builder = _Builder(trail, str(head), texts, width, smallest)
+    total = builder.logit(head, query, key, others, depth, projector, attention[key])
+    prompt = [
+        {"head": str(head), "position": i, "token": texts[i], "attention": attention[i]} for i in range(query + 1)
+    ]
+    return Graph(builder.rows, prompt, total, builder.error)
+
+
+def _seen(trail: Trail, head: Head, query: int) -> list[int]:
+    """Tokens that a head may look at."""
+    call, row = trail.calls[head.layer], trail.found.row
+    mask = call.mask_rows(row, torch.full_like(row, query))[0]
+    return mask[head.index if len(mask) > 1 else 0].isfinite().nonzero()[:, 0].tolist()
+
+
+@dataclass
+class _Builder:
+    """Rows of a graph, as they come."""
+
+    trail: Trail
+    head: str
+    texts: list[str]
+    width: int
+    smallest: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    error: float = 0.0
+    root: float = 0.0  # whose shares are given
+    largest: float = 0.0  # of all terms of that logit
+    asked_why: set[tuple[Head, int, int]] = field(default_factory=set)
+
+    def logit(
+        self,
+        head: Head,
+        query: int,
+        key: int,
+        others: Sequence[int],
+        depth: int,
+        projector: Tensor | None = None,
+        attention: float | None = None,
+        parent: dict[str, Any] | None = None,
+    ) -> float:
+        """A root of its own, and its writers on both sides."""
+        device = self.trail.found.row.device
+        keys = torch.tensor([key, *others], device=device) + 1
+        weights = torch.tensor([[1.0, *[-1 / len(others)] * len(others)]], device=device)
+        asked = self.trail.ask(head, query + 1, keys, weights, projector)
+        before = self.root, self.largest
+        self.root = total = float(asked.total)
+        self.largest = 0.0
+        kind = "root" if parent is None else "why"
+        row = self._add(
+            parent, kind, None, self.root, str(head), head.layer, position=query, attention=attention, towards=key
+        )
+        for side, direction in asked.sides.items():
+            self._writers(row, side, direction, depth)
+        self.root, self.largest = before
+        return total
+
+    def _writers(self, parent: dict[str, Any], side: Side, asked: Direction, depth: int) -> None:
+        """What stands at a token (and at those it is compared with), split among writers."""
+        answer = self.trail.writers(asked)
+        values = {name: float(value.sum()) for name, value in answer.values.items()}
+        self._check(parent, torch.stack([*answer.values.values()]))
+        at = {"position": int(asked.slots[0]) - 1}
+        for name, row in self._children(parent, side, values, lambda name: {"writer": name, **at}, at):
+            if name.startswith("L") and depth > 0:
+                head = Head.parse(name)
+                self._sources(row, side, head, asked.slots, answer.asks[head.layer][:, :, head.index], depth)
+
+    def _sources(
+        self, parent: dict[str, Any], side: Side, head: Head, slots: Int[Tensor, " p"], along: Tensor, depth: int
+    ) -> None:
+        """A head's part, split over the tokens that it read."""
+        trail, positions = self.trail, slots - 1
+        attention = trail.attention(head, slots)
+        brought = (attention * trail.read(head, along))[0]  # of each slot, by token
+        self._check(parent, brought)
+        tokens = torch.arange(brought.shape[1], device=slots.device)
+        same = positions[0] + tokens - positions[:, None]  # where the first slot's token at this distance stands
+        same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(tokens > 0, 0)
+        sums = torch.zeros(len(tokens) + 1, device=slots.device).index_add_(0, same.flatten() + 1, brought.flatten())
+        values = {OTHERS if i == 0 else i - 1: value for i, value in enumerate(sums.tolist()) if value}
+
+        def said(token: Any) -> dict[str, Any]:
+            if token == OTHERS:
+                return {"writer": OTHERS}
+            return {"layer": head.layer, "position": token, "attention": float(attention[0, 0, token])}
+
+        for token, row in self._children(parent, side, values, said, {}):
+            if token == OTHERS:
+                continue
+            slot, read = (same == token).nonzero().T
+            asked = trail.follow(head, read + 1, attention[:, slot, read, None] * along[:, slot])
+            self._writers(row, side, asked, depth - 1)
+            self._why(row, head, int(positions[0]), token)
+
+    def _why(self, row: dict[str, Any], head: Head, query: int, key: int) -> None:
+        """Why a writer looked at a token, once for each; nothing looks at the first for what it says."""
+        seen = _seen(self.trail, head, query)
+        others = [i for i in seen if i not in (0, key)]
+        refused = "pre_rope" in self.trail.reader.scope.facts.layers[head.layer].refusals
+        if key > 0 and key in seen and others and not refused and (head, query, key) not in self.asked_why:
+            self.asked_why.add((head, query, key))
+            self.logit(head, query, key, others, 0, attention=row["attention"], parent=row)
+
+    def _check(self, parent: dict[str, Any], terms: Tensor) -> None:
+        """What a parent's terms miss of it, beside the largest term of this logit."""
+        self.largest = max(self.largest, float(terms.abs().max()))
+        missed = abs(float(terms.double().sum()) - parent["value"])
+        self.error = max(self.error, missed / self.largest if self.largest > 0 else missed)
+
+    def _children(
+        self, parent: dict[str, Any], side: Side, values: Mapping[Any, float], said: Any, rest: dict[str, Any]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The largest children of a node, and all others as one."""
+        order = sorted(values, key=lambda name: -abs(values[name]))
+        shown = [name for name in order[: self.width] if abs(values[name]) >= self.smallest * abs(self.root)]
+        kind = "why" if parent["kind"] == "why" else "content"
+        rows = [(name, self._add(parent, kind, side, values[name], **said(name))) for name in shown]
+        if len(shown) < len(values):
+            left = sum(value for name, value in values.items() if name not in shown)
+            self._add(parent, kind, side, left, writer=REST, **rest)
+        yield from rows
+
+    def _add(
+        self,
+        parent: dict[str, Any] | None,
+        kind: str,
+        side: Side | None,
+        value: float,
+        writer: str | None = None,
+        layer: int | None = None,
+        position: int | None = None,
+        attention: float | None = None,
+        towards: int | None = None,
+    ) -> dict[str, Any]:
+        if layer is None and writer is not None and writer[0] in "LM":
+            layer = int(writer[1:].replace("H", ".").split(".")[0])
+        row = {
+            "head": self.head, "id": len(self.rows), "parent": None if parent is None else parent["id"], "kind": kind,
+            "side": side, "writer": writer, "layer": layer, "position": position,
+            "token": None if position is None else self.texts[position], "towards": towards, "attention": attention,
+            "value": value, "share": value / self.root if self.root else None,
+        }  # fmt: skip
+        self.rows.append(row)
+        return row

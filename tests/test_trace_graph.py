@@ -1,0 +1,174 @@
+"""The depth of a trace: every parent is the sum of its children, and the sources are what the weights say."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import qkscope as qk
+from qkscope.analyses.trace.graph import REST, trace_graph
+from qkscope.analyses.trace.sources import sources_of
+from qkscope.capture.encode import Encoding
+from qkscope.capture.families import tiny_model
+from qkscope.capture.inputs import short_inputs
+from qkscope.capture.pick import Places
+from qkscope.capture.writers import Reader
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+# soft-cap, norms after attention and MLP; QK-norm; a sink; parallel blocks and LayerNorm; norms after only
+FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_oss", "cohere", "olmo2"]
+
+
+def prompt_of(scope: qk.Scope, length: int = 9) -> Encoding:
+    inputs = short_inputs(scope.model, (length,), positions=scope.facts.takes_positions)
+    at = Places.everywhere(torch.tensor([0]), torch.tensor([length - 1]), inputs["attention_mask"])
+    return Encoding(inputs, at, at.row, {})
+
+
+def check_sums(rows: list[dict], tolerance: float = 1e-5) -> int:
+    """Each parent is the sum of its children, side by side; how many were looked at."""
+    families: dict = {}
+    for row in rows:
+        starts_anew = row["kind"] == "why" and row["side"] is None
+        if row["parent"] is not None and not starts_anew:
+            families.setdefault((row["parent"], row["side"]), []).append(row)
+    for (parent, _), children in families.items():
+        values = [child["value"] for child in children]
+        assert sum(values) == pytest.approx(rows[parent]["value"], abs=tolerance * max(map(abs, values)) + 1e-6)
+    return len(families)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_children_sum_to_their_parents(family):
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    for head in [Head(1, 0), Head(1, 3)]:
+        found = trace_graph(Reader(scope, [head]), prompt_of(scope), head, 8, 7, width=4)
+        assert found.error < 1e-5
+        assert check_sums(found.rows, 1e-4) > 4  # what is shown cancels more than its terms do
+        assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_root_is_the_models_own_logit(family):
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    head, encoded = Head(1, 2), prompt_of(scope)
+    captured = scope.capture_inputs(encoded, heads=[head])
+    logits = captured.attention_logits()[0, 0]
+    found = trace_graph(Reader(scope, [head]), encoded, head, 8, 3, others=[5, 6], depth=0)
+    assert found.total == pytest.approx(float(logits[3] - (logits[5] + logits[6]) / 2), rel=1e-4)
+    assert [row["attention"] for row in found.prompt] == pytest.approx(captured.attention()[0, 0].tolist(), abs=1e-6)
+    assert all(row["parent"] in (None, 0) for row in found.rows)
+
+
+def test_sources_are_what_the_weights_say():
+    """``scale (R_p W_Q σ_p W_O a(p,s) W_V x̂(s)) · (k_t − k_u)``, by hand, of every writer and token of the query."""
+    model = tiny_model("llama").eval()
+    scope = qk.Scope.from_model(model, check=False)
+    head, encoded = Head(1, 1), prompt_of(scope)
+    found = trace_graph(Reader(scope, [head]), encoded, head, 8, 6, others=[4], depth=1, width=99, smallest=0)
+    first, second = model.model.layers
+    width, group = scope.d_head, scope.group_size
+    with torch.no_grad():
+        x0 = model.model.embed_tokens(encoded.inputs["input_ids"])
+        cos, sin = model.model.rotary_emb(x0, encoded.inputs["position_ids"])
+
+        def heads(layer, x):
+            attention, z = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (part(z).unflatten(-1, (-1, width)).transpose(1, 2) for part in
+                       (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            logits = q @ k.repeat_interleave(group, 1).mT * width**-0.5
+            return q, k, v, torch.softmax(logits.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf), -1)
+
+        _, _, v, attention = heads(first, x0)
+        x1 = first(x0, position_embeddings=(cos, sin))
+        x1 = x1[0] if isinstance(x1, tuple) else x1
+        _, k, _, _ = heads(second, x1)
+        sigma = x1[0, 8].square().mean().add(second.input_layernorm.variance_epsilon).rsqrt()
+        W_Q = second.self_attn.q_proj.weight[width : 2 * width] * second.input_layernorm.weight
+        ids = {row["id"]: row for row in found.rows}
+        seen = 0
+        for row in found.rows:
+            above = ids.get(row["parent"])
+            if row["side"] == "query" and row["kind"] == "content" and row["writer"] is None:
+                h, s = Head.parse(above["writer"]).index, row["position"]
+                W_O = first.self_attn.o_proj.weight[:, h * width : (h + 1) * width]
+                q = (W_Q @ (sigma * W_O @ (attention[0, h, 8, s] * v[0, h // group, s]))).view(1, 1, 1, -1)
+                q = apply_rotary_pos_emb(q, q, cos[:, 8:9], sin[:, 8:9])[0].flatten()
+                difference = k[0, 1 // group, 6] - k[0, 1 // group, 4]
+                assert row["value"] == pytest.approx(float(q @ difference) * width**-0.5, abs=1e-5)
+                assert row["attention"] == pytest.approx(float(attention[0, h, 8, s]), abs=1e-6)
+                seen += 1
+        assert seen == 4 * 9
+
+
+def test_a_planted_writer_is_followed_to_the_token_it_read():
+    """One head of the first layer writes, and it copies one token alone: all but the embedding comes from there."""
+    model = tiny_model("llama")
+    scope = qk.Scope.from_model(model, check=False)
+    block, width = model.model.layers[0], scope.d_head
+    with torch.no_grad():
+        block.mlp.down_proj.weight.zero_()
+        kept = block.self_attn.o_proj.weight[:, 2 * width : 3 * width].clone()
+        block.self_attn.o_proj.weight.zero_()
+        block.self_attn.o_proj.weight[:, 2 * width : 3 * width] = 5 * kept
+        block.self_attn.q_proj.weight.zero_()  # it looks everywhere alike,
+        encoded = prompt_of(scope)
+        values = block.self_attn.v_proj.weight
+        z = block.input_layernorm(model.model.embed_tokens(encoded.inputs["input_ids"]))[0]
+        other = torch.linalg.svd(z[[0, 1, 2, 4, 5, 6, 7, 8]])[2][8:]  # … but only token 3 has a value
+        values.copy_(values @ other.T @ other)
+    head = Head(1, 0)
+    found = trace_graph(Reader(scope, [head]), encoded, head, 8, 5, others=[1], depth=1)
+    written = [row for row in found.rows if row["parent"] == 0 and row["writer"] not in (REST, "bias")]
+    assert {row["writer"] for row in written} <= {"embedding", "L0H2"}
+    (writer,) = [row for row in written if row["writer"] == "L0H2" and row["side"] == "query"]
+    (token, rest) = [row for row in found.rows if row["parent"] == writer["id"]]
+    assert token["position"] == 3
+    assert token["attention"] == pytest.approx(1 / 9)
+    assert abs(rest["value"]) < 1e-5 * abs(token["value"])
+    assert next(row["writer"] for row in found.rows if row["parent"] == token["id"]) == "embedding"
+
+
+def test_a_nano_model_is_followed_down_and_sources_sum_to_the_writers_share():
+    scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
+    texts = ["hat: O jam: Z cat: B jam:", "cat: Z hat: B jam: O cat:"]
+    examples = [qk.Example.mark(text, keys=list("OZB")) for text in texts]
+    reader, encoded = Reader(scope, [head]), scope.encode(examples)
+    weights = torch.tensor([[-0.5, 1.0, -0.5], [-0.5, 1.0, -0.5]])
+    writers = {"query": ["L1H0", "L0H1", "M0"], "key": ["L1H2"]}
+    rows = sources_of(reader, [(encoded, weights)], head, writers)
+    total, expected = 0.0, {}
+    for i, text in enumerate(texts):
+        alone = scope.encode([examples[i]])
+        keys = alone.places.keys[0].tolist()
+        key, others = keys[1], [keys[0], keys[2]]
+        found = trace_graph(
+            reader, alone, head, int(alone.places.query[0]), key, others=others, width=99, smallest=0, depth=1
+        )
+        assert found.error < 1e-5, text
+        assert check_sums(found.rows) > 10, text
+        total += found.total
+        for row in found.rows:
+            if row["parent"] == 0:
+                at = row["side"], row["writer"]
+                expected[at] = expected.get(at, 0.0) + row["value"]
+    for side, names in writers.items():
+        for name in names:
+            shares = [row["share"] for row in rows if row["side"] == side and row["writer"] == name]
+            assert bool(shares) == name.startswith("L")
+            if shares:
+                assert sum(shares) == pytest.approx(expected[side, name] / total, abs=1e-5)
+
+
+def test_what_cannot_be_asked_is_refused():
+    scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
+    reader, encoded = Reader(scope, [head]), scope.encode(["hat: O jam:"])
+    with pytest.raises(BadInput, match="cannot see token 3 from token 2"):
+        trace_graph(reader, encoded, head, 2, 3)
+    with pytest.raises(BadInput, match="nothing that token 1 could be compared with"):
+        trace_graph(reader, encoded, head, 1, 1)
+    with pytest.raises(BadInput, match="one prompt, but got 2"):
+        trace_graph(reader, scope.encode(["hat: O", "jam: O"]), head, 2, 1)
+    with pytest.raises(BadInput, match="L2H0 does not write before L2H3"):
+        sources_of(reader, [], head, {"key": ["L2H0"]})
