@@ -241,10 +241,11 @@ def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: A
     outputs = [
         module
         for module in block.modules()
-        if len(list(module.parameters(recurse=False))) and not any(module.children())
+        if len(list(module.parameters(recurse=False)))
+        and not any(module.children())
         and (got := shaped(_main(given.get(module)), z.shape[-1])) is not None
         and bool((got - z).norm() <= max(tolerance, 1e-4) * z.norm())
-    ]  # fmt: skip
+    ]
     if not outputs:
         raise BadInput(f"{kind} cannot be traced: its heads' outputs are changed before they are added up.")
     width = entered.shape[-1]
