@@ -245,14 +245,14 @@ decompose(Scope.load(sys.argv[1], device="cpu"), tasks.binding(4), ["L0H1", "L1H
 
 
 def test_a_killed_run_goes_on_and_ends_bit_for_bit_where_it_would_have_ended(scope, task, model, tmp_path):
-    """70 units in batches of 4: 18 batches of order and 35 of each copy contrast, a state after each."""
+    """70 units in batches of 4: 18 batches of order and 70 of a prompt with both its copies, a state after each."""
     heads = [Head(0, 1), Head(1, 2)]
     whole, dead = tmp_path / "whole", tmp_path / "dead"
     wanted = decompose(scope, task, heads, 70, out=whole, batch_size=4)
-    # all states of order and 16 of lexical are kept; it dies while it writes the next
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model), str(dead), "35"], capture_output=True, env=ALONE)
+    # all states of order and 9 of lexical are kept; it dies while it writes the ninth of box, which is then behind
+    done = subprocess.run([sys.executable, "-c", KILLED, str(model), str(dead), "36"], capture_output=True, env=ALONE)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert wanted.sums["lexical"].take_up(sums_file(dead, "lexical")) == 16
+    assert [wanted.sums[name].take_up(sums_file(dead, name)) for name in ("lexical", "box")] == [9, 8]
     assert list(dead.glob("*.part")), "the state it was writing"
     with pytest.raises(BadInput, match="is not finished: run the same decompose command again"):
         load(dead, scope)

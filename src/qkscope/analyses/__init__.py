@@ -4,8 +4,9 @@ In come a `Scope` and a task, prompts, or what an earlier verb found; out goes a
 page is drawn from, in a folder if one is named. Files in reading order:
 
 - What verbs share: `prompts` (a task through a model, in batches; what a result was made from).
-- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `fit_folder` (sums, and
-  where they are kept), and `fit` (what it gives, read back, and shards merged).
+- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `joint` (a prompt that several
+  contrasts label runs once), `fit_folder` (sums, and where they are kept), and `fit` (what it gives, read back, and
+  shards merged).
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Features without labels: ``discover/`` (of some heads), `atlas` (of every head).

@@ -1,4 +1,4 @@
-"""The features of chosen heads: one pass over each contrast's prompts, with the nulls and the baselines beside it."""
+"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the baselines beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from qkscope.analyses.fit import Fit, fit_of, merge_together
-from qkscope.analyses.fit_folder import ContrastSums, FitJob, asked_of, checked_contrasts, task_file
+from qkscope.analyses.fit_folder import ContrastSums, FitJob, JointSums, asked_of, checked_contrasts, task_file
+from qkscope.analyses.joint import Prompts, Units, joined, rows_of, that_share
 from qkscope.analyses.prompts import (
     Batch,
     Options,
@@ -45,7 +46,7 @@ def decompose(
     scope: Scope | Callable[[], Scope],
     task: Task,
     heads: str | Head | Sequence[str | Head],
-    n: Count = 1024,
+    n: Count = 256,
     *,
     contrasts: Sequence[str] | None = None,
     rank: Rank | Mapping[str, Rank] = "energy",
@@ -66,7 +67,7 @@ def decompose(
     scope : the model, or what loads it once all that can be checked without it is.
     task : whose contrasts are fitted.
     heads : like ``"L18H6,L18H7"``, or a list.
-    n : units of each contrast: a prompt, or a prompt and its copy.
+    n : units of each contrast: a prompt, or a prompt and its copy. A prompt that several contrasts label runs once.
     contrasts : names; all of the task's by default.
     rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
         matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
@@ -113,7 +114,8 @@ def decompose(
     if process is not None and out is not None:
         job = FitJob(shard_folder(out, process), own)
     options = Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
-    passes = {name: _Pass(task, task.contrasts[name], n, options) for name in names}
+    units = {name: task.fit(name, n) for name in names}
+    passes = [_Pass(task, {name: units[name] for name in some}, options) for some in that_share(units)]
     with together(process):
         scope = scope if isinstance(scope, Scope) else scope()
         chosen = [scope.check(head) for head in chosen]
@@ -121,7 +123,8 @@ def decompose(
         about = made_from(scope, task, space)
         with nullcontext() if job.out is None else job.hold():
             job.start(about, task_file(asked))
-            sums = {name: one.sums(scope, chosen, {**about, "n": n}, job) for name, one in passes.items()}
+            made = [one.sums(scope, chosen, {**about, "n": n}, job) for one in passes]
+            sums = {name: one[name] for name in names for one in made if name in one}
             if share is None:
                 fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
                 if show is not None:
@@ -138,55 +141,75 @@ def decompose(
 
 
 class _Pass:
-    """One pass over a contrast's prompts: its batches, and the sums that they leave."""
+    """One pass over the prompts of contrasts that share some: its batches, and the sums that they leave."""
 
-    def __init__(self, task: Task, contrast: Contrast, n: int, options: Options) -> None:
-        self.contrast, self.options, self.units = contrast, options, task.fit(contrast.name, n)
-        every, (index, count) = batches_of(self.units, options.batch_size), options.shard
+    def __init__(self, task: Task, units: Units, options: Options) -> None:
+        self.units, self.options, self.joints = units, options, joined(units)
+        self.contrasts = {name: task.contrasts[name] for name in units}
+        every, (index, count) = batches_of(Prompts(self.joints), options.batch_size), options.shard
         if len(every) < count:
             raise BadInput(
-                f"{len(self.units)} examples of {contrast.name} in batches of {options.batch_size} cannot be shared "
-                f"among {count}: take fewer shards or smaller batches."
+                f"{len(self.joints)} examples of {', '.join(units)} in batches of {options.batch_size} cannot be "
+                f"shared among {count}: take fewer shards or smaller batches."
             )
         self.batches = every[index::count]
 
-    def sums(self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], job: Job) -> ContrastSums:
+    def sums(self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], job: Job) -> dict[str, ContrastSums]:
         """Sums over this shard's batches, saved now and then and taken up from there."""
-        contrast, options = self.contrast, self.options
+        options = self.options
         with _room(len(heads), options.replicates):
-            moments = Moments(
-                heads,
-                [contrast.name],
-                scope.d_head,
-                group_size=scope.group_size,
-                nulls=_nulls(contrast),
-                replicates=options.replicates,
-                seed=options.seed,
-                device=scope.device,
-                about={**about, "batch_size": options.batch_size, "examples": units_hash(self.units)},
-            )
-            sums = ContrastSums(moments, of=len(self.batches), shard=options.shard)
-        unit_of, parts = null_units(self.units, contrast), list[Rows]()
+            sums = {name: self._empty(name, scope, heads, about) for name in self.units}
+        adds = {name: self._adder(name, sums[name]) for name in sums}
 
         def add(part: Part[Batch]) -> None:
-            q, k, labels, _ = contrast_rows(part.value, contrast)
-            parts.append((q, k, labels, unit_of(part.value)))
-            captured = part.value.captured
-            sums.cov_q.update(captured.q)
-            own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
-            sums.cov_k.update(own[captured.key_mask])
-            if part.last:
+            for name, one in sums.items():
+                if part.number >= one.batches:  # a kill between two saves leaves one contrast further than another
+                    adds[name](part)
+
+        run = unit_runner(scope, Prompts(self.joints), heads, space=options.space, chat=options.chat, rest=False)
+        job.add_up(next(iter(sums)), self.batches, run, add, JointSums(sums), options.progress)
+        for one in sums.values():
+            one.batches = len(self.batches)
+        return sums
+
+    def _empty(self, name: str, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any]) -> ContrastSums:
+        options = self.options
+        moments = Moments(
+            heads,
+            [name],
+            scope.d_head,
+            group_size=scope.group_size,
+            nulls=_nulls(self.contrasts[name]),
+            replicates=options.replicates,
+            seed=options.seed,
+            device=scope.device,
+            about={**about, "batch_size": options.batch_size, "examples": units_hash(self.units[name])},
+        )
+        return ContrastSums(moments, of=len(self.batches), shard=options.shard)
+
+    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[Batch]], None]:
+        """What adds a contrast's rows of each batch, whole, to its sums."""
+        contrast, moments = self.contrasts[name], sums.moments
+        unit_of, parts = null_units(self.units[name], contrast), list[Rows]()
+
+        def add(part: Part[Batch]) -> None:
+            batch = rows_of(part.value, self.joints, name)
+            if batch is not None:
+                q, k, labels, _ = contrast_rows(batch, contrast)
+                parts.append((q, k, labels, unit_of(batch)))
+                captured = batch.captured
+                sums.cov_q.update(captured.q)
+                own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
+                sums.cov_k.update(own[captured.key_mask])
+            if part.last and parts:
                 if len(parts) > 1:
                     sums.cut.append(part.number)
                 q, k, labels, prompts = whole_rows(parts)
                 parts.clear()
-                with _room(len(heads), options.replicates):
-                    moments.update(q, k, {contrast.name: labels}, prompts=prompts)
+                with _room(len(moments.heads), moments.replicates):
+                    moments.update(q, k, {name: labels}, prompts=prompts)
 
-        run = unit_runner(scope, self.units, heads, space=options.space, chat=options.chat, rest=False)
-        job.add_up(contrast.name, self.batches, run, add, sums, options.progress)
-        sums.batches = len(self.batches)
-        return sums
+        return add
 
 
 def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:

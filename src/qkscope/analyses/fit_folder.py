@@ -150,6 +150,32 @@ class ContrastSums(Accumulator):
         return cls.from_tensors(manifest, tensors, path, device)
 
 
+class JointSums:
+    """The sums of contrasts that one pass fills, each in a file of its own.
+
+    Parameters
+    ----------
+    sums : by contrast.
+    """
+
+    def __init__(self, sums: Mapping[str, ContrastSums]) -> None:
+        self.sums = sums
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next save will write, by name."""
+        return {f"{name}/{what}": tensor for name, one in self.sums.items() for what, tensor in one.tensors().items()}
+
+    def save(self, path: Path, batches: int) -> None:
+        """Write what this many batches gave, beside ``path``."""
+        for name, one in self.sums.items():
+            one.save(sums_file(path.parent, name), batches)
+
+    def take_up(self, path: Path) -> int:
+        """Go on from what was saved; gives how many batches all of them hold: some may hold more."""
+        files = {name: sums_file(path.parent, name) for name in self.sums}
+        return min(self.sums[name].take_up(file) if file.exists() else 0 for name, file in files.items())
+
+
 def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A file of sums with a manifest that can be believed; refused where it is another shard's."""
     tensors, manifest = read_tensors(path, ContrastSums.kind)

@@ -217,12 +217,13 @@ def contrast_rows(batch: Batch, contrast: Contrast) -> Rows:
     return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
 
 
-def _cluster(unit: Unit, number: int) -> object:
+def cluster_of(unit: Unit, number: int) -> object:
+    """What tells the clusters of units apart: their own word for it, or else their number."""
     return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
 
 
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
     numbers: dict[object, int] = {}
-    own = {i: numbers.setdefault(_cluster(units[i], i), len(numbers)) for i in unit.unique().tolist()}
+    own = {i: numbers.setdefault(cluster_of(units[i], i), len(numbers)) for i in unit.unique().tolist()}
     return torch.tensor([own[i] for i in unit.tolist()])

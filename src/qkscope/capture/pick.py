@@ -147,6 +147,13 @@ class Capture:
         labels = {name: value.to(device) for name, value in self.labels.items()}
         return dataclasses.replace(self, **moved, labels=labels)
 
+    def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
+        """Some of the rows, in this order."""
+        names = ("q", "k", "key_mask", "bias", "rest", "example", "query_positions", "key_positions", "logits")
+        taken: dict[str, Any] = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
+        labels = {name: value[rows] for name, value in self.labels.items()}
+        return dataclasses.replace(self, **taken, labels=labels)
+
 
 @dataclass
 class Plan:

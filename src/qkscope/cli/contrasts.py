@@ -68,7 +68,7 @@ def decompose(
     out: shell.Out,
     heads: shell.Heads,
     model: shell.Model = "smollm2-135m",
-    n: shell.Count = 1024,
+    n: shell.Count = 256,
     form: shell.Form = "list",
     size: shell.Size = None,
     seed: shell.Seed = 0,

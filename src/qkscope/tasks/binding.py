@@ -7,6 +7,9 @@ Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
 - ``lexical``: a copy of the prompt with the word asked for replaced in both places; + is its box, − the box of the
   copy, seen by the same query. ``own_query`` is the authors' variant: each prompt's query meets its own key.
 - ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
+
+The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
+in all of them is what it means.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Annotated, Literal
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
 from qkscope.kinds import Between, Natural, checked_call
-from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, made, pools
+from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, made, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -71,7 +74,7 @@ def binding(
     if pool is not None and not entities < pool <= len(split["fit"]):
         words_needed = f"from {entities + 1} to {len(split['fit'])}"
         raise BadInput(f"{entities} entities and a counterfactual need a pool {words_needed}, but got {pool}.")
-    fitted = split["fit"][:pool]
+    fitted, address = split["fit"][:pool], (form, entities)
 
     def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
         """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
@@ -91,6 +94,7 @@ def binding(
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         own = fitted if use == "fit" else split[use]
+        swapped = seeded(seed, "binding", *address, use, "box")  # apart, so that both contrasts draw the same prompts
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
         for cluster in count():
             if contrast == "order":
@@ -106,10 +110,9 @@ def binding(
                 yield (first,)
                 continue
             other = list(pairs)
-            if contrast == "lexical":
-                other[asked] = (rng.choice([word for word in own if word not in named]), labels[asked])
-            else:
-                other[asked] = (named[asked], rng.choice([box for box in labelled if box not in labels]))
+            other[asked] = (rng.choice([word for word in own if word not in named]), labels[asked])
+            if contrast == "box":
+                other[asked] = (named[asked], swapped.choice([box for box in labelled if box not in labels]))
             after = rng.getstate()
             rng.setstate(state)  # the copy gets the same filler
             copy = prompt(other, asked, contrast, rng, cluster)
@@ -128,7 +131,7 @@ def binding(
         "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
-    return made("binding", seed, contrasts, walk, asked_for, address=(form, entities))
+    return made("binding", seed, contrasts, walk, asked_for, address, apart=["order"])
 
 
 def _negated(example: Example, contrast: str) -> Example:

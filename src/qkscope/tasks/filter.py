@@ -91,7 +91,10 @@ def filter_task(
     lists = {name: list(words[name]) for name in named}
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
     first = not chat and not FORMS[form][0]
-    return made("filter", seed, contrasts, walk, asked, address=(form, items, *named), starts_with_key=first)
+    # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
+    # in common the two would agree more than two fits do.
+    apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
+    return made("filter", seed, contrasts, walk, asked, address, starts_with_key=first, apart=apart)
 
 
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Generic, Literal, TypeVar, overload
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -145,35 +145,45 @@ def made(
     asked: Mapping[str, Any],
     address: Sequence[object] = (),
     starts_with_key: bool = False,
+    apart: Sequence[str] = (),
 ) -> Task:
-    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use and contrast."""
+    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use and contrast.
+
+    Its contrasts draw the same prompts, each with copies of its own: the walk takes the same numbers from its generator
+    whatever the contrast, and what runs a prompt runs it once for all. Those named in ``apart`` draw their own.
+    """
+    shared = [contrast.name for contrast in contrasts if contrast.name not in apart]
 
     def draw(use: Use, contrast: str, n: int) -> Sequence[Unit]:
-        units = LazyUnits(lambda: walk(seeded(seed, name, *address, use, contrast), use, contrast), n)
+        drawn = shared[0] if contrast in shared else contrast
+        units = LazyUnits(lambda: walk(seeded(seed, name, *address, use, drawn), use, contrast), n)
         return list(units) if n <= WINDOW else units
 
     plain: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
     return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key)
 
 
-class LazyUnits(Sequence[Unit]):
+T = TypeVar("T")
+
+
+class LazyUnits(Sequence[T], Generic[T]):
     """Units of which one window is in memory: going forward draws on, going back draws again from the start."""
 
-    def __init__(self, walk: Callable[[], Iterator[Unit]], n: int) -> None:
+    def __init__(self, walk: Callable[[], Iterator[T]], n: int) -> None:
         self._walk, self._n = walk, n
-        self._rest, self._held, self._window = walk(), list[Unit](), -1
+        self._rest, self._held, self._window = walk(), list[T](), -1
 
     def __len__(self) -> int:
         return self._n
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[T]:
         return islice(self._walk(), self._n)
 
     @overload
-    def __getitem__(self, i: int) -> Unit: ...
+    def __getitem__(self, i: int) -> T: ...
     @overload
-    def __getitem__(self, i: slice) -> list[Unit]: ...
-    def __getitem__(self, i: int | slice) -> Unit | list[Unit]:
+    def __getitem__(self, i: slice) -> list[T]: ...
+    def __getitem__(self, i: int | slice) -> T | list[T]:
         if isinstance(i, slice):
             return [self[j] for j in range(self._n)[i]]
         window, place = divmod(range(self._n)[i], WINDOW)
