@@ -27,10 +27,14 @@ PRESETS = ("smoke", "default", "paper")
 
 def models(rows: list[dict]) -> None:
     """The families, supported ones first, with their limits."""
-    lines = ["| family | can be looked into | largest error | limits, or why not |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| family | can be looked into | error of the attention | error of the trace | limits, or why not |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in sorted(rows, key=lambda row: not row["supported"]):
-        error = "" if row["max_error"] is None else f"{row['max_error']:.1e}"
-        lines.append(f"| `{row['family']}` | {'yes' if row['supported'] else 'no'} | {error} | {row['reason']} |")
+        errors = ["" if row[name] is None else f"{row[name]:.1e}" for name in ("max_error", "trace_error")]
+        cells = [f"`{row['family']}`", "yes" if row["supported"] else "no", *errors, row["reason"]]
+        lines.append(f"| {' | '.join(cells)} |")
     _put(DOCS / "models.md", "families", "\n".join(lines))
 
 

@@ -27,6 +27,6 @@ def normalised_input(model: Any, layer: int, hidden: Tensor) -> Tensor:
 def qk_norm_scale(model: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """s_q and s_k: what QK-norm leaves for each token and head; all 1 without QK-norm."""
     call = _call(model, layer)
-    z = hidden if call.input_norm is None else call.input_norm(hidden)
+    z = hidden if call.input_norm is None else call.input_scale * call.input_norm(hidden)
     s_q, s_k = qk_norm_scales(call, z.flatten(0, -2))
     return s_q.unflatten(0, hidden.shape[:-1]), s_k.unflatten(0, hidden.shape[:-1])

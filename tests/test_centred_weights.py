@@ -96,7 +96,6 @@ def test_a_norm_that_does_not_centre_keeps_it() -> None:
     ("family", "reason"),
     [
         ("gemma3n_text", "read those of a layer before them"),
-        ("falcon_h1", "neither a norm's output nor the residual stream"),
         ("deepseek_v3", "normalised in parts"),
         ("hunyuan_v1_dense", "after the rotation"),
     ],

@@ -20,7 +20,6 @@ NOT_EVERY_LAYER = ["qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", 
 NOT_OF_THE_FORM = {
     "gemma3n_text": "a layer before them",
     "jetmoe": "no linear function",
-    "falcon_h1": "neither a norm's output nor the residual stream",
     "deepseek_v3": "normalised in parts",
     "hunyuan_v1_dense": "after the rotation",
     "diffllama": "more than once",

@@ -25,9 +25,12 @@ Whether a model can be trusted to be looked into:
 Who wrote what a head reads:
 
 - ``stream``: each block taken apart into what it adds to the residual stream, by looking
-- ``writers``: what heads, MLPs and the embedding left at chosen places, as another head's queries and keys read it
+- ``notes``: what heads, MLPs and the embedding left at chosen places in one forward
+- ``held``: a layer's own code as a linear map, its norms held, where it has no weights to read
+- ``writers``: what was left, as another head's queries and keys read it
 - ``marginals``: the relative logits of many heads at once, split among writers
 - ``sources``: directions followed back to the writers at a token, and to the tokens that those read
+- ``split_check``: whether the parts sum to the logit
 
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 

@@ -2,7 +2,8 @@
 
 A family is transformers' ``model_type``. It is supported when `Scope` takes its tiny model and the self-check holds;
 the error shown is ``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads: of a padded
-batch against itself, and against each prompt alone.
+batch against itself, and against each prompt alone. The second error is that of the split of its logits among writers
+(`trace_error`).
 
 Each tiny model is small enough to build in milliseconds and *loud* enough to catch mistakes: matrices are drawn from
 N(0, 0.2²), so that attention is far from uniform, and everything else (norm gains, biases, sinks) is moved from its
@@ -30,6 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from qkscope.capture.scope import Scope
+from qkscope.capture.split_check import trace_error
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
@@ -87,7 +89,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what a family sets besides the sizes
         "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 100, "laurel_rank": 4,
     },
-    "falcon_h1": _MAMBA | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4},
+    "falcon_h1": _MAMBA | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "attention_in_multiplier": 1.5,
+                           "attention_out_multiplier": 0.7, "key_multiplier": 0.8},
     "llama4_text": _LOCAL_EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96},
     "bert": {}, "roberta": _ROBERTA, "xlm-roberta": _ROBERTA, "layoutlm": {"hidden_size": 128},
     "electra": {"embedding_size": 64}, "distilbert": {"hidden_dim": 96},
@@ -191,6 +194,7 @@ class FamilyRow(TypedDict):
     supported: bool
     reason: str
     max_error: float | None
+    trace_error: float | None
 
 
 @checked_call
@@ -205,7 +209,8 @@ def list_families(families: Iterable[str] | None = None) -> list[FamilyRow]:
     Returns
     -------
     list of FamilyRow
-        In the order asked for: ``family``, ``supported``, ``reason``, ``max_error``.
+        In the order asked for: ``family``, ``supported``, ``reason``, ``max_error`` of the attention and
+        ``trace_error`` of its split among writers (None where there is none; the reason says why).
 
     Examples
     --------
@@ -223,15 +228,22 @@ def check_family(family: str) -> FamilyRow:
         scope = Scope.from_model(tiny_model(family), check=False)
         check = scope.self_check()
         error = max(check.attention_error, check.padding_error)
-    except BadInput as refusal:
+    except Exception as failure:  # one family that breaks (or that this transformers lacks) must not hide the others
         if family not in FAMILIES:
             raise
-        return FamilyRow(family=family, supported=False, reason=str(refusal), max_error=None)
-    except Exception as failure:  # one family that breaks (or that this transformers lacks) must not hide the others
-        first_line = next(iter(str(failure).splitlines()), "")
-        reason = f"its tiny model failed with {type(failure).__name__}: {first_line}"
-        return FamilyRow(family=family, supported=False, reason=reason, max_error=None)
-    return FamilyRow(family=family, supported=True, reason="; ".join(_limits(scope)), max_error=error)
+        return FamilyRow(family=family, supported=False, reason=_why(failure), max_error=None, trace_error=None)
+    limits, split = list(_limits(scope)), None
+    try:
+        split = trace_error(scope)
+    except Exception as failure:
+        limits.append(f"no trace: {_why(failure)}")
+    return FamilyRow(family=family, supported=True, reason="; ".join(limits), max_error=error, trace_error=split)
+
+
+def _why(failure: Exception) -> str:
+    if isinstance(failure, BadInput):
+        return str(failure)
+    return f"its tiny model failed with {type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
 
 
 def _limits(scope: Scope) -> Iterator[str]:

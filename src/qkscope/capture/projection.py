@@ -64,6 +64,8 @@ class LayerCall:
         Where the residual stream enters as it is: the norm before the layer that made it, if one did.
     qk_norms : dict
         Norms that run inside the attention module before its attention function, taken apart.
+    input_scale : float
+        What the input norm's output is multiplied by on its way into the attention: 1 in nearly every family.
     """
 
     family: str
@@ -73,6 +75,7 @@ class LayerCall:
     input_norm: nn.Module | None
     stream_norm: nn.Module | None
     qk_norms: dict[nn.Module, Norm]
+    input_scale: float = 1.0
 
     @property
     def hidden(self) -> Float[Tensor, "1 t d_model"]:
@@ -100,6 +103,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     made_by: dict[int, list[nn.Module]] = {}
     alive: list[Tensor] = []  # an id means something only while its tensor lives
+    normed: dict[nn.Module, Tensor] = {}
     qk_norms: dict[nn.Module, list[nn.Module]] = {}
     stop = Stop()
 
@@ -110,6 +114,8 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         if isinstance(output, Tensor):
             made_by.setdefault(id(output), []).append(module)
             alive.append(output)
+            if is_norm(module):
+                normed[module] = output
 
     def visit(call: Call) -> None:
         if call.module in qk_norms:
@@ -133,15 +139,30 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         inside = set(block.modules())
         made = made_by.get(id(call.hidden), [])
         makers = [module for module in made if module in inside]
+        before_it = next((module for module in made if is_norm(module)), None) if not makers else None
         block_args, block_kwargs = inputs[block]
-        if not makers and not any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
+        if makers or any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
+            calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
+            continue
+        times = [(norm, _times(out, call.hidden)) for norm, out in normed.items() if norm in inside]
+        found = [(norm, number) for norm, number in times if number is not None]
+        if not found:
             raise BadInput(
                 f"{call.family} has no weights to read: what enters {names[attention]} is neither a norm's output nor"
                 " the residual stream, but something made of them."
             )
-        before_it = next((module for module in made if is_norm(module)), None) if not makers else None
-        calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
+        calls.append(replace(call, input_norm=found[0][0], input_scale=found[0][1]))
     return calls
+
+
+def _times(one: Tensor, other: Tensor) -> float | None:
+    """The number by which one tensor has to be multiplied to give another; None where there is none."""
+    if one.shape != other.shape or one.device != other.device:
+        return None
+    close = 2 * torch.finfo(other.dtype).eps
+    one, other = one.double(), other.double()
+    number = (one * other).sum() / one.square().sum().clamp_min(1e-30)
+    return float(number) if (number * one - other).norm() <= close * other.norm() else None
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Sc
 from qkscope.capture.tap import Call
 from qkscope.capture.weights import pull_back, qk_norm_offsets, qk_norm_scales
 from qkscope.capture.writers import BIAS, EMBEDDING, Reader, Side, norm_scalar, part_name
+from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 
@@ -165,6 +166,8 @@ class Trail:
     ) -> Direction:
         """A direction on queries, keys or values as one on what enters their layer."""
         reader, found, call = self.reader, self.found, self.reader.calls[layer]
+        if vectors != "v" and reader.holds(layer):
+            raise BadInput(f"{call.family} layer {layer} has no weights to follow a query or a key back through.")
         rotary, offset = self.calls[layer].rotary, reader.scope.facts.layers[layer].offset
         if vectors != "v" and rotary is not None and offset is not None:
             along = rotary.turn(along[:, None], found.row, found.columns[:, slots], offset, back=True)[:, 0]
@@ -184,7 +187,7 @@ class Trail:
         """What norms inside the attention multiply a head's vectors by."""
         call, x = self.reader.calls[layer], self.found.entered[layer][:, slots]
         z = x.flatten(0, 1).to(call.hidden.dtype)
-        z = z if call.input_norm is None else call.input_norm(z)
+        z = z if call.input_norm is None else call.input_scale * call.input_norm(z)
         if vectors != "v":
             scale = qk_norm_scales(call, z)["qk".index(vectors)][:, index]
         else:  # most families leave values as they are: then it is 1

@@ -147,13 +147,31 @@ class _Seen:
                     return Sum(tuple((number, node) for number, node in nodes if node is not None))
         return None
 
+    def with_silent(self, tree: Node | None) -> Node | None:
+        """A tree, and beside it what puts out nothing at all (weights of 0): it writes, though not a thing."""
+        if tree is None:
+            return None
+        attention = set(self.attention.modules())
+        silent: list[Node] = [] if bool(self.heads.any()) else [Heads()]
+        heads = len(silent)
+        for module, out in self.gave.items():
+            apart = self.depth[module] == 1 and not is_norm(module) and not attention & set(module.modules())
+            if apart and not bool(out.any()) and any(True for _ in module.parameters()):
+                silent.append(Part(module))
+        terms = tree.terms if isinstance(tree, Sum) else ((1.0, tree),)
+        through = [any(isinstance(node, Entered) for node in _walk(term)) for _, term in terms]
+        place = through.index(True) + 1 if True in through else 0  # heads come before other parts, as in all blocks
+        more = tuple((1.0, node) for node in silent)
+        return Sum((*terms[:place], *more[:heads], *terms[place:], *more[heads:])) if silent else tree
+
     def _gain(self, module: nn.Module, out: Tensor) -> Tensor | None:
         """A number for each coordinate by which a module with one vector of parameters multiplies, if it does."""
         if [parameter.ndim for parameter in module.parameters()] != [1] or self.given[module].shape != out.shape:
             return None
         given = self.given[module].flatten(0, -2)
         gain = (given * out.flatten(0, -2)).sum(0) / given.square().sum(0).clamp_min(1e-30)
-        return gain if self.same(given * gain, out.flatten(0, -2)) else None
+        apart = (given * gain - out.flatten(0, -2)).norm()
+        return gain if apart <= self.tolerance * out.norm() else None
 
     def _solve(self, target: Tensor, depth: int) -> list[tuple[float, Tensor]] | None:
         """Numbers that make a target of what entered, of the heads, and of what modules down to a depth gave."""
@@ -162,20 +180,33 @@ class _Seen:
             out = self.gave[module]
             if self.depth[module] <= depth and not any(self.same(out, other) for other in [*outs, target]):
                 outs.append(out)
-        columns = torch.stack([out.flatten() for out in outs], dim=1).double()
-        scale = columns.norm(dim=0).clamp_min(1e-30)
-        wanted = target.flatten().double()
-        numbers = torch.linalg.lstsq(columns / scale, wanted[:, None], driver="gelsd").solution[:, 0] / scale
-        kept = (numbers * scale).abs() > 100 * self.tolerance * wanted.norm()
-        if not bool(kept.any()) or int(kept.sum()) == 1:
+        # every token counts alike: the first one's stream may be a thousand times as long as the others'
+        weight = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        columns = torch.stack([(out.double() * weight).flatten() for out in outs], dim=1)
+        wanted = (target.double() * weight).flatten()
+        kept = _needed(columns, wanted, self.tolerance / 10)
+        if int(kept.sum()) < 2:
             return None
         numbers = torch.linalg.lstsq(columns[:, kept], wanted[:, None]).solution[:, 0]
-        whole = numbers.round()
-        numbers = torch.where((numbers - whole).abs() < 1e-3, whole, numbers)
-        if (columns[:, kept] @ numbers - wanted).norm() > self.tolerance * wanted.norm():
+        whole = torch.where((numbers - numbers.round()).abs() < max(1e-3, self.tolerance), numbers.round(), numbers)
+        for tried in (whole, numbers):
+            if (columns[:, kept] @ tried - wanted).norm() <= self.tolerance * wanted.norm():
+                numbers = tried
+                break
+        else:
             return None
         used = [out for out, keep in zip(outs, kept.tolist(), strict=True) if keep]
         return list(zip(numbers.tolist(), used, strict=True))
+
+
+def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
+    """Which columns a least-squares fit cannot do without: those well above their own standard error."""
+    scale = columns.norm(dim=0).clamp_min(1e-30)
+    unit = columns / scale
+    parts = torch.linalg.lstsq(unit, wanted[:, None], driver="gelsd").solution[:, 0]
+    spread = torch.linalg.pinv(unit.T @ unit, hermitian=True).diagonal().sqrt()
+    noise = (unit @ parts - wanted).norm() / max(len(wanted) - len(parts), 1) ** 0.5
+    return parts.abs() > torch.maximum(12 * noise * spread, least * wanted.norm())
 
 
 @torch.no_grad()
@@ -211,14 +242,14 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     for layer, block in enumerate(blocks):
         kind = f"{model.config.model_type} layer {layer}"
         seen = _seen(kind, block, attentions[layer], heads[layer], given, gave)
-        tree = seen.explain(seen.left)
+        tree = seen.with_silent(seen.explain(seen.left))
         nodes = [] if tree is None else list(_walk(tree))
         if tree is None or not any(isinstance(node, Entered) for node in nodes) or Heads() not in nodes:
             raise BadInput(
                 f"{kind} cannot be traced: what it adds to the residual stream is not a sum of its heads and its other"
                 " parts, so its writers cannot be told apart."
             )
-        if before is not None and not seen.same(seen.entered, before):
+        if before is not None and not seen.same(seen.entered, before.to(seen.entered.device)):
             raise BadInput(f"{kind} cannot be traced: what enters it is not what left the layer before it.")
         before = seen.left
         found.append(Block(block, attentions[layer], seen.output, tree))
@@ -226,10 +257,17 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
 
 
 def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: Any, gave: Any) -> _Seen:
-    tolerance = 1e-5 if z.dtype == torch.float32 and next(block.parameters()).dtype == torch.float32 else 2e-2
     entered, left = _main(given.get(block)), _main(gave.get(block))
     if entered is None or left is None:
         raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
+    if entered.shape[:-1] != z.shape[:-1]:
+        streams = entered.shape[:-1].numel() // z.shape[:-1].numel()
+        raise BadInput(
+            f"{kind} cannot be traced: it has {streams} residual streams, and what it adds goes to all of them."
+        )
+    tolerance = max(1e-5, 2 * torch.finfo(entered.dtype).eps)  # what rounding leaves of a sum of a few
+    # logits, too, are rounded in half precision, so the heads' outputs are known less well
+    close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 0.1
     inner = set(attention.modules()) - {attention}
     tokens = entered.shape[:-1]
 
@@ -244,10 +282,12 @@ def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: A
         if len(list(module.parameters(recurse=False)))
         and not any(module.children())
         and (got := shaped(_main(given.get(module)), z.shape[-1])) is not None
-        and bool((got - z).norm() <= max(tolerance, 1e-4) * z.norm())
+        and bool((got - z).norm() <= close * z.norm())
     ]
     if not outputs:
-        raise BadInput(f"{kind} cannot be traced: its heads' outputs are changed before they are added up.")
+        raise BadInput(
+            f"{kind} cannot be traced: no one matrix adds up its heads' outputs; they are changed or routed before."
+        )
     width = entered.shape[-1]
     depth = {module: name.count(".") + 1 for name, module in block.named_modules() if name}
     out = {

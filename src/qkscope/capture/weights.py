@@ -199,7 +199,7 @@ def _without_norm(call: LayerCall, A: Tensor, a: Tensor) -> tuple[Tensor, Tensor
     module = call.input_norm or call.stream_norm
     if module is None:
         return A, a
-    norm = take_apart(module, call.hidden)
+    norm, A = take_apart(module, call.hidden), A * call.input_scale
     normal, bias = torch.ones_like(A[0]), torch.zeros_like(A[0])
     if call.input_norm is not None:
         A, a = A * norm.gain, a + A @ norm.bias[:, None]
@@ -238,6 +238,17 @@ def qk_norm_scales(call: LayerCall, z: Float[Tensor, "n d_model"]) -> tuple[Floa
 
     c_Q, c_K = qk_norm_offsets(call)
     return ratio(whole.q, c_Q, linear.q), ratio(whole.k, c_K, linear.k)
+
+
+def can_be_folded(call: LayerCall, layer: int) -> bool:
+    """Whether a layer's queries and keys are of the form above."""
+    try:
+        _check_form(call, layer)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # a layer asked so may fail in any way
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -11,62 +11,26 @@ forward. What no token decides (biases of any kind) is the writer `BIAS`, always
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkscope.capture.pick import Capture, Picker, Places
-from qkscope.capture.projection import Norm, norm_unit, project, record_calls, take_apart
+from qkscope.capture.held import HeldLayer, centred, norm_scalar
+from qkscope.capture.notes import Pushed, Recorded, Side, hooked
+from qkscope.capture.pick import Picker, Places
+from qkscope.capture.probe import Layer
+from qkscope.capture.projection import Norm, project, record_calls, take_apart
 from qkscope.capture.scope import Scope
-from qkscope.capture.spaces import Rotary
 from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum, read_blocks
 from qkscope.capture.tap import Call
-from qkscope.capture.weights import head_weights
+from qkscope.capture.weights import can_be_folded, head_weights
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 EMBEDDING, BIAS = "embedding", "bias"
-Side = Literal["query", "key"]
-_OF_ROWS = ("entered", "heads", "gave", "given")
-
-
-@dataclass
-class Recorded:
-    """What one batch left at p places in each of n rows: slot 0 is the query, the others are keys.
-
-    Attributes
-    ----------
-    row, columns : which row of the batch, and which of its columns.
-    captured : queries and every token's keys of the heads read (with the whole attention row).
-    entered : by layer, what entered the block: Float [n, p, d_model].
-    heads : by layer, the heads' outputs before W_O, head after head: Float [n, p, h·e].
-    gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
-    rotary : by layer read, its rotation.
-    """
-
-    row: Int[Tensor, " n"]
-    columns: Int[Tensor, "n p"]
-    captured: Capture | None = None
-    entered: dict[int, Tensor] = field(default_factory=dict)
-    heads: dict[int, Tensor] = field(default_factory=dict)
-    gave: dict[nn.Module, Tensor] = field(default_factory=dict)
-    given: dict[nn.Module, Tensor] = field(default_factory=dict)
-    rotary: dict[int, Rotary] = field(default_factory=dict)
-    first: int = 0  # which row of `captured` is the first of these
-
-    def at(self, side: Side) -> slice:
-        """The slots of a side."""
-        return slice(0, 1) if side == "query" else slice(1, None)
-
-    def rows(self, some: slice) -> Recorded:
-        """Some of the rows; what was captured of their attention stays whole."""
-        kept: Any = {name: {key: value[some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
-        return replace(self, row=self.row[some], columns=self.columns[some], first=self.first + some.start, **kept)
 
 
 @dataclass(frozen=True)
@@ -84,19 +48,34 @@ class Reader:
     ----------
     scope : the model.
     heads : whose queries and keys are split.
+
+    Attributes
+    ----------
+    held : layers without a weight matrix before a rotation that can be read: parts are pushed through their own code,
+        norms held (`HeldLayer`). There `read` gives vectors as the dot product sees them and `turn` does nothing.
+    weights : of the heads of all other layers; None where there are none.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
         self.scope, self.heads = scope, list(heads)
         self.layers = sorted({head.layer for head in heads})
-        for layer in self.layers:
-            if "pre_rope" in scope.facts.layers[layer].refusals:
-                raise BadInput(f"{scope.name} cannot be traced: {scope.facts.layers[layer].refusals['pre_rope']}.")
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
-        self.weights = head_weights(scope, self.heads)
         self.calls = record_calls(scope.model, max(self.layers))
+        self._held: dict[int, bool] = {}
+        self.held = frozenset(layer for layer in self.layers if self.holds(layer))
+        folded = [head for head in self.heads if head.layer not in self.held]
+        self.weights = head_weights(scope, folded) if folded else None
+        for layer in self.held:
+            HeldLayer(self.calls[layer]).check()
         self._norms: dict[nn.Module, Norm] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def holds(self, layer: int) -> bool:
+        """Whether a layer, up to the deepest that is read, has no weights to read or no rotation to put on."""
+        if layer not in self._held:
+            refused = "pre_rope" in self.scope.facts.layers[layer].refusals
+            self._held[layer] = refused or not can_be_folded(self.calls[layer], layer)
+        return self._held[layer]
 
     def writers(self, layer: int) -> list[str]:
         """Names of all that write before a layer, in the order of every split, `BIAS` last."""
@@ -132,22 +111,30 @@ class Reader:
         """
         keys = places.keys.masked_fill(~places.key_mask, 0)
         found = Recorded(places.row, torch.cat([places.query[:, None], keys], dim=1))
-        shape = next(iter(inputs.values())).shape[:2]
-        everywhere = Places.everywhere(places.row, places.query, inputs["attention_mask"])
-        picker = Picker(self.scope.facts, self.heads, everywhere, "post_rope")
+        rows, mask = len(next(iter(inputs.values()))), inputs.get("attention_mask")
+        pickers: list[Picker] = []
 
         def pick(value: Tensor) -> Tensor:
-            value = value.reshape(*shape, -1) if value.ndim == 2 else value  # experts are given tokens in one row
-            return value[found.row.to(value.device)[:, None], found.columns.to(value.device)].float()
+            value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
+            at = value[found.row.to(value.device)[:, None], found.columns.to(value.device)]
+            return at.to(found.row.device, torch.float32)
 
         def visit(call: Call) -> None:
             if call.layer in self.layers and call.rotary is not None:
                 found.rotary[call.layer] = call.rotary
 
+        def take(call: Call) -> None:
+            if not pickers:  # how many tokens an image has is seen here
+                seen = torch.ones(rows, call.k.shape[2], device=places.row.device) if mask is None else mask
+                everywhere = Places.everywhere(places.row, places.query, seen)
+                pickers.append(Picker(self.scope.facts, self.heads, everywhere, "post_rope"))
+            pickers[0].visit(call)
+
         kept = self.layers if layers is None else layers
-        with _hooked(self.blocks[: max(self.layers) + 1], kept, found, pick):
-            self.scope.watch(inputs, visit, *visits, picker.visit, rotary=True)
-        found.captured = picker.finish(places.row, {})
+        held = {layer: self.calls[layer] for layer in kept if self.holds(layer)}
+        with hooked(self.blocks[: max(self.layers) + 1], kept, held, found, pick):
+            self.scope.watch(inputs, visit, *visits, take, rotary=True)
+        found.captured = pickers[0].finish(places.row, {})
         return found
 
     # ------------------------------------------------------------------ writers in the residual stream
@@ -171,7 +158,7 @@ class Reader:
             case Entered():
                 return entered
             case Heads():
-                W, b = self.output_weights(layer)
+                W, b = (value.to(found.row.device) for value in self.output_weights(layer))
                 z = found.heads[layer].unflatten(-1, (len(W), -1))
                 names = [str(Head(layer, i)) for i in range(len(W))]
                 return [Parts(names, torch.einsum("npha,hda->nhpd", z, W)), *_constant(b, found)]
@@ -188,9 +175,9 @@ class Reader:
                 return out
             case Normed(norm, inner):
                 own, given = self.taken_apart(norm, found.given[norm]), found.given[norm]
-                scale = norm_scalar(norm, own, given)[:, None, :, None] * own.gain
+                scale = norm_scalar(norm, own, given)[:, None, :, None] * own.gain.to(given)
                 pieces = self._through(block, layer, found, entered, inner)
-                turned = [Parts(p.writers, _centred(p.values, own) * scale) for p in pieces]
+                turned = [Parts(p.writers, centred(p.values, own) * scale) for p in pieces]
                 return [*turned, *_constant(own.bias, found)]
 
     def taken_apart(self, norm: nn.Module, like: Tensor) -> Norm:
@@ -224,7 +211,8 @@ class Reader:
     ) -> Float[Tensor, "n c p d"]:
         """A head's queries or keys at the places of that side, split among `writers`, *before* the rotation.
 
-        `turn` puts the rotation on. The scalar of QK-norm is held at what it was.
+        `turn` puts the rotation on. The scalar of QK-norm is held at what it was. In `held` layers the rotation is
+        already on.
 
         Parameters
         ----------
@@ -233,6 +221,9 @@ class Reader:
         side : query or key.
         pieces : what entered its layer, from `stream`, where several heads of a layer are read.
         """
+        if head.layer in self.held:
+            shape, pushed = self.scope.facts.layers[head.layer], self._pushed(found, head.layer, pieces)
+            return pushed.query[head.index] if side == "query" else pushed.key[_kv(head, shape)]
         pieces = self.stream(found, head.layer) if pieces is None else pieces
         at, sigma = found.at(side), self.scalar(found, head.layer)[:, None, :, None]
         W, c = self.matrix(head, side)
@@ -249,11 +240,37 @@ class Reader:
 
     def matrix(self, head: Head, side: Side) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, " d_head"]]:
         """The weights of a side, norm and biases folded in, and QK-norm's own bias."""
+        if self.weights is None or head.layer in self.held:
+            raise BadInput(f"{head} has no single weight matrix to fold: its parts are pushed through its layer.")
         row = self.weights.heads.index(head)
         if side == "query":
             return self.weights.W_Q[row], self.weights.c_Q[row]
         group = int(self.weights.kv_of_head[row])
         return self.weights.W_K[group], self.weights.c_K[group]
+
+    def _pushed(self, found: Recorded, layer: int, pieces: Sequence[Parts] | None) -> Pushed:
+        """Every part of what entered a held layer, pushed through it."""
+        if layer in found.pushed and found.pushed[layer].pieces is pieces:
+            return found.pushed[layer]
+        call, sigma = found.calls[layer], self.scalar(found, layer)[..., None]
+        norm = None if call.input_norm is None else self.taken_apart(call.input_norm, found.entered[layer])
+
+        def normed(x: Float[Tensor, "n p d_model"]) -> Float[Tensor, "n p d_model"]:
+            return x if norm is None else call.input_scale * sigma * norm.gain.to(x) * centred(x, norm)
+
+        split = self.stream(found, layer) if pieces is None else pieces
+        named = [normed(x) for p in split if p.writers != [BIAS] for x in p.values.unbind(1)]
+        bias = torch.zeros_like(named[0]) if norm is None else call.input_scale * norm.bias.to(sigma) + 0 * named[0]
+        bias = sum((normed(p.values[:, 0]) for p in split if p.writers == [BIAS]), bias)
+        shape, heads = self.scope.facts.layers[layer], [head for head in self.heads if head.layer == layer]
+        queries, keys = [head.index for head in heads], sorted({_kv(head, shape) for head in heads})
+        q, k = HeldLayer(call).split(named, bias, found.row, found.columns, queries, keys)
+        found.pushed[layer] = Pushed(
+            pieces,
+            {head: q[..., :1, i, :] for i, head in enumerate(queries)},
+            {group: k[..., 1:, i, :] for i, group in enumerate(keys)},
+        )
+        return found.pushed[layer]
 
     def qk_scalar(self, found: Recorded, head: Head, side: Side, linear: Tensor, c: Tensor) -> Float[Tensor, "n p"]:
         """What QK-norm multiplies a head's vectors by: the true ones compared with their linear part."""
@@ -274,9 +291,12 @@ class Reader:
     def turn(
         self, found: Recorded, layer: int, values: Float[Tensor, "n c p d"], side: Side, *, back: bool = False
     ) -> Float[Tensor, "n c p d"]:
-        """The rotation of each place put on vectors (``back``: its transpose); none where the layer has none."""
+        """The rotation of each place put on vectors (``back``: its transpose).
+
+        None is put on where the layer has none, and in `held` layers, whose parts carry it.
+        """
         rotary, offset = found.rotary.get(layer), self.scope.facts.layers[layer].offset
-        if rotary is None or offset is None:
+        if rotary is None or offset is None or self.holds(layer):
             return values
         return rotary.turn(values, found.row, found.columns[:, found.at(side)], offset, back=back)
 
@@ -284,25 +304,16 @@ class Reader:
         """What the head makes of another residual stream, norms and all, before the rotation: its own code runs."""
         call = self.calls[head.layer]
         flat = x.flatten(0, -2).to(call.hidden.dtype)
-        made = project(call, flat if call.input_norm is None else call.input_norm(flat))
+        made = project(call, flat if call.input_norm is None else call.input_scale * call.input_norm(flat))
         shape = self.scope.facts.layers[head.layer]
         index = head.index if side == "query" else head.kv(shape.n_heads // shape.n_kv_heads)
         return (made.q if side == "query" else made.k)[:, index].float().unflatten(0, x.shape[:-1])
 
 
-def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
-    """What a norm multiplies its (centred) input by, besides its gain."""
-    centred = x - x.mean(-1, keepdim=True) if own.centres else x
-    return (norm_unit(norm, x) * centred).sum(-1) / centred.square().sum(-1).clamp_min(1e-30)
-
-
-def _centred(values: Tensor, norm: Norm) -> Tensor:
-    return values - values.mean(-1, keepdim=True) if norm.centres else values
-
-
 def _constant(bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
     rows, places = found.columns.shape
-    return [Parts([BIAS], bias.float().expand(rows, 1, places, -1))] if bool(bias.any()) else []
+    everywhere = bias.to(found.row.device, torch.float32).expand(rows, 1, places, -1)
+    return [Parts([BIAS], everywhere)] if bool(bias.any()) else []
 
 
 def part_name(block: Block, layer: int, module: nn.Module) -> str:
@@ -310,40 +321,5 @@ def part_name(block: Block, layer: int, module: nn.Module) -> str:
     return f"M{layer}" if len(block.parts) == 1 else f"M{layer}.{block.parts.index(module)}"
 
 
-@contextmanager
-def _hooked(
-    blocks: Sequence[Block], layers: Sequence[int], found: Recorded, pick: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
-    """Notes of what writers leave in all blocks but the last, and of what enters the layers that are read."""
-    hooks = []
-
-    def entering(layer: int) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.entered[layer] = pick(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-        return note
-
-    def giving(kept: dict[Any, Tensor], key: Any) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            kept[key] = pick(args[0])
-
-        return note
-
-    def putting_out(module: nn.Module) -> Any:
-        def note(_module: nn.Module, _args: Any, out: Any) -> None:
-            found.gave[module] = pick(out[0] if isinstance(out, tuple) else out)
-
-        return note
-
-    for layer, block in enumerate(blocks):
-        if layer in (0, *layers):
-            hooks.append(block.module.register_forward_pre_hook(entering(layer), with_kwargs=True))
-        if layer + 1 < len(blocks):
-            hooks.append(block.output.register_forward_pre_hook(giving(found.heads, layer)))
-            hooks += [norm.register_forward_pre_hook(giving(found.given, norm)) for norm in block.norms]
-            hooks += [module.register_forward_hook(putting_out(module)) for module in block.parts]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _kv(head: Head, layer: Layer) -> int:
+    return head.kv(layer.n_heads // layer.n_kv_heads)

@@ -1,0 +1,153 @@
+"""A layer's own code as a linear map: every norm inside it held at what it did to the true input.
+
+Some layers have no single weight matrix: latent attention normalises a part of the key, other families normalise or
+rescale after the rotation, or rotate where nobody can listen. With each norm ``N(x) = gain ⊙ σ(x) C x + bias`` held,
+``N_held(y) = gain ⊙ σ(x) C y + bias``, what is left from the input z to the queries and keys is affine:
+
+    ``f(z) = f(0) + Σ_c (f(z_c) − f(0))``   for any split ``z = Σ_c z_c``.
+
+So a part is pushed through the layer's own forward, with all other arguments (positions among them) as the model gave
+them, and taken where the attention function would start. A layer in which more than norms depends on the input (one
+that routes its queries) does not add up so, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkscope.capture.projection import LayerCall, Norm, is_norm, norm_unit, take_apart
+from qkscope.capture.tap import Call, Stop, tap
+from qkscope.errors import BadInput
+
+
+class Vectors(NamedTuple):
+    """Queries and keys as the dot product sees them, keys once per KV head; of every token [b, h, t, d] at first."""
+
+    q: Float[Tensor, "*b d"]
+    k: Float[Tensor, "*b d"]
+
+
+class HeldLayer:
+    """One layer of one forward, ready to be given parts of its input.
+
+    Parameters
+    ----------
+    call : LayerCall
+        How the model called the layer in that forward.
+    """
+
+    def __init__(self, call: LayerCall) -> None:
+        self.call = call
+        self._given: dict[nn.Module, list[Tensor]] = {}
+        self._held: dict[nn.Module, list[tuple[Tensor, Norm]]] = {}
+        self._runs: dict[nn.Module, int] = {}
+        self.true = self.push(call.hidden)
+        for norm, given in self._given.items():
+            own = take_apart(norm, given[0])
+            self._held[norm] = [(norm_scalar(norm, own, x)[..., None], own) for x in given]
+        self.at_zero = self.push(torch.zeros_like(call.hidden))
+
+    @torch.no_grad()
+    def push(self, z: Float[Tensor, "b t d_model"]) -> Vectors:
+        """Queries and keys of an input of the same shape, the norms as the true input left them."""
+        hidden = self.call.hidden  # some are given it once for each of q, k and v
+        z = z.to(hidden)
+        args = tuple(z if value is hidden else value for value in self.call.args)
+        kwargs = {name: z if value is hidden else value for name, value in self.call.kwargs.items()}
+        found: list[Vectors] = []
+        stop = Stop()
+
+        def take(attention_call: Call) -> None:
+            found.append(Vectors(attention_call.q.float(), attention_call.k.float()))
+            raise stop
+
+        self._runs.clear()
+        norms = [part for part in self.call.attention.modules() if is_norm(part)]
+        hooks = [norm.register_forward_hook(self._norm) for norm in norms]
+        try:
+            with tap(self.call.attention, take):
+                self.call.attention(*args, **kwargs)
+        finally:
+            stop.__traceback__ = None
+            for hook in hooks:
+                hook.remove()
+        return found[0]
+
+    def linear(self, z: Float[Tensor, "b t d_model"]) -> Vectors:
+        """What a part of the input adds, without what the layer adds to nothing."""
+        pushed = self.push(z)
+        return Vectors(pushed.q - self.at_zero.q, pushed.k - self.at_zero.k)
+
+    def split(
+        self,
+        parts: Sequence[Float[Tensor, "n p d_model"]],
+        bias: Float[Tensor, "n p d_model"],
+        row: Int[Tensor, " n"],
+        columns: Int[Tensor, "n p"],
+        heads: list[int],
+        key_heads: list[int],
+    ) -> Vectors:
+        """Parts of the input at p places in each of n rows, as parts of some heads' queries and keys there.
+
+        Parameters
+        ----------
+        parts : what is split, part by part; places that fall together must hold the same.
+        bias : the part that no writer has. What the layer adds to nothing goes with it, and it comes last.
+        row, columns : where the places are in the batch.
+        heads, key_heads : whose queries and keys: Float [n, c, p, h, d] and [n, c, p, g, d].
+        """
+        hidden = self.call.hidden
+        there = row.to(hidden.device)[:, None], columns.to(hidden.device)
+
+        def at(pushed: Vectors) -> list[Tensor]:
+            chosen = pushed.q[:, heads], pushed.k[:, key_heads]
+            return [vectors.transpose(1, 2)[there].to(bias) for vectors in chosen]
+
+        def through(part: Tensor) -> list[Tensor]:
+            z = torch.zeros_like(hidden)
+            z[there] = part.to(z)
+            return at(self.linear(z))
+
+        last = [one + other for one, other in zip(at(self.at_zero), through(bias), strict=True)]
+        each = [*map(through, parts), last]
+        return Vectors(*(torch.stack(side, dim=1) for side in zip(*each, strict=True)))
+
+    def check(self) -> None:
+        """Refuse a layer that does not add up: two halves of its input against the whole."""
+        hidden = self.call.hidden
+        generator = torch.Generator().manual_seed(0)
+        share = torch.rand(hidden.shape, generator=generator).to(hidden)
+        one, other = self.linear(hidden * share), self.linear(hidden - hidden * share)
+        tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
+        for what, *parts in zip(("queries", "keys"), one, other, self.at_zero, self.true, strict=True):
+            whole = parts.pop()
+            if (sum(parts) - whole).norm() > tolerance * whole.norm():
+                why = "are no linear function of its input, so they are no sum of what writers put there"
+                raise BadInput(f"{self.call.family} cannot be traced: even with its norms held, its {what} {why}.")
+
+    def _norm(self, norm: nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> Tensor | None:
+        """Notes what a norm was truly given; once that is known, does to a part what it did there."""
+        x = given[0].float()
+        run = self._runs[norm] = self._runs.get(norm, -1) + 1  # one norm may serve queries, then keys
+        if norm not in self._held:
+            self._given.setdefault(norm, []).append(x)
+            return None
+        scalar, own = self._held[norm][run]
+        return (own.gain * scalar * centred(x, own) + own.bias).to(given[0].dtype)
+
+
+def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
+    """What a norm multiplies its (centred) input by, besides its gain."""
+    given = centred(x, own)
+    there = next(norm.parameters(), x).device
+    return (norm_unit(norm, x.to(there)).to(x.device) * given).sum(-1) / given.square().sum(-1).clamp_min(1e-30)
+
+
+def centred(x: Float[Tensor, "*b d"], norm: Norm) -> Float[Tensor, "*b d"]:
+    """Less its mean, where the norm subtracts it."""
+    return x - x.mean(-1, keepdim=True) if norm.centres else x

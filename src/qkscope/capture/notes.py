@@ -1,0 +1,124 @@
+"""What one forward leaves at chosen places: what entered layers, what heads and other parts put out, what norms met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkscope.capture.pick import Capture
+from qkscope.capture.projection import LayerCall
+from qkscope.capture.spaces import Rotary
+from qkscope.capture.stream import Block
+
+Side = Literal["query", "key"]
+_OF_ROWS = ("entered", "heads", "gave", "given")
+
+
+class Pushed(NamedTuple):
+    """What parts give that were pushed through a layer, by head and by key head; kept for the next head that asks."""
+
+    pieces: Any  # those that were asked for
+    query: dict[int, Float[Tensor, "n c 1 d"]]
+    key: dict[int, Float[Tensor, "n c p d"]]
+
+
+@dataclass
+class Recorded:
+    """What one batch left at p places in each of n rows: slot 0 is the query, the others are keys.
+
+    Attributes
+    ----------
+    row, columns : which row of the batch, and which of its columns.
+    captured : queries and every token's keys of the heads read (with the whole attention row).
+    entered : by layer, what entered the block: Float [n, p, d_model].
+    heads : by layer, the heads' outputs before W_O, head after head: Float [n, p, h·e].
+    gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
+    rotary : by layer read, its rotation.
+    calls : by layer that is read by pushing parts through it, what it was called with.
+    """
+
+    row: Int[Tensor, " n"]
+    columns: Int[Tensor, "n p"]
+    captured: Capture | None = None
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    heads: dict[int, Tensor] = field(default_factory=dict)
+    gave: dict[nn.Module, Tensor] = field(default_factory=dict)
+    given: dict[nn.Module, Tensor] = field(default_factory=dict)
+    rotary: dict[int, Rotary] = field(default_factory=dict)
+    calls: dict[int, LayerCall] = field(default_factory=dict)
+    first: int = 0  # which row of `captured` is the first of these
+    pushed: dict[int, Pushed] = field(default_factory=dict, init=False)  # of these rows alone
+
+    def at(self, side: Side) -> slice:
+        """The slots of a side."""
+        return slice(0, 1) if side == "query" else slice(1, None)
+
+    def rows(self, some: slice) -> Recorded:
+        """Some of the rows; what was captured of their attention stays whole."""
+        kept: Any = {name: {key: value[some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, row=self.row[some], columns=self.columns[some], first=self.first + some.start, **kept)
+
+
+@contextmanager
+def hooked(
+    blocks: Sequence[Block],
+    layers: Sequence[int],
+    held: Mapping[int, LayerCall],
+    found: Recorded,
+    pick: Callable[[Tensor], Tensor],
+) -> Iterator[None]:
+    """Notes what writers leave, for the duration of a ``with`` block; no hook stays behind.
+
+    Parameters
+    ----------
+    blocks : up to the last one that runs, which writes nothing that is read.
+    layers : what enters them is kept.
+    held : layers whose arguments are kept, and how they were called before.
+    found : where it goes.
+    pick : takes the places of a tensor.
+    """
+    hooks = []
+
+    def entering(layer: int) -> Any:
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.entered[layer] = pick(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        return note
+
+    def giving(kept: dict[Any, Tensor], key: Any) -> Any:
+        def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            kept[key] = pick(args[0])
+
+        return note
+
+    def putting_out(module: nn.Module) -> Any:
+        def note(_module: nn.Module, _args: Any, out: Any) -> None:
+            found.gave[module] = pick(out[0] if isinstance(out, tuple) else out)
+
+        return note
+
+    def called(layer: int, call: LayerCall) -> Any:
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.calls[layer] = replace(call, args=args, kwargs=kwargs)
+
+        return note
+
+    try:
+        for layer, call in held.items():
+            hooks.append(call.attention.register_forward_pre_hook(called(layer, call), with_kwargs=True))
+        for layer, block in enumerate(blocks):
+            if layer in (0, *layers):
+                hooks.append(block.module.register_forward_pre_hook(entering(layer), with_kwargs=True))
+            if layer + 1 < len(blocks):
+                hooks.append(block.output.register_forward_pre_hook(giving(found.heads, layer)))
+                hooks += [norm.register_forward_pre_hook(giving(found.given, norm)) for norm in block.norms]
+                hooks += [module.register_forward_hook(putting_out(module)) for module in block.parts]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
