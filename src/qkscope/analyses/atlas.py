@@ -73,7 +73,7 @@ def atlas(
     draws : random subspaces beside each swap.
     batch_size : passages per batch; they exchange what they attended to within one.
     seed : of every draw.
-    progress : whether to show a bar; by default where somebody looks.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
     job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples

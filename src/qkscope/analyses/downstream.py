@@ -70,7 +70,7 @@ def swap_downstream(
     draws : random subspaces that the prompts take by turns.
     batch_size : prompts that run together.
     seed : of the keys that are drawn and of the random subspaces.
-    progress : whether to show a progress bar; by default where one is looking.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
     job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples

@@ -63,7 +63,7 @@ def find_heads(
     task : whose prompts are run, and whose keys labelled ``answer`` are the candidates.
     n : prompts.
     batch_size : prompts run together.
-    progress : whether to show a bar; if not given, where stderr is a terminal.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
 
     Examples
     --------

@@ -78,7 +78,7 @@ def sparsity(
     draws, seed : rotations of each null, and the seed of all draws.
     batch_size : prompts run together.
     step : what to call this checkpoint.
-    progress : whether to show a bar; if not given, where stderr is a terminal.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
 
     Examples
     --------

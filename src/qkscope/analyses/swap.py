@@ -86,7 +86,7 @@ def swap(
     clouds : also keys and queries as points, for a page (``tables["clouds"]`` and arrays ``cloud/NAME/…``).
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
-    progress : whether to show a progress bar; by default where one is looking.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
     job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples

@@ -9,7 +9,6 @@ last checkpoint, on prompts used for nothing else.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,12 +38,11 @@ from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
 from qkscope.runs.folder import JOB, file_name, read_json
 from qkscope.runs.job import Job
+from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import write_result
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
-
-log = logging.getLogger(__name__)
 
 _STATE = r"job\.json|checkpoints/[^/]+\.safetensors"  # what a sweep keeps besides what it lists
 _KIND = "sparsity_checkpoint"
@@ -162,10 +160,10 @@ def _measured(
         else:
             scope = scope_at(checkpoint)
             refuse_copy(model, checkpoint.label, scope.weights_hash, weights)
-            log.info("%s %s: %d heads, %d prompts ...", model, checkpoint.label, len(edges), n)
-            arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
-            if task.name in _COPYING:
-                arrays["right"] = answers_right(scope, task, n, batch_size)
+            with doing(f"{model} {checkpoint.label} ({len(stored) + 1} of {len(found)})"):
+                arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
+                if task.name in _COPYING:
+                    arrays["right"] = answers_right(scope, task, n, batch_size)
             manifest = {"about": {**about, "weights": scope.weights_hash, "dtype": str(scope.model.dtype)}}
             write_tensors(path, _KIND, arrays, manifest, new_folder=False)
         stored[checkpoint.label] = arrays

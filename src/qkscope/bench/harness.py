@@ -6,7 +6,6 @@ The two sides alternate and each gives its median, so that a busy machine slows 
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.runs.progress import doing
 
 Row = dict[str, Any]
 _ROWS: dict[str, Callable[[], Row]] = {}
-_log = logging.getLogger(__name__)
 
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
@@ -31,8 +30,8 @@ def bench(only: Sequence[str] | None = None) -> list[Row]:
         raise BadInput(f"there is no bench row {unknown[0]!r}: there is {', '.join(_ROWS)}.")
     rows = []
     for name in only or _ROWS:
-        _log.info("bench: %s ...", name)
-        rows.append({"name": name, **_ROWS[name]()})
+        with doing(f"bench: {name}"):
+            rows.append({"name": name, **_ROWS[name]()})
     return rows
 
 

@@ -251,7 +251,7 @@ class Scope(Shape):
         shard : (int, int)
             ``(i, n)``: only every n-th batch of the fixed list, from the i-th on.
         progress : bool, optional
-            A progress bar on stderr; if not given, where stderr is a terminal.
+            Whether to say on stderr how far it is; if not given, where stderr is a terminal.
 
         Examples
         --------

@@ -9,10 +9,12 @@ on stderr and exit code 2. In reading order: `shell` (the app, options that verb
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+import warnings
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -21,15 +23,15 @@ from qkscope.cli import contrasts, discovery, pages, papers, toys, weights  # no
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput, Terminated, check_name_length
 from qkscope.runs.folder import plain_text
+from qkscope.runs.progress import clear
 
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 
 
 def main() -> None:
     """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_Plain("%(message)s"))
+    _listen_to_ourselves()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         _check_arguments(sys.argv[1:])
@@ -48,6 +50,26 @@ def main() -> None:
         sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _listen_to_ourselves() -> None:
+    """Log our own lines on stderr; of other libraries nothing but errors. Whoever set a variable or -W keeps it."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])
+    logging.getLogger("qkscope").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Plain("%(message)s"))
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Lines on stderr, each below what was there: the line that is written over goes first."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        clear()
+        super().emit(record)
 
 
 class _Plain(logging.Formatter):

@@ -6,7 +6,6 @@ testing are disjoint.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,10 +19,9 @@ from qkscope.analyses.swap import SIZES, swap
 from qkscope.capture.scope import Scope
 from qkscope.page.figures import draw_verbs
 from qkscope.page.report import report_html
+from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Claim, Result
-
-log = logging.getLogger(__name__)
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3
@@ -35,21 +33,16 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
     start = time.perf_counter()
     scope = Scope.load(model)
     task = tasks.binding(entities=9, form="list", seed=seed)
-
-    def step(what: str) -> None:
-        log.info("%5.0f s  %s", time.perf_counter() - start, what)
-
-    step(f"scoring all {len(scope.heads())} heads on {n} prompts ...")
-    ranking = find_heads(scope, task, n)
+    with doing(f"scoring all {len(scope.heads())} heads"):
+        ranking = find_heads(scope, task, n)
     best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
     heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
-    step(f"fitting order and lexical features of {', '.join(heads)}, and of {control} at chance ...")
-    fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
-    step(f"swapping them on {n} held-out prompts ...")
+    with doing(f"fitting order and lexical features of {', '.join(heads)}"):
+        fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     sizes = [k for k in SIZES if k < scope.d_head]
-    swaps = swap(scope, task.test(n), fit, heads, sizes=sizes, clouds=True)
-    step("explaining one prompt ...")
+    with doing("swapping them on held-out prompts"):
+        swaps = swap(scope, task.test(n), fit, heads, sizes=sizes, clouds=True)
     parts = attribute(scope, PROMPT, heads[0], fit)
     swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}
     result = Result(

@@ -22,6 +22,7 @@ from qkscope.cli import layout, views
 from qkscope.errors import BadInput
 from qkscope.kinds import LARGEST_SEED
 from qkscope.runs.folder import plain_text
+from qkscope.runs.progress import clear
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ def _width() -> int:
 
 def print_json(value: Any) -> None:
     """JSON on stdout, and nothing else there; JSON writes out most of what would steer a terminal, but not all."""
+    clear()
     text = json.dumps(value, indent=1, ensure_ascii=False)
     typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
@@ -181,6 +183,7 @@ def say(text: str, wrapped: bool | None = None) -> None:
     text : the lines.
     wrapped : whether long ones are broken between words; on a terminal, if not given: a pipe takes whole lines.
     """
+    clear()
     for line in plain_text(text).split("\n"):
         whole = not (sys.stdout.isatty() if wrapped is None else wrapped) or len(line) <= _width()
         typer.echo(line if whole else textwrap.fill(line, _width(), break_long_words=False, break_on_hyphens=False))

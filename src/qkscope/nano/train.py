@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 import shutil
 import time
@@ -35,11 +34,10 @@ from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import BOS, CONTEXT, PAD, Rows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
 from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer, writing
+from qkscope.runs.progress import counting, doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Claim, Result, write_result
 from qkscope.runs.store import read_tensors, write_tensors
-
-log = logging.getLogger(__name__)
 
 STATE = "state.safetensors"
 _KIND = "nano training"
@@ -195,11 +193,13 @@ class NanoTrainer:
         if self.step == 0 and not self.curve:
             self._check(None)
         losses: list[Tensor] = []
-        while self.step < self.recipe.steps:
-            losses.append(self._train_step())
-            if self.step % self.recipe.check_every == 0 or self.step == self.recipe.steps:
-                self._check(float(sum(losses)) / len(losses))
-                losses.clear()
+        with doing("training"), counting(self.recipe.steps - self.step, "steps") as advance:
+            while self.step < self.recipe.steps:
+                losses.append(self._train_step())
+                if self.step % self.recipe.check_every == 0 or self.step == self.recipe.steps:
+                    self._check(float(sum(losses)) / len(losses))
+                    losses.clear()
+                advance(1)
         return self.curve
 
     # ------------------------------------------------------------------ the step
@@ -271,9 +271,6 @@ class NanoTrainer:
                 tensors[f"{part}/{name}"] = value
         about = {"step": self.step, "all_forms_from": self.all_forms_from, "curve": self.curve}
         write_tensors(self.out / STATE, _KIND, tensors, {"about": self._about(), **about})
-        said = "" if loss is None else f"loss {loss:.3f}; "
-        shown = ", ".join(f"{name} {row['accuracy']:.2f}" for name, row in scores.items())
-        log.info("%s", f"step {self.step}: {said}{shown}")
 
     def _about(self) -> dict[str, Any]:
         return {"recipe": self.recipe.about(), "seed": self.seed, "vocabulary": tokenizer_hash(self.tokenizer)}

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +24,9 @@ import torch
 from qkscope.papers.registry import Experiment, Figure, Settings, figure
 from qkscope.papers.trainer import Outcome, Trainer
 from qkscope.runs.folder import kept_if_stopped, only_writer
+from qkscope.runs.progress import clear, tell
 from qkscope.runs.result import Result
 
-log = logging.getLogger(__name__)
 C = TypeVar("C")
 
 _WARM_UP = 2
@@ -63,27 +61,14 @@ def toy_figures(
 
 
 class Progress:
-    """One live line on stderr; in a log file, a line every half minute."""
+    """How far the trainers are, in one line."""
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         self.trainers, self.started = list(trainers), time.monotonic()
-        self.live = sys.stderr.isatty()
-        self.shown = self.started
-        self.lock = threading.Lock()
 
     def __call__(self) -> None:
         """Say where things stand, if it is time to."""
-        with self.lock:
-            now = time.monotonic()
-            if now - self.shown < (0.5 if self.live else 30.0):
-                return
-            self.shown = now
-            line = self.line()
-            if self.live:
-                sys.stderr.write(f"\r\033[K{line}")
-                sys.stderr.flush()
-            else:
-                log.info("%s", line)
+        tell(self.line())
 
     def line(self) -> str:
         """How many heads still train, at which steps, since when."""
@@ -93,11 +78,6 @@ class Progress:
         steps = sorted({trainer.step for trainer in running})
         at = f"step {steps[0]:,}" + (f"-{steps[-1]:,}" if len(steps) > 1 else "") if steps else "done"
         return f"training: {left} of {total} models running, {at}, {time.monotonic() - self.started:.0f} s"
-
-    def close(self) -> None:
-        """End the line."""
-        if self.live:
-            sys.stderr.write(f"\r\033[K{self.line()}\n")
 
 
 def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Outcome]:
@@ -110,7 +90,7 @@ def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[O
             _run_graphs(trainers, progress)
         else:
             _run_threads(trainers, progress, workers or _cores())
-    progress.close()
+    clear()
     return [trainer.result() for trainer in trainers]
 
 

@@ -27,6 +27,7 @@ from qkscope.errors import BadInput, check_device
 from qkscope.kinds import checked_call
 from qkscope.papers.tables import Row
 from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Claim, Result
 
@@ -235,9 +236,9 @@ def reproduce(
         for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):
             prepare([found for found in missing.values() if found.prepare is prepare], settings)
         for name, found in missing.items():
-            log.info("%s/%s: %s ...", paper, name, found.title)
             start = time.perf_counter()
-            result = found.run(replace(settings, figure=name, model=model or found.model))
+            with doing(f"{paper}/{name}: {found.title}"):
+                result = found.run(replace(settings, figure=name, model=model or found.model))
             made_by = {**result.provenance, "figure": asked[name]}
             result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
             show(result)

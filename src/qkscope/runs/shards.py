@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.runs.progress import counting
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,12 @@ def stream(
     run : callable
         Runs one batch.
     progress : bool, optional
-        Whether to show a bar; if not given, where stderr is a terminal.
+        Whether to say how far it is; if not given, on a terminal, and once a minute in a log.
     first : int
         The batch to begin with; those before it are done.
     """
     size = max(map(len, batches[first:]), default=1)
-    shown = sys.stderr.isatty() if progress is None else progress
-    with _bar(sum(map(len, batches[first:])), shown) as advance:
+    with counting(sum(map(len, batches[first:])), shown=progress) as advance:
         for number, batch in enumerate(batches[first:], first):
             todo = [batch[start : start + size] for start in range(0, len(batch), size)]
             while todo:
@@ -77,27 +76,6 @@ def stream(
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory is what an error is about, on whatever device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-
-
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    speed = TextColumn("{task.fields[rate]}")
-    columns = (TextColumn("examples"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total, rate="")
-
-        def advance(count: int) -> None:
-            progress.advance(task, count)
-            speed_now = progress.tasks[0].speed
-            progress.update(task, rate=f"{speed_now:.1f}/s" if speed_now else "")
-
-        yield advance
 
 
 Shard = tuple[int, int]

@@ -103,7 +103,7 @@ def discover(
     batch_size : examples per batch; passages exchange what they attended to within one. The labelled contrasts and
         the curve of a task, which look at named keys alone, take twice as many.
     seed : of every draw.
-    progress : whether to show a bar; by default where somebody looks.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
     job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples

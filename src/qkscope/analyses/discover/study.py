@@ -46,7 +46,7 @@ class Options:
     draws : random subspaces beside each swap.
     batch_size : examples per batch; passages exchange what they attended to within one.
     seed : of every draw.
-    progress : whether to show a bar; by default where somebody looks.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
     """
 
     space: AttentionSpace = "query_frame"

@@ -7,7 +7,6 @@ which there is no second one, they repeat the test with a second form of prompt,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,10 +22,10 @@ from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
 from qkscope.papers.tables import Row
+from qkscope.runs.progress import doing
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
 
@@ -170,8 +169,8 @@ class Session:
         return self.once(("found", kind, second), lambda: self._find(kind, second))
 
     def _find(self, kind: Kind, second: bool) -> ChosenHeads:
-        log.info("finding %s heads on %d prompts ...", kind, self.work.choose)
-        ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
+        with doing(f"finding {kind} heads"):
+            ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
         return choose_heads(ranking, kind, self.work.heads)
 
     def fit(self, kind: Kind, second: bool = False) -> Fit:
@@ -183,12 +182,12 @@ class Session:
 
     def _fit(self, kind: Kind, second: bool) -> Fit:
         task, found = self.task(kind, second), self.found(kind, second)
-        log.info("fitting %s at %s ...", kind, ", ".join(map(str, found.all)))
-        if kind == "binding":
-            return self.decompose(task, found.all, self.work.binding, contrasts=["order", "lexical"])
-        categories = [name for name in task.contrasts if name != POOLED]
-        rank = {**dict.fromkeys(categories, 1), POOLED: len(categories) - 1}
-        return self.decompose(task, found.all, self.work.category, rank=rank)
+        with doing(f"fitting {kind}"):
+            if kind == "binding":
+                return self.decompose(task, found.all, self.work.binding, contrasts=["order", "lexical"])
+            categories = [name for name in task.contrasts if name != POOLED]
+            rank = {**dict.fromkeys(categories, 1), POOLED: len(categories) - 1}
+            return self.decompose(task, found.all, self.work.category, rank=rank)
 
     def decompose(self, task: Task, heads: list[Head], n: int, **options: Any) -> Fit:
         """`decompose` with this preset's counts."""
