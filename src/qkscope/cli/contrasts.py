@@ -133,7 +133,7 @@ def merge(
 @shell.app.command()
 def swap(
     folder: shell.Fitted,
-    n: shell.Count = 512,
+    n: shell.Count = 256,
     batch_size: shell.BatchSize = 32,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
