@@ -48,6 +48,16 @@ def test_children_sum_to_their_parents(family):
         assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
 
 
+# its input scaled; no weights to read: latent attention, norms behind the rotation, a rotation that cannot be read
+@pytest.mark.parametrize("family", ["falcon_h1", "deepseek_v3", "nanochat", "hunyuan_v1_dense", "llama4_text"])
+def test_children_sum_to_their_parents_where_directions_go_through_a_layers_own_code(family):
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    for head in [Head(1, 0), Head(1, 3)]:
+        found = trace_graph(Reader(scope, [head]), prompt_of(scope), head, 8, 7, width=4)
+        assert found.error < 1e-5
+        assert check_sums(found.rows, 1e-4) > 4
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_root_is_the_models_own_logit(family):
     scope = qk.Scope.from_model(tiny_model(family), check=False)

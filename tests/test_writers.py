@@ -7,6 +7,8 @@ import torch
 
 from qkscope.capture.families import FAMILIES, tiny_model
 from qkscope.capture.inputs import short_inputs
+from qkscope.capture.marginals import marginals
+from qkscope.capture.pick import Places
 from qkscope.capture.projection import record_calls
 from qkscope.capture.scope import Scope
 from qkscope.capture.split_check import _batch, sum_error, trace_error
@@ -121,6 +123,50 @@ def test_layers_without_weights_to_read_have_none_to_fold(family):
     assert reader.held == {1}
     with pytest.raises(BadInput, match="no single weight matrix"):
         reader.matrix(reader.heads[0], "key")
+
+
+@pytest.mark.parametrize("family", [*HELD, "llama", "gemma2", "bert"])
+def test_marginals_of_many_heads_sum_to_their_relative_logits(family):
+    scope = look(family, **({"num_hidden_layers": 3} if family != "llama4_text" else {}))
+    inputs, places = _batch(scope)
+    reader = Reader(scope, scope.heads())
+    found = reader.record(inputs, places)
+    weights = torch.randn(2, len(reader.heads), places.keys.shape[1], generator=torch.Generator().manual_seed(0))
+    weights = weights * places.key_mask[:, None]
+    told = list(marginals(reader, found, weights))
+    assert [head for head, _, _ in told] == reader.heads
+    for i, (head, query, key) in enumerate(told):
+        q, k = (reader.true(found, head, side) for side in ("query", "key"))
+        whole = torch.einsum("nd,nkd,nk->n", q[:, 0], k, weights[:, i]) * found.captured.scale[i]
+        for parts in (query, key):
+            assert parts.shape == (2, len(reader.writers(head.layer)))
+            assert (parts.sum(1) - whole).abs().max() < 1e-5 * parts.abs().max()
+
+
+@pytest.mark.parametrize("family", [*HELD, "llama", "qwen3", "falcon_h1"])
+def test_the_true_stream_gives_the_true_vectors_with_norms_live(family):
+    reader, found, places = recorded(look(family), 1)
+    for side, mask in (("query", torch.ones(2, 1)), ("key", places.key_mask)):
+        x = found.entered[1][:, found.at(side)]
+        for head in reader.heads:
+            made = reader.vectors(head, side, torch.stack([x, 2 * x]), found)
+            true = reader.true(found, head, side)
+            for one in made:  # a norm takes the length away
+                apart = (reader.turn(found, 1, one[:, None], side)[:, 0] - true) * mask[..., None]
+                assert apart.abs().max() < 1e-3 * true.abs().max()
+
+
+def test_rows_are_those_of_the_batch_in_any_order_and_number():
+    scope = look("deepseek_v3")
+    inputs, places = _batch(scope)
+    reader = Reader(scope, [Head(1, 3)])
+    order = torch.tensor([1, 0, 1])
+    some = Places(places.row[order], places.query[order] - 1, places.keys[order], places.key_mask[order])
+    found = reader.record(inputs, some)
+    assert sum_error(reader, found, Head(1, 3), some.key_mask) < 1e-5
+    last = found.rows(slice(1, 3))
+    whole, part = (reader.read(record, Head(1, 3), "key") for record in (found, last))
+    torch.testing.assert_close(whole[1:] * some.key_mask[1:, None, :, None], part * some.key_mask[1:, None, :, None])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert", "olmo2", "cohere", "stablelm", "falcon_h1"])

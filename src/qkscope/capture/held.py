@@ -14,7 +14,8 @@ that routes its queries) does not add up so, and is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,28 +34,29 @@ class Vectors(NamedTuple):
 
 
 class HeldLayer:
-    """One layer of one forward, ready to be given parts of its input.
+    """One layer of one forward, ready to be given parts of its input, or another input.
 
     Parameters
     ----------
     call : LayerCall
         How the model called the layer in that forward.
+    row : which rows of the batch are asked about, each of them apart; all, if not given.
     """
 
-    def __init__(self, call: LayerCall) -> None:
-        self.call = call
+    @torch.no_grad()
+    def __init__(self, call: LayerCall, row: Int[Tensor, " n"] | None = None) -> None:
+        self.call = call if row is None else _rows_of(call, row)
         self._given: dict[nn.Module, list[Tensor]] = {}
         self._held: dict[nn.Module, list[tuple[Tensor, Norm]]] = {}
         self._runs: dict[nn.Module, int] = {}
-        self.true = self.push(call.hidden)
+        self.true = self.push(self.call.hidden)
         for norm, given in self._given.items():
             own = take_apart(norm, given[0])
             self._held[norm] = [(norm_scalar(norm, own, x)[..., None], own) for x in given]
-        self.at_zero = self.push(torch.zeros_like(call.hidden))
+        self.at_zero = self.push(torch.zeros_like(self.call.hidden))
 
-    @torch.no_grad()
-    def push(self, z: Float[Tensor, "b t d_model"]) -> Vectors:
-        """Queries and keys of an input of the same shape, the norms as the true input left them."""
+    def push(self, z: Float[Tensor, "n t d_model"], live: bool = False) -> Vectors:
+        """Queries and keys of an input of the same shape, the norms as the true input left them, or their own."""
         hidden = self.call.hidden  # some are given it once for each of q, k and v
         z = z.to(hidden)
         args = tuple(z if value is hidden else value for value in self.call.args)
@@ -68,7 +70,7 @@ class HeldLayer:
 
         self._runs.clear()
         norms = [part for part in self.call.attention.modules() if is_norm(part)]
-        hooks = [norm.register_forward_hook(self._norm) for norm in norms]
+        hooks = [norm.register_forward_hook(self._norm) for norm in norms if not live]
         try:
             with tap(self.call.attention, take):
                 self.call.attention(*args, **kwargs)
@@ -78,16 +80,23 @@ class HeldLayer:
                 hook.remove()
         return found[0]
 
-    def linear(self, z: Float[Tensor, "b t d_model"]) -> Vectors:
-        """What a part of the input adds, without what the layer adds to nothing."""
-        pushed = self.push(z)
-        return Vectors(pushed.q - self.at_zero.q, pushed.k - self.at_zero.k)
+    def at(
+        self, x: Float[Tensor, "n p d_model"], columns: Int[Tensor, "n p"], live: bool = False
+    ) -> tuple[Float[Tensor, "n p h d"], Float[Tensor, "n p g d"]]:
+        """Queries and keys of an input given at some places alone."""
+        hidden = self.call.hidden
+        z, columns = torch.zeros_like(hidden), columns.to(hidden.device)
+        row = torch.arange(len(columns), device=hidden.device)
+        for slot in reversed(range(columns.shape[1])):  # padded slots stand last, on a place that may be named before
+            z = z.index_put((row, columns[:, slot]), x[:, slot].to(hidden))
+        q, k = (vectors.transpose(1, 2)[row[:, None], columns].to(x) for vectors in self.push(z, live))
+        return q, k
 
+    @torch.no_grad()
     def split(
         self,
         parts: Sequence[Float[Tensor, "n p d_model"]],
         bias: Float[Tensor, "n p d_model"],
-        row: Int[Tensor, " n"],
         columns: Int[Tensor, "n p"],
         heads: list[int],
         key_heads: list[int],
@@ -96,37 +105,55 @@ class HeldLayer:
 
         Parameters
         ----------
-        parts : what is split, part by part; places that fall together must hold the same.
+        parts : what is split, part by part.
         bias : the part that no writer has. What the layer adds to nothing goes with it, and it comes last.
-        row, columns : where the places are in the batch.
+        columns : where the places are in the batch.
         heads, key_heads : whose queries and keys: Float [n, c, p, h, d] and [n, c, p, g, d].
         """
-        hidden = self.call.hidden
-        there = row.to(hidden.device)[:, None], columns.to(hidden.device)
 
-        def at(pushed: Vectors) -> list[Tensor]:
-            chosen = pushed.q[:, heads], pushed.k[:, key_heads]
-            return [vectors.transpose(1, 2)[there].to(bias) for vectors in chosen]
+        def through(part: Tensor) -> tuple[Tensor, Tensor]:
+            q, k = self.at(part, columns)
+            return q[:, :, heads], k[:, :, key_heads]
 
-        def through(part: Tensor) -> list[Tensor]:
-            z = torch.zeros_like(hidden)
-            z[there] = part.to(z)
-            return at(self.linear(z))
+        nothing, (q, k) = through(torch.zeros_like(bias)), through(bias)
+        each = [tuple(one - zero for one, zero in zip(through(part), nothing, strict=True)) for part in parts]
+        return Vectors(*(torch.stack(side, dim=1) for side in zip(*each, (q, k), strict=True)))
 
-        last = [one + other for one, other in zip(at(self.at_zero), through(bias), strict=True)]
-        each = [*map(through, parts), last]
-        return Vectors(*(torch.stack(side, dim=1) for side in zip(*each, strict=True)))
+    def pull(
+        self, vectors: Literal["q", "k"], head: int, columns: Int[Tensor, "n p"], along: Float[Tensor, "n p d"]
+    ) -> tuple[Float[Tensor, "n p d_model"], Float[Tensor, "n p"]]:
+        """Directions among a head's queries or keys as directions in the layer's input, and what they say of nothing.
 
+        Parameters
+        ----------
+        vectors : which of the two.
+        head : of the queries or of the keys.
+        columns : where the places are in the batch.
+        along : a direction at each.
+        """
+        found, values = [], []
+        for slot in range(columns.shape[1]):  # one by one: two places may be the same token
+            there = columns[:, slot, None]
+            x = torch.zeros_like(self.call.hidden[: len(there), :1], dtype=torch.float32).requires_grad_()
+            with torch.enable_grad():
+                made = self.at(x, there)["qk".index(vectors)][:, :, head]
+                value = (made * along[:, slot, None].to(made)).sum(-1)
+                (gradient,) = torch.autograd.grad(value.sum(), x)
+            found.append(gradient.to(along))
+            values.append(value.detach().to(along))
+        return torch.cat(found, dim=1), torch.cat(values, dim=1)
+
+    @torch.no_grad()
     def check(self) -> None:
         """Refuse a layer that does not add up: two halves of its input against the whole."""
         hidden = self.call.hidden
         generator = torch.Generator().manual_seed(0)
         share = torch.rand(hidden.shape, generator=generator).to(hidden)
-        one, other = self.linear(hidden * share), self.linear(hidden - hidden * share)
+        one, other = self.push(hidden * share), self.push(hidden - hidden * share)
         tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
-        for what, *parts in zip(("queries", "keys"), one, other, self.at_zero, self.true, strict=True):
-            whole = parts.pop()
-            if (sum(parts) - whole).norm() > tolerance * whole.norm():
+        each = zip(("queries", "keys"), one, other, self.at_zero, self.true, strict=True)
+        for what, first, second, nothing, whole in each:
+            if (first + second - nothing - whole).norm() > tolerance * whole.norm():
                 why = "are no linear function of its input, so they are no sum of what writers put there"
                 raise BadInput(f"{self.call.family} cannot be traced: even with its norms held, its {what} {why}.")
 
@@ -139,6 +166,24 @@ class HeldLayer:
             return None
         scalar, own = self._held[norm][run]
         return (own.gain * scalar * centred(x, own) + own.bias).to(given[0].dtype)
+
+
+def _rows_of(call: LayerCall, row: Int[Tensor, " n"]) -> LayerCall:
+    """A call of some rows of its batch, in any order and number."""
+    batch, moved = len(call.hidden), row.to(call.hidden.device)
+    if row.tolist() == list(range(batch)):
+        return call
+    hidden = call.hidden[moved]  # one tensor, wherever it is given
+
+    def some(value: Any) -> Any:
+        if value is call.hidden:
+            return hidden
+        if isinstance(value, tuple | list):
+            return type(value)(some(part) for part in value)
+        of_rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == batch
+        return value[row.to(value.device)] if of_rows else value
+
+    return replace(call, args=some(call.args), kwargs={name: some(value) for name, value in call.kwargs.items()})
 
 
 def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:

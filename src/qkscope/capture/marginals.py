@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from qkscope.capture.writers import BIAS, Parts, Reader, Recorded, Side
 from qkscope.heads import Head
 
+_SIDES: tuple[Side, Side] = ("query", "key")
 _ROOM, _LAYERS = 2**27, 4  # bytes of writers at once, and layers whose heads are answered together
 
 
@@ -56,10 +57,27 @@ def _marginals(reader: Reader, found: Recorded, weights: Tensor) -> Iterator[tup
             yield from table.answer(waiting)
             waiting = []
         table.take(pieces)
-        if own:
+        if own and reader.holds(layer):
+            yield from table.answer(waiting)
+            waiting = []
+            for head in own:
+                yield head, *_pushed(reader, found, head, weights[:, reader.heads.index(head)], pieces)
+        elif own:
             asked = _ask(reader, found, own, weights[:, [reader.heads.index(head) for head in own]])
             waiting.append(replace(asked, writers=table.filled, biases=len(table.biases)))
     yield from table.answer(waiting)
+
+
+def _pushed(
+    reader: Reader, found: Recorded, head: Head, weights: Float[Tensor, "n k"], pieces: Sequence[Parts]
+) -> tuple[Tensor, Tensor]:
+    """The same of one head without directions to ask in: its parts themselves."""
+    assert found.captured is not None
+    q, k = (reader.true(found, head, side) for side in _SIDES)
+    q_parts, k_parts = (reader.read(found, head, side, pieces) for side in _SIDES)
+    weights = weights * found.captured.scale[reader.heads.index(head)].to(weights)
+    by_query = torch.einsum("ncd,nkd,nk->nc", q_parts[:, :, 0], k, weights)
+    return by_query, torch.einsum("nd,nckd,nk->nc", q[:, 0], k_parts, weights)
 
 
 def _ask(reader: Reader, found: Recorded, heads: list[Head], weights: Tensor) -> _Asked:

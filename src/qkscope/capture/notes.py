@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.capture.held import HeldLayer
 from qkscope.capture.pick import Capture
 from qkscope.capture.projection import LayerCall
 from qkscope.capture.spaces import Rotary
@@ -52,11 +53,19 @@ class Recorded:
     rotary: dict[int, Rotary] = field(default_factory=dict)
     calls: dict[int, LayerCall] = field(default_factory=dict)
     first: int = 0  # which row of `captured` is the first of these
-    pushed: dict[int, Pushed] = field(default_factory=dict, init=False)  # of these rows alone
+    # of these rows alone
+    layers: dict[int, HeldLayer] = field(default_factory=dict, init=False)
+    pushed: dict[int, Pushed] = field(default_factory=dict, init=False)
 
     def at(self, side: Side) -> slice:
         """The slots of a side."""
         return slice(0, 1) if side == "query" else slice(1, None)
+
+    def layer(self, layer: int) -> HeldLayer:
+        """A layer whose arguments were kept, its norms held."""
+        if layer not in self.layers:
+            self.layers[layer] = HeldLayer(self.calls[layer], self.row)
+        return self.layers[layer]
 
     def rows(self, some: slice) -> Recorded:
         """Some of the rows; what was captured of their attention stays whole."""

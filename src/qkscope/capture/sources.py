@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.capture.held import centred
 from qkscope.capture.pick import Places
 from qkscope.capture.projection import project
 from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.capture.tap import Call
 from qkscope.capture.weights import pull_back, qk_norm_offsets, qk_norm_scales
 from qkscope.capture.writers import BIAS, EMBEDDING, Reader, Side, norm_scalar, part_name
-from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 
@@ -166,8 +166,14 @@ class Trail:
     ) -> Direction:
         """A direction on queries, keys or values as one on what enters their layer."""
         reader, found, call = self.reader, self.found, self.reader.calls[layer]
+        sigma = reader.scalar(found, layer)[:, slots, None]
         if vectors != "v" and reader.holds(layer):
-            raise BadInput(f"{call.family} layer {layer} has no weights to follow a query or a key back through.")
+            g, constants = found.layer(layer).pull(vectors, index, found.columns[:, slots], along)
+            if call.input_norm is not None:
+                norm, g = reader.taken_apart(call.input_norm, found.entered[layer]), g * call.input_scale
+                constants = constants + g @ norm.bias.to(g)
+                g = centred(g * norm.gain.to(g), norm) * sigma
+            return Direction(layer, slots, g, constants)
         rotary, offset = self.calls[layer].rotary, reader.scope.facts.layers[layer].offset
         if vectors != "v" and rotary is not None and offset is not None:
             along = rotary.turn(along[:, None], found.row, found.columns[:, slots], offset, back=True)[:, 0]
@@ -177,7 +183,6 @@ class Trail:
                 constants = along @ qk_norm_offsets(call)["qk".index(vectors)][index]
             along = along * self._scalar(layer, vectors, index, slots)[..., None]
         pulled = pull_back(call, vectors, index, along.flatten(0, 1)).unflatten(0, along.shape[:2])
-        sigma = reader.scalar(found, layer)[:, slots, None]
         return Direction(layer, slots, pulled[..., :-1] * sigma, constants + pulled[..., -1])
 
     @torch.no_grad()

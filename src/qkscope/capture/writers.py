@@ -264,7 +264,7 @@ class Reader:
         bias = sum((normed(p.values[:, 0]) for p in split if p.writers == [BIAS]), bias)
         shape, heads = self.scope.facts.layers[layer], [head for head in self.heads if head.layer == layer]
         queries, keys = [head.index for head in heads], sorted({_kv(head, shape) for head in heads})
-        q, k = HeldLayer(call).split(named, bias, found.row, found.columns, queries, keys)
+        q, k = found.layer(layer).split(named, bias, found.columns, queries, keys)
         found.pushed[layer] = Pushed(
             pieces,
             {head: q[..., :1, i, :] for i, head in enumerate(queries)},
@@ -300,14 +300,32 @@ class Reader:
             return values
         return rotary.turn(values, found.row, found.columns[:, found.at(side)], offset, back=back)
 
-    def vectors(self, head: Head, side: Side, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_head"]:
-        """What the head makes of another residual stream, norms and all, before the rotation: its own code runs."""
-        call = self.calls[head.layer]
-        flat = x.flatten(0, -2).to(call.hidden.dtype)
-        made = project(call, flat if call.input_norm is None else call.input_scale * call.input_norm(flat))
-        shape = self.scope.facts.layers[head.layer]
-        index = head.index if side == "query" else head.kv(shape.n_heads // shape.n_kv_heads)
-        return (made.q if side == "query" else made.k)[:, index].float().unflatten(0, x.shape[:-1])
+    def vectors(
+        self, head: Head, side: Side, x: Float[Tensor, "*b d_model"], found: Recorded | None = None
+    ) -> Float[Tensor, "*b d_head"]:
+        """What the head makes of another residual stream, norms and all, before the rotation: its own code runs.
+
+        Parameters
+        ----------
+        head : one of the reader's.
+        side : query or key.
+        x : streams. In `held` layers they stand at the places of that side, Float [*b, n, p, d_model], and the rotation
+            is already on.
+        found : from `record`; `held` layers need it.
+        """
+        call, shape = self.calls[head.layer], self.scope.facts.layers[head.layer]
+        index = head.index if side == "query" else _kv(head, shape)
+        flat = x.flatten(0, -2).to(call.hidden)
+        z = flat if call.input_norm is None else call.input_scale * call.input_norm(flat)
+        if not self.holds(head.layer):
+            made = project(call, z)
+            return (made.q if side == "query" else made.k)[:, index].to(x).unflatten(0, x.shape[:-1])
+        if found is None:
+            raise BadInput(f"{head} makes its vectors only where a batch stands: give what was recorded of it.")
+        columns, held = found.columns[:, found.at(side)], found.layer(head.layer)
+        each = [held.at(one, columns, live=True) for one in z.reshape(-1, *x.shape[-3:])]
+        made_there = torch.stack([(q if side == "query" else k)[:, :, index] for q, k in each])
+        return made_there.to(x).reshape(*x.shape[:-1], -1)
 
 
 def _constant(bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
