@@ -171,6 +171,36 @@ def test_a_nano_model_is_followed_down_and_sources_sum_to_the_writers_share():
                 assert sum(shares) == pytest.approx(expected[side, name] / total, abs=1e-5)
 
 
+def test_a_features_part_and_the_rest_sum_to_the_whole():
+    scope = qk.Scope.from_model(tiny_model("llama"), check=False)
+    head, encoded = Head(1, 1), prompt_of(scope)
+    basis = torch.linalg.qr(torch.randn(scope.d_head, 3, generator=torch.Generator().manual_seed(0)))[0]
+    P = basis @ basis.T
+    whole, inside, outside = (
+        trace_graph(Reader(scope, [head]), encoded, head, 8, 6, depth=0, width=99, smallest=0, projector=projector)
+        for projector in (None, P, torch.eye(len(P)) - P)
+    )
+    parts = [{(row["side"], row["writer"]): row["value"] for row in found.rows} for found in (whole, inside, outside)]
+    assert max(found.error for found in (whole, inside, outside)) < 1e-5
+    assert inside.total != pytest.approx(whole.total, rel=1e-2)
+    for at, value in parts[0].items():
+        assert parts[1][at] + parts[2][at] == pytest.approx(value, abs=1e-4)
+
+
+def test_the_writers_of_a_binding_head_read_the_word_and_what_carries_it():
+    """METHODS D2: at the query they read the word asked for; at the key L17H8 reads the colon, which carries it."""
+    scope, head = qk.Scope.load("smollm2-135m"), Head.parse("L18H6")
+    encoded = scope.encode([unit[0] for unit in qk.tasks.binding(9, form="list", seed=0).test(8)])
+    right, shown = encoded.labels["answer"] > 0, encoded.places.key_mask
+    weights = right.float() - (shown & ~right) / (shown & ~right).sum(1, keepdim=True)
+    reader = Reader(scope, [head])
+    rows = sources_of(reader, [(encoded, weights)], head, {"query": ["L16H2", "L16H0", "L17H8"], "key": ["L17H8"]})
+    first = {(row["side"], row["writer"]): row for row in reversed(rows) if row["offset"] is not None}
+    assert [first["query", name]["offset"] for name in ("L16H2", "L16H0", "L17H8")] == [-1, -1, -1]
+    assert (first["key", "L17H8"]["offset"], first["key", "L17H8"]["token"]) == (-1, ":")
+    assert first["key", "L17H8"]["share"] > 0.25
+
+
 def test_what_cannot_be_asked_is_refused():
     scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
     reader, encoded = Reader(scope, [head]), scope.encode(["hat: O jam:"])

@@ -45,9 +45,10 @@ def sources_of(
     Returns
     -------
     list of dict
-        ``head, side, writer, token, offset, share``: the share is of the logit, so that a writer's rows sum to its own
-        share; the token is the most frequent one at that offset from the query or from the right key. What the first
-        token gave and the rest have no offset.
+        ``head, side, writer, token, frequency, offset, share``: the share is of the logit, so that a writer's rows sum
+        to its own share; the token is the most frequent one at that offset from the query or from the right key, and
+        stands there in this fraction of the prompts that have one. What the first token gave and the rest have no
+        offset.
 
     Examples
     --------
@@ -115,8 +116,12 @@ def _rows(
     largest = sorted(found, key=lambda at: -abs(found[at]))[:width]
     rows = []
     for at in largest:
-        (token, _), *_ = tokens[at].most_common(1) if isinstance(at, int) and at in tokens else [(None, 0)]
-        text = at if token is None else tokenizer.decode([token]) if tokenizer else str(token)
-        rows.append({"token": text, "offset": at if isinstance(at, int) else None, "share": found[at] / total})
+        text, often = str(at), None
+        if isinstance(at, int) and at in tokens:
+            (token, count), *_ = tokens[at].most_common(1)
+            text = tokenizer.decode([token]) if tokenizer else str(token)
+            often = count / tokens[at].total()
+        offset = at if isinstance(at, int) else None
+        rows.append({"token": text, "frequency": often, "offset": offset, "share": found[at] / total})
     left = sum(value for at, value in found.items() if at not in largest)
-    return [*rows, {"token": REST, "offset": None, "share": left / total}]
+    return [*rows, {"token": REST, "frequency": None, "offset": None, "share": left / total}]
