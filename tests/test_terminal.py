@@ -97,11 +97,11 @@ def test_swap_shows_each_feature_beside_its_controls_and_says_that_it_rewrites_t
     out, _ = fitted
     printed = qkscope("swap", out, "-n", 16)
     heading, _, *rows = check(printed)
-    assert heading.split() == ["head", "feature", "kind", "before", "after", "moved"]
+    assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
     assert {row.split()[2] for row in rows} == {"feature", "random", "key_pca"}
     assert f"{out / 'report.html'} (written anew" in printed
     one = qkscope("swap", out, "-n", 16, "--heads", "L1H0")
-    assert check(one)[0].split() == ["feature", "kind", "rank", "before", "after", "moved"]
+    assert check(one)[0].split() == ["feature", "kind", "rank", "before", "after", "shift"]
     everything = qkscope("swap", out, "-n", 16, "--all")
     assert len(everything.splitlines()) > 3 * len(printed.splitlines())
     assert {"condition_number", "carried_gain_low"} <= set(everything.split())

@@ -41,7 +41,7 @@ class Atlas(Result):
 def atlas(
     scope: Scope,
     texts: Sequence[str],
-    n: int = 384,
+    n: int = 256,
     *,
     heads: str | Head | Sequence[str | Head] | None = None,
     test: int = 64,

@@ -71,7 +71,7 @@ def atlas(
     sources: Annotated[list[str] | None, typer.Argument(help="Text files; our own corpus by default.")] = None,
     out: shell.Out = Path("runs/atlas"),
     model: shell.Model = "smollm2-135m",
-    n: Annotated[int, typer.Option("--n", "-n", help="Passages to sum over.")] = 384,
+    n: Annotated[int, typer.Option("--n", "-n", help="Passages to sum over.")] = 256,
     test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
     space: Space = "query_frame",
     skip: Skip = 1,

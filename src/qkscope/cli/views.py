@@ -171,7 +171,7 @@ def _of_swaps(rows: Rows) -> dict[str, Source]:
     return {
         **({"head": "head"} if several else {}), "feature": "feature", "kind": "kind",
         **({} if several else {"rank": "rank"}), "before": "orig_before", "after": "orig_after",
-        "moved": ("shift", "shift_low", "shift_high"),
+        "shift": ("shift", "shift_low", "shift_high"),
     }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def _spread(rows: Rows) -> Rows:
 
 
 _SWAPPED = (
-    "before, after: attention on the right key; moved: the share of both keys' attention that changes sides, 95% "
+    "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
     "interval; random, key_pca: as many other directions."
 )
 _CLAIMS = View("claims", {"claim": "claim", "ours": "ours", "control": "control", "holds": "holds"})
@@ -212,10 +212,10 @@ _CLAIMS = View("claims", {"claim": "claim", "ours": "ours", "control": "control"
 VIEWS: Mapping[str, Sequence[View]] = {
     "heads": [View(
         "heads",
-        {"head": "head", "right": ("accuracy", "low", "high"), "chance": "chance", "right in row": "row_accuracy",
-         "on keys": "mass"},
-        "right: prompts whose right key gets most of the named keys, 95% interval; right in row: most of all tokens; "
-        "on keys: attention on the named keys.",
+        {"head": "head", "accuracy": ("accuracy", "low", "high"), "chance": "chance", "row_accuracy": "row_accuracy",
+         "ratio": ("ratio", "ratio_low", "ratio_high"), "mass": "mass"},
+        "accuracy: the right key gets most of the named keys; row_accuracy: most of all tokens; ratio: its share of "
+        "the named keys' attention; mass: their attention together; in brackets 95% intervals.",
     )],
     "decompose": [View(
         "ranks",
@@ -269,23 +269,23 @@ VIEWS: Mapping[str, Sequence[View]] = {
     "discover": [
         View(
             "features",
-            {"head?": "head", "feature": "feature", "size": "size", "of logit": "logit_share",
+            {"head?": "head", "feature": "feature", "size": "size", "logit_share": "logit_share",
              "carried": ("carried", "carried_low", "carried_high"), "random": "carried_random",
              "like?": "nearest_contrast"},
-            "of logit: share of the logit's variance; carried: of the logit, moved by a swap, 95% interval; random: by "
+            "logit_share: of the logit's variance; carried: of the logit, moved by a swap, 95% interval; random: by "
             "random directions.",
         ),
         View(
             "heads",
-            {"head": "head", "directions": "directions", "attends to": "relation", "rate": "relation_rate", "chance":
+            {"head": "head", "directions": "directions", "relation": "relation", "rate": "relation_rate", "chance":
              "relation_chance", "verdict": "verdict"},
         ),
     ],
     "atlas": [View(
         "atlas",
-        {"head": "head", "directions": "directions", "attends to": "relation", "rate": "relation_rate", "chance":
-         "relation_chance", "of logit": "logit_share"},
-        "directions above the null, most first; rate: how often it attends there; of logit: what they carry.",
+        {"head": "head", "directions": "directions", "relation": "relation", "rate": "relation_rate", "chance":
+         "relation_chance", "logit_share": "logit_share"},
+        "directions above the null, most first; rate: how often it attends there; logit_share: what they carry.",
     )],
     "models": [View(
         "rows",
@@ -315,7 +315,7 @@ VIEWS: Mapping[str, Sequence[View]] = {
     )],
     "train": [View(
         "accuracy",
-        {"task": "task", "right": ("accuracy", "low", "high"), "among keys": "choice", "chance": "chance"},
+        {"task": "task", "accuracy": ("accuracy", "low", "high"), "among keys": "choice", "chance": "chance"},
         "At the last step: prompts answered rightly, 95% interval; among keys: where only keys can be answered.",
         _last_step,
     )],
