@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 import pytest
@@ -75,9 +74,21 @@ def test_figures_and_the_page_have_the_same_colours():
     """The rule is said twice, once for each language; the table is one."""
     names = ["mine", "order", "a", "b", "c", "d", "e", "f", "", "größer", "数学", "constructor", "__proto__", "key_pca"]
     with chromium() as browser:
-        page = browser.new_page()
+        page = browser.new_page(color_scheme="light")
+        page.set_content(f"<!doctype html><style>{asset('page.css')}</style><body></body>")
         page.add_script_tag(content="const qk = {};" + asset("colours.js"))
-        drawn = json.loads(page.evaluate("(names) => JSON.stringify(Object.entries(qk.partColours(names)))", names))
-    table = palette()["hues"]
-    made = [[name, f"light-dark({', '.join(table[hue])})"] for name, hue in hues_of(names).items()]
-    assert dict(drawn) == dict(made)
+        drawn = page.evaluate(
+            """(names) => Object.entries(qk.partColours(names)).map(([name, colour]) => {
+              document.body.style.background = colour;
+              const paint = document.createElement("canvas").getContext("2d");
+              paint.fillStyle = getComputedStyle(document.body).backgroundColor;
+              paint.fillRect(0, 0, 1, 1);
+              return [name, [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3)];
+            })""",
+            names,
+        )
+    made = {name: [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for name, colour in colours_of(names).items()}
+    assert {name for name, _ in drawn} == set(made)
+    for name, colour in drawn:
+        assert max(abs(a - b) for a, b in zip(colour, made[name], strict=True)) <= 1, name
+    assert len(set(map(tuple, made.values()))) == len(names)

@@ -203,7 +203,7 @@ def test_what_was_found_is_printed_before_it_is_written(tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert stopped.value.code == 2
     assert "No space left" in said.err
-    assert "queries and attended keys go together above the shuffled null" in said.out
+    assert "queries and the keys they attend to go together more than when passages are shuffled" in said.out
     assert list((tmp_path / "out").glob(".work/*/layer*")), "and the work is kept"
     with pytest.raises(SystemExit) as stopped:
         main()

@@ -19,6 +19,7 @@ from qkscope import BadInput
 from qkscope.analyses.clouds import clouds_of
 from qkscope.explorer.opening import page_of
 from qkscope.page.blocks import blocks_of
+from qkscope.page.figures import draw_atlas, draw_discovery
 from qkscope.page.report import report_html, script_json, write_report
 from qkscope.runs.result import Claim, Result
 from tiny_llama import write_tiny_llama
@@ -194,6 +195,50 @@ def test_the_page_of_a_verb_read_back_is_the_page_it_made(nano, tmp_path, verb):
     assert report_html([read]) == report_html([nano[verb]])
 
 
+def test_a_page_as_large_as_the_demos_is_small():
+    """Its 270 heads, four fitted and three of them swapped on 96 prompts of nine boxes, with their points."""
+    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(9)
+    heads = [{"head": f"L{i}H{j}", "accuracy": i / 31, "low": j / 17, "high": 0.987654321, "chance": 1 / 9,
+              "ratio": j / 13, "row_accuracy": i / 37, "mass": j / 19, "n": 96} for i in range(30)
+             for j in range(9)]  # fmt: skip
+    names = ["L2H0", "L1H1", "L2H1"]
+    fit = qk.decompose(scope, task, [*names, "L0H0"], 16, contrasts=["order", "lexical"], replicates=9)
+    swaps = qk.swap(scope, task.test(96), fit, names, sizes=[1, 2, 4, 8], clouds=True)
+    parts = qk.attribute(scope, "hat: O\njam: Z\ncat: B\njam:", "L2H0", fit)
+    page = report_html([Result("lead", {}), Result("heads", {"heads": heads}), fit, swaps, parts])
+    assert len(page.encode()) < 1e6
+    assert sum(len(cloud.keys) for cloud in clouds_of(swaps)) == 6 * 96 * 9  # nothing was left out for it
+    assert len(swaps._repr_html_()) < 5e5  # a notebook keeps one in every cell
+
+
+def test_a_page_is_told_in_order(verbs):
+    """The answer, how many claims hold, pictures, the claims of what has pictures with them, and tables folded away."""
+    ranking, _, swaps, parts = verbs[1]
+    claim = Claim("c", "p", 2.0, 1.0, "ours > control")
+    lead = Result("lead", {"few": [{"x": 1}]}, [claim], answer="It is so.")
+    own = Result("own", parts.tables, [claim, Claim("d", "p", 0.0, 1.0, "ours > control")], answer="That, too.")
+    page = report_html([lead, ranking, own, swaps])
+    kinds = re.findall(r'<section class="block (\w+)"', page)
+    assert kinds == ["map", "tokens", "claims", "swaps", "curve", "cloud", "claims", "made"]
+    assert page.index("It is so.") < page.index("2 of 3 claims hold") < page.index("<section")
+    assert page.count('id="claims"') == 1
+    assert "<details open" not in page
+    assert "<details open" in report_html([lead])  # what has no picture shows its table
+
+
+def test_a_picture_of_what_is_drawn_already_is_left_out(nano, tmp_path):
+    pictures = {"curve": b"\x89PNG 1", "other": b"\x89PNG 2"}
+    page = report_html([nano["discover"]], pictures)
+    assert re.findall(r'<img alt="(\w+)"', page) == ["other"]
+    for verb, draw in (("discover", draw_discovery), ("atlas", draw_atlas)):
+        files = draw(nano[verb])
+        folder = nano[verb].write(tmp_path / verb, files=files)
+        assert any(name.endswith(".png") for name in files)  # for papers
+        (folder / "report.html").unlink()
+        assert "<img" not in page_of(folder).read_text()
+        assert page_of(folder).read_text() == files["report.html"]  # the folder's page is drawn again as it was
+
+
 def test_a_few_heads_of_many_are_no_map(verbs):
     ranking = verbs[1][0]
     few = Result("few", {"heads": [row for row in ranking.top() if row["head"] in ("L1H3", "L0H0")]})
@@ -206,11 +251,11 @@ def test_a_notebook_gets_the_widget_in_a_frame_of_its_own(verbs):
     shown = verbs[1][3]._repr_html_()
     assert shown.startswith('<iframe sandbox="allow-scripts"')
     assert "<script" not in shown
-    inside = html.unescape(re.search(r'srcdoc="(.*?)"', shown, flags=re.DOTALL)[1])
+    inside = html.unescape(re.search(r"srcdoc='(.*?)'", shown, flags=re.DOTALL)[1])
     assert data_of(inside)[0]["rows"] == verbs[1][3].to_json()["tables"]["tokens"]
     evil = evil_result()._repr_html_()
     assert "<script" not in evil
-    assert "<script>alert" not in html.unescape(re.search(r'srcdoc="(.*?)"', evil, flags=re.DOTALL)[1])
+    assert "<script>alert" not in html.unescape(re.search(r"srcdoc='(.*?)'", evil, flags=re.DOTALL)[1])
 
 
 # ---------------------------------------------------------------- bad input

@@ -9,13 +9,22 @@ taking a head's directions apart is `discover`'s work.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from qkscope.analyses.discover.evidence import Evidence
-from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, Study, untested_words
+from qkscope.analyses.discover.rows import relation_words
+from qkscope.analyses.discover.study import (
+    AttentionSpace,
+    Findings,
+    Options,
+    Study,
+    counted,
+    share_words,
+    untested_words,
+)
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -104,18 +113,30 @@ def atlas(
     study.add("sums", examples[:cut], contrast)
     tested = study.rows("test", examples[cut:], 4)
     tables = _tables(Findings.of(study, contrast, head_tests(contrast), tested))
-    above, best = sum(row["directions"] > 0 for row in tables["atlas"]), tables["atlas"][0]
     used = {"queries": queries, "length": length, "skip": skip, "replicates": replicates}
     return Atlas(
         experiment="atlas",
-        answer=f"In {above} of {len(study.heads)} heads queries and attended keys go together above the shuffled "
-        f"null (false-discovery rate 5%); most directions: {best['head']} with {best['directions']}, "
-        f"{best['logit_share']:.0%} of its logit.{untested_words(tables['atlas'])}",
+        answer=_answer(tables["atlas"]),
         tables=tables,
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(**contrast.about, n=cut, test=len(examples) - cut, **used),
+    )
+
+
+def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
+    above, best, looks = sum(row["directions"] > 0 for row in rows), rows[0], relation_words(rows[0])
+    which = f", which looks at {looks}" if looks else ""
+    most = (
+        f" Most of all at {best['head']}{which}: {counted(best['directions'], 'direction')}, which carry "
+        f"{share_words(best['logit_share'], 'its logit')}."
+        if best["directions"]
+        else ""
+    )
+    return (
+        f"In {above} of {counted(len(rows), 'head')} queries and the keys they attend to go together more than when "
+        f"passages are shuffled (false-discovery rate 5%).{most}{untested_words(rows)}"
     )
 
 

@@ -22,7 +22,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, run_controls
+from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
 from qkscope.runs.folder import RESULTS
@@ -32,6 +32,7 @@ from qkscope.runs.shards import SHARDS, Shard, shard_folder
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
+_NAMED = 4  # heads in a sentence
 
 
 @checked_class
@@ -260,10 +261,13 @@ def _spectrum(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
 
 def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
-    said = (
-        f"Of {len(rows)} contrasts at heads, {counts['interaction']} depend on the query, {counts['mean only']} are "
-        f"the mean only and {counts['not above null']} are not above their null."
-    )
+    kinds: dict[Verdict, str] = {
+        "interaction": "what tells the keys apart depends on what is asked",
+        "mean only": "the keys differ alike, whatever is asked",
+        "not above null": "nothing is above chance",
+    }
+    found = [f"in {counts[v]} {words} ({_named(rows, v)})" for v, words in kinds.items() if counts[v]]
+    said = f"Of {len(rows)} contrasts at heads, {'; '.join(found)}." if found else f"{len(rows)} contrasts at heads."
     if counts["untested"]:
         why = next(reason for reason in reasons if reason).removeprefix("untested: ")
         said += f" {counts['untested']} could not be tested ({why})."
@@ -272,6 +276,18 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     for name, units in few.items():
         said += f" {name} rests on {units} different words or prompts, which is few."
     return said
+
+
+def _named(rows: list[dict[str, Any]], verdict: str) -> str:
+    """The contrasts with a verdict, and a few of their heads."""
+    heads: dict[str, list[str]] = {}
+    for row in rows:
+        if row["verdict"] == verdict:
+            heads.setdefault(row["contrast"], []).append(row["head"])
+    return "; ".join(
+        f"{name} at {', '.join(own[:_NAMED])}" + (f" and {len(own) - _NAMED} more" if len(own) > _NAMED else "")
+        for name, own in heads.items()
+    )
 
 
 @checked_call

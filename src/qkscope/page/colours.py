@@ -2,12 +2,13 @@
 
 The table is in ``static/colours.js``, which draws the page's charts: hues for white paper and for dark, chosen so that
 colour-blind readers tell them apart, and the names that have one of their own. Another name takes one by its letters
-(FNV-1a); where that is taken already, the next.
+(FNV-1a); where that is taken already, the next; where all are, a deeper one.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,19 +25,20 @@ def palette() -> dict[str, Any]:
     return found
 
 
-def hues_of(names: Sequence[str]) -> dict[str, str]:
-    """The hue of each name, known names first.
+def hues_of(names: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """The hue of each name and how deep it is, known names first.
 
     >>> hues_of(["mine", "order", "key_pca"])
-    {'mine': 'olive', 'order': 'turquoise', 'key_pca': 'gold'}
+    {'mine': ('petrol', 0), 'order': ('turquoise', 0), 'key_pca': ('gold', 0)}
     """
     table = palette()
-    met = {name: table["named"][name] for name in names if name in table["named"]}
+    met = {name: (table["named"][name], 0) for name in names if name in table["named"]}
     for name in names:
         if name not in met:
             start = _hash(name) % len(table["others"])
-            turn = [*table["others"][start:], *table["others"][:start], *table["spare"]]
-            met[name] = next((hue for hue in turn if hue not in met.values()), turn[0])
+            taken = Counter(hue for hue, _ in met.values())
+            hue = min([*table["others"][start:], *table["others"][:start], *table["spare"]], key=lambda hue: taken[hue])
+            met[name] = (hue, taken[hue])
     return {name: met[name] for name in names}
 
 
@@ -46,7 +48,14 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
     >>> colours_of(["order", "lexical"])
     {'order': '#1FA1AD', 'lexical': '#A845B8'}
     """
-    return {name: palette()["hues"][hue][0] for name, hue in hues_of(names).items()}
+    hues = palette()["hues"]
+    return {name: _mixed(hues[hue][0], hues["ink"][0], 0.65**deep) for name, (hue, deep) in hues_of(names).items()}
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    """A colour with a share of one and the rest of another."""
+    parts = (share * int(one[i : i + 2], 16) + (1 - share) * int(other[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part):02X}" for part in parts)
 
 
 def line_of(name: str) -> str:

@@ -97,7 +97,7 @@ def head_map(axis: Axes, rows: Sequence[Row], name: str, top: float | None = 1.0
 def draw_verbs(ranking: Result, swaps: Result, parts: Result) -> dict[str, bytes]:
     """PNG and PDF files of the three pictures, by name."""
     with styled():
-        return figure_files({"heads": _heads(ranking), "swap": _swaps(swaps), "explain": _logits(parts)})
+        return figure_files({"heads": _heads(ranking), "swap": _swaps(swaps), "tokens": _logits(parts)})
 
 
 def _heads(ranking: Result) -> Figure:

@@ -26,13 +26,21 @@ from markupsafe import Markup
 from qkscope.capture.files import cache_dir
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
-from qkscope.page.blocks import SCRIPTS, blocks_of, number
+from qkscope.page.block import number
+from qkscope.page.blocks import SCRIPTS, blocks_of
 from qkscope.runs.folder import writing
 from qkscope.runs.result import Result, plain_value
 
 _HERE = Path(__file__).parent
-_ROWS = 400  # of a table written out; the chart's and the folder's data are whole
-_WIDGET_HEIGHT = 560
+_ROWS = 200  # of a table written out; the chart's and the folder's data are whole
+_HEIGHTS = {
+    "map": 420, "swaps": 720, "curve": 460, "tokens": 480, "spectra": 640, "cards": 760, "atlas": 1400, "cloud": 740,
+}  # fmt: skip
+"""Pixels of a chart in a notebook, until it says how many it takes."""
+_GROWS = (
+    "window.addEventListener('message',e=>{if(e.source===this.contentWindow&&e.data>0)"
+    "this.style.height=Math.min(e.data,5000)+'px'})"
+)
 _LARGEST = 1 << 28  # bytes of a page of ours
 
 
@@ -122,18 +130,21 @@ def _hash(page: bytes) -> str:
 
 
 def widget_html(result: Result) -> str:
-    """A result for a notebook: the page without its frame, in a frame of its own, so that neither touches the other."""
+    """A result for a notebook: the page without its frame, in a frame of its own, so that neither touches the other.
+
+    The frame is as tall as its charts usually are, and as they are where the notebook lets it listen to them.
+    """
     inside = _render([result], {}, "", bare=True)
-    return str(
-        Markup(
-            '<iframe sandbox="allow-scripts" title="{}" srcdoc="{}" '
-            'style="width:100%;height:{}px;border:0;resize:vertical;overflow:auto"></iframe>'
-        ).format(result.experiment, inside, _WIDGET_HEIGHT)
-    )
+    kept = inside.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#39;")  # quotes are half of a table
+    height = 160 + sum(_HEIGHTS.get(block.kind, 500) for block in blocks_of(result))
+    frame = Markup('<iframe sandbox="allow-scripts" title="{}" onload="{}" srcdoc=\'{}\' style="{}"></iframe>')
+    style = f"width:100%;height:{height}px;border:0;resize:vertical;overflow:auto"
+    return str(frame.format(result.experiment, _GROWS, Markup(kept), style))
 
 
 def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str, bare: bool = False) -> str:
     sections = [_section(result) for result in results]
+    shown = _not_drawn(pictures, sections)
     kinds = dict.fromkeys(block.kind for section in sections for block, _ in section["blocks"])
     needed = dict.fromkeys(["base.js", "colours.js", *(name for kind in kinds for name in SCRIPTS[kind]), "report.js"])
     scripts = [asset(name) for name in needed]
@@ -144,8 +155,9 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
             title=title or results[0].experiment,
             lead=results[0],
             sections=sections,
-            claims=[claim.to_json() for result in results for claim in result.claims],
-            pictures={name: base64.b64encode(data).decode() for name, data in pictures.items()},
+            held=_held(results),
+            pictures={name: base64.b64encode(data).decode() for name, data in shown.items()},
+            charts=bool(kinds or shown),
             style=Markup(asset("page.css")),  # ours, not the result's: the only markup that is not escaped
             scripts=[Markup(text) for text in scripts],
             policy=_policy(scripts),
@@ -155,17 +167,29 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
     )
 
 
+def _held(results: Sequence[Result]) -> str:
+    """How many of the claims hold; nothing where there are none."""
+    claims = [claim.holds for result in results for claim in result.claims]
+    return f"{sum(claims)} of {len(claims)} claims hold" if claims else ""
+
+
+def _not_drawn(pictures: Mapping[str, bytes], sections: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """Pictures of what no chart shows: one that is called after a table is left out where the table is drawn."""
+    drawn = {block.table for section in sections for block, _ in section["blocks"]}
+    return {name: data for name, data in pictures.items() if name not in drawn}
+
+
 def _section(result: Result) -> dict[str, Any]:
     """A result's blocks, each with its data as JSON, and its tables."""
     blocks = blocks_of(result)
-    drawn = {block.table for block in blocks}
     tables = {
-        name: {"rows": rows[:_ROWS], "total": len(rows), "drawn": name in drawn, "columns": _columns(rows)}
+        name: {"rows": rows[:_ROWS], "total": len(rows), "columns": _columns(rows)}
         for name, rows in plain_value(result.tables).items()
         if rows
     }
     data = [script_json({"kind": b.kind, "title": b.title, "rows": b.rows, "options": b.options}) for b in blocks]
-    return {"result": result, "blocks": list(zip(blocks, data, strict=True)), "tables": tables}
+    claims = [claim.to_json() for claim in result.claims]
+    return {"result": result, "blocks": list(zip(blocks, data, strict=True)), "tables": tables, "claims": claims}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:

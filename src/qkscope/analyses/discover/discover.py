@@ -20,7 +20,7 @@ import torch
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.discover.curve import Curve
 from qkscope.analyses.discover.evidence import Evidence, feature_row, nearest_contrast, nearest_singular
-from qkscope.analyses.discover.rows import QueryRows
+from qkscope.analyses.discover.rows import QueryRows, relation_words
 from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, Study, counted, untested_words
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different
 from qkscope.analyses.fit import Fit
@@ -41,6 +41,7 @@ from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, Task, Unit
 
+_SPAN = "a span, not identifiable"
 _PER_DIRECTION = 10  # queries needed for each direction asked for
 _TABLES = ("heads", "features", "examples", "spectrum")  # with rows of every head
 
@@ -315,19 +316,25 @@ def _verdict(components: Components) -> str:
     if components.rank == 1:
         return "one direction"
     if not any(feature.identifiable for feature in components.features):
-        return "a span, not identifiable"  # and so is the diagonal of what one could turn as one likes
+        return _SPAN  # and so is the diagonal of what one could turn as one likes
     return "matches like with like" if components.matched else "directions, not matched one to one"
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    said = [
-        f"{row['head']}: {counted(row['features'], 'feature')} in {counted(row['directions'], 'direction')} "
-        f"({row['verdict']})"
-        for row in rows[:4]
-    ]
-    more = f"; and {len(rows) - 4} more heads" if len(rows) > 4 else ""
+    more = [f"and {len(rows) - 4} more heads"] if len(rows) > 4 else []
+    said = "; ".join([*(_head_answer(row) for row in rows[:4]), *more])
     above = sum(row["directions"] > 0 for row in rows)
-    return (
-        f"{'; '.join(said)}{more}. Queries and attended keys go together above the shuffled null in {above} of "
-        f"{counted(len(rows), 'head')}.{untested_words(rows)}"
-    )
+    shuffled = f" In {above} of {counted(len(rows), 'head')} this is more than when passages are shuffled."
+    return f"{said}.{shuffled}{untested_words(rows)}"
+
+
+def _head_answer(row: Mapping[str, Any]) -> str:
+    """What a head looks at, and in how much of it queries and keys go together."""
+    looks = f"{row['head']} looks at {relation_words(row) or 'no token that has a name here'}"
+    if not row["directions"]:
+        return f"{looks}, and its queries and keys go together in no direction ({row['verdict']})"
+    how = {
+        _SPAN: "which cannot be told apart one by one",
+        "matches like with like": f"{counted(row['features'], 'feature')} that match like with like",
+    }.get(row["verdict"], f"{counted(row['features'], 'feature')} ({row['verdict']})")
+    return f"{looks}, and its queries and keys go together in {counted(row['directions'], 'direction')}, {how}"

@@ -141,6 +141,24 @@ RELATIONS: dict[str, Callable[[_Pair], Tensor]] = {
 }
 
 
+_SAID = {
+    "two to five back": "a token two to five back", "the same token": "an earlier copy of the asking token",
+    "what followed it": "what followed an earlier copy of the asking token",
+}  # fmt: skip
+
+
+def relation_words(row: Mapping[str, Any]) -> str:
+    """What a head looks at, beside chance; nothing where no relation describes it.
+
+    >>> relation_words({"relation": "the same token", "relation_rate": 0.52, "relation_chance": 0.04})
+    'an earlier copy of the asking token (52%, chance 4%)'
+    """
+    if row.get("relation") is None:
+        return ""
+    what = _SAID.get(row["relation"], row["relation"])
+    return f"{what} ({row['relation_rate']:.0%}, chance {row['relation_chance']:.0%})"
+
+
 def relation_rows(scope: Scope, looked: QueryRows) -> list[dict[str, Any]]:
     """How often each relation holds for the key a head picks and for one drawn by lot, with the interval of the lead.
 

@@ -196,6 +196,19 @@ def untested_words(rows: Sequence[Mapping[str, Any]]) -> str:
     return f" {counted(count, 'head')} could not be tested: take more replicates, or larger batches." if count else ""
 
 
+def share_words(share: float | None, whose: str = "the logit") -> str:
+    """A share of the logit in words; more than all of it is possible, and is explained.
+
+    >>> share_words(0.32), share_words(1.11)
+    ('32% of the logit', 'all of the logit and more (111%: other directions pull against them)')
+    """
+    if share is None or share != share:
+        return f"an unknown part of {whose}"
+    if round(share, 2) > 1:
+        return f"all of {whose} and more ({share:.0%}: other directions pull against them)"
+    return f"{share:.0%} of {whose}"
+
+
 def counted(number: int, what: str) -> str:
     """A number and its noun."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

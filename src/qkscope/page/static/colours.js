@@ -1,6 +1,6 @@
 "use strict";
 // One colour for each name, wherever it is drawn: known names have their own, a reader's own names take one by their
-// letters, and keep it as long as the page is open. Each colour is for white paper and for dark. What stands between the
+// letters, and keep it as long as the page is open; of one that is taken, a deeper one. Each colour is for white paper and for dark. What stands between the
 // marks is JSON: page/colours.py reads it for figures, and says the same rule.
 (() => {
   const TABLE = /* table */ {
@@ -23,27 +23,31 @@
     "labels": ["turquoise", "purple", "rust", "gold", "navy", "wine", "olive", "violet"],
     "lines": {"key_pca": "dashed", "cov_qk": "dashed", "omega_svd": "dashed", "random": "dotted", "ceiling": "dotted"}
   } /* table */;
-  const met = new Map(); // names that were drawn here, and their hues
+  const met = new Map(); // names that were drawn here, with their hue and how deep it is
   const DASHES = { dashed: "7 3", dotted: "1 3" };
 
   const hash = (name) =>
     new TextEncoder().encode(name).reduce((sum, byte) => Math.imul(sum ^ byte, 16777619) >>> 0, 2166136261);
-  const hueOf = (name) => {
-    if (!met.has(name)) {
-      const start = hash(name) % TABLE.others.length;
-      const turn = [...TABLE.others.slice(start), ...TABLE.others.slice(0, start), ...TABLE.spare];
-      const taken = [...met.values()];
-      const free = turn.find((hue) => !taken.includes(hue)) ?? turn[0];
-      met.set(name, Object.hasOwn(TABLE.named, name) ? TABLE.named[name] : free);
-    }
-    return met.get(name);
+  const choose = (name) => {
+    if (Object.hasOwn(TABLE.named, name)) return [TABLE.named[name], 0];
+    const start = hash(name) % TABLE.others.length,
+      turn = [...TABLE.others.slice(start), ...TABLE.others.slice(0, start), ...TABLE.spare],
+      taken = (hue) => [...met.values()].filter(([each]) => each === hue).length;
+    const hue = turn.find((each) => !taken(each)) ?? turn.reduce((a, b) => (taken(b) < taken(a) ? b : a));
+    return [hue, taken(hue)];
   };
-  const css = (hue) => `light-dark(${TABLE.hues[hue].join(", ")})`;
+  const css = (name) => {
+    const [hue, deep] = met.get(name),
+      plain = `light-dark(${TABLE.hues[hue].join(", ")})`;
+    return deep ? `color-mix(in srgb, ${plain} ${(100 * 0.65 ** deep).toFixed(1)}%, var(--ink))` : plain;
+  };
 
   // known names first, so that they keep their hues to themselves
   qk.partColours = (names) => {
-    [...names].sort((a, b) => Object.hasOwn(TABLE.named, b) - Object.hasOwn(TABLE.named, a)).forEach(hueOf);
-    return Object.fromEntries(names.map((name) => [name, css(hueOf(name))]));
+    const known = (name) => Object.hasOwn(TABLE.named, name);
+    for (const name of [...names.filter(known), ...names.filter((each) => !known(each))])
+      if (!met.has(name)) met.set(name, choose(name));
+    return Object.fromEntries(names.map((name) => [name, css(name)]));
   };
   qk.dash = (name) => DASHES[TABLE.lines[name]];
   // for a canvas, which knows no themes: the labels of points, one after the other

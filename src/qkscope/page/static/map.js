@@ -77,8 +77,8 @@
       for (let i = 0; i < bar; i += 2)
         svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: viridis(i / bar) }));
       svg.append(
-        draw("text", { class: "soft", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
-        draw("text", { class: "soft", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
+        draw("text", { class: "soft low", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
+        draw("text", { class: "soft high", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
         draw("text", { class: "soft scale", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title),
       );
       for (const key of marked.map((head) => head.slice(1).replace("H", ","))) {
@@ -153,9 +153,10 @@
     };
     const again = redraw(element, render);
     return {
-      repaint(changed, words = title) {
-        [value, title] = [changed, words];
+      repaint(changed, words = title, ends = range) {
+        [value, title, range] = [changed, words, ends];
         svg.querySelector(".scale").textContent = title;
+        ["low", "high"].forEach((end, i) => (svg.querySelector(`.${end}`).textContent = number(range[i], 2)));
         for (const [key, rect] of cells) rect.setAttribute("fill", colour(at.get(key)));
       },
       mark(changed) {

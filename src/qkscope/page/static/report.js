@@ -65,8 +65,7 @@
       place.replaceChildren(make("p", { class: "words" }, "These numbers cannot be drawn; they can be copied."));
     }
   }
-  const claims = document.querySelector("section.claims");
-  if (claims) {
+  for (const claims of document.querySelectorAll("section.claims")) {
     const names = [...claims.querySelectorAll("th")].map((th) => th.textContent);
     qk.copyButtons(claims.querySelector(".copy"), () =>
       [...claims.querySelectorAll("tbody tr")].map((tr) =>
@@ -83,4 +82,9 @@
       document.documentElement.dataset.theme = isDark() ? "light" : "dark";
       document.dispatchEvent(new Event("qk-theme"));
     });
+  // in a notebook the page is a frame, and says how tall it is
+  if (document.documentElement.classList.contains("bare")) {
+    const tell = () => parent.postMessage(Math.ceil(document.body.getBoundingClientRect().height), "*");
+    addEventListener("load", () => setTimeout(() => new ResizeObserver(tell).observe(document.body), 50));
+  }
 })();

@@ -1,7 +1,8 @@
 "use strict";
 // Singular values over their null: one small panel for each contrast and head, or for a head without labels.
 (() => {
-  const { draw, make, number, fixed, pointed, redraw } = qk;
+  const { draw, make, number, pointed, redraw } = qk;
+  const FLOOR = 1e-9; // of the largest value
   const DECADES = 6; // what is smaller still is round-off: it lies on the floor
 
   qk.charts.spectra = (element, rows, { panels }) => {
@@ -16,7 +17,7 @@
           "span",
           {},
           make("span", { class: "swatch", style: { background: "var(--band)" } }),
-          "null, median to 95%",
+          "by chance, median to 95%",
         ),
       ),
       grid,
@@ -25,14 +26,7 @@
       const own = rows.filter((row) => row.head === panel.head && row.contrast === panel.contrast),
         box = make("div", { style: { color: qk.partColours([panel.contrast])[panel.contrast] } });
       grid.append(box);
-      // two short lines: a long one would run into the next panel
-      const predictive = panel.rank_cv === undefined ? "" : ` · predictive ${panel.rank_cv}`;
-      const centred = panel.center && panel.center !== "none" ? "centred · " : "";
-      qk.spectrum(box, own, [
-        panel.name,
-        `kept ${panel.rank} · detected ${panel.detected}${predictive}`,
-        `${centred}mean ${fixed(panel.mean_dominance)} · ${panel.verdict}`,
-      ]);
+      qk.spectrum(box, own, panel.lines);
     }
   };
 
@@ -42,7 +36,16 @@
 
   function spectrum(rows, said, width) {
     const [left, right, top, bottom] = [44, 8, said.length ? 10 + 16 * said.length : 8, 26],
-      height = top + 132 + bottom;
+      height = top + 132 + bottom,
+      titles = said.map((text, i) => draw("text", { class: i ? "soft" : "title", x: 0, y: i ? 14 + 16 * i : 13 }, text));
+    const nothing = Math.max(...rows.map((row) => row.value ?? 0)) < FLOOR;
+    if (nothing)
+      return draw(
+        "svg",
+        { width, height: top + 24, role: "img", "aria-label": said.join(": ") },
+        ...titles,
+        draw("text", { class: "soft", x: 0, y: top + 14 }, "no difference at all: what is left is rounding"),
+      );
     const values = rows.flatMap((row) => [row.value, row.null_median, row.null_high]).filter((value) => value > 0);
     const high = Math.log10(Math.max(...values)),
       low = Math.max(Math.log10(Math.min(...values)), high - DECADES);
@@ -51,8 +54,8 @@
     const y = (value) => top + (height - top - bottom) * (1 - (Math.max(Math.log10(value), low) - low + pad) / (high - low + 2 * pad));
     const svg = draw(
       "svg",
-      { width, height, role: "img", "aria-label": said.slice(0, 2).join(": ") || "Singular values against the null" },
-      ...said.map((text, i) => draw("text", { class: i ? "soft" : "title", x: 0, y: i ? 14 + 16 * i : 13 }, text)),
+      { width, height, role: "img", "aria-label": said.slice(0, 2).join(": ") || "Singular values against chance" },
+      ...titles,
     );
     const lines = (steps) => {
       const found = [];
@@ -75,7 +78,8 @@
           x2: x(row.component) + 7,
           y1: y(row.null_high),
           y2: y(row.null_high),
-          stroke: "var(--bad)",
+          stroke: "var(--soft)",
+          "stroke-width": 1.5,
         }),
       );
     if (tested.length) {
@@ -108,8 +112,8 @@
       const lines = [
         [`component ${row.component}`],
         ["singular value", number(row.value)],
-        ...(row.null_median === undefined ? [] : [["null, median", number(row.null_median)]]),
-        ["null, 95%", number(row.null_high)],
+        ...(row.null_median === undefined ? [] : [["by chance, median", number(row.null_median)]]),
+        ["by chance, 95%", number(row.null_high)],
       ];
       svg.append(
         draw("circle", {
