@@ -240,14 +240,14 @@ def test_half_precision_is_taken_apart_as_full_precision_is(family, dtype):
     assert trace_error(half) < 0.1
 
 
-def test_a_token_with_a_stream_a_thousand_times_as_long_hides_no_part():
+def test_a_token_with_a_far_longer_stream_hides_no_part():
     model = tiny_model("llama")
     first = int(short_inputs(model, (7,))["input_ids"][0, 0])
     with torch.no_grad():
-        model.get_input_embeddings().weight[first] *= 1e5
+        model.get_input_embeddings().weight[first] *= 1e8
     scope = Scope.from_model(model, check=False)
     blocks = read_blocks(model, scope.facts.layer_of)
-    assert all(isinstance(node, Sum) or len(block.parts) == 1 for block in blocks for node in block.walk())
+    assert [len(block.parts) for block in blocks] == [1, 1]
 
 
 def test_multipliers_of_the_residual_stream_are_found():

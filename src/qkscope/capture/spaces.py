@@ -104,7 +104,9 @@ class Rotary:
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
         """
-        row = (batch if self.cos.shape[0] > 1 else torch.zeros_like(batch))[:, None]
+        # a layer of a model split over devices has its tables beside it
+        row, positions = (index.to(self.cos.device) for index in (batch, positions))
+        row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
         cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
         part = slice(offset, offset + self.q.shape[-1])
         turned = self.function(x[..., part].contiguous(), x[:, :1, :, part].contiguous(), cos, -sin if back else sin)[0]

@@ -115,7 +115,10 @@ class _Seen:
     tolerance: float
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and bool((one - other).norm() <= 1e-6 * other.norm())
+        """Whether two are one at every token: a token may have a stream a thousand times as long as another's."""
+        if one.shape != other.shape:
+            return False
+        return bool(((one - other).norm(dim=-1) <= 1e-6 * other.norm(dim=-1)).all())
 
     def explain(self, target: Tensor, inside: frozenset[nn.Module] = frozenset()) -> Node | None:
         """What a tensor is made of; None where it is not seen."""
@@ -180,7 +183,7 @@ class _Seen:
             out = self.gave[module]
             if self.depth[module] <= depth and not any(self.same(out, other) for other in [*outs, target]):
                 outs.append(out)
-        # every token counts alike: the first one's stream may be a thousand times as long as the others'
+        # every token counts alike, too
         weight = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)
         columns = torch.stack([(out.double() * weight).flatten() for out in outs], dim=1)
         wanted = (target.double() * weight).flatten()

@@ -14,7 +14,7 @@ each is picked out by a one-hot vector, at no more memory than the factors thems
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -56,6 +56,11 @@ class HeadWeights:
     scale: Float[Tensor, "h"]
     c_Q: Float[Tensor, "h d_head"]
     c_K: Float[Tensor, "g d_head"]
+
+    def to(self, device: torch.device | str) -> HeadWeights:
+        """The same weights on another device."""
+        tensors: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     def __getitem__(
         self, head: str | Head

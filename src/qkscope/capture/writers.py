@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope.capture.held import HeldLayer, centred, norm_scalar
+from qkscope.capture.inputs import input_device
 from qkscope.capture.notes import Pushed, Recorded, Side, hooked
 from qkscope.capture.pick import Picker, Places
 from qkscope.capture.probe import Layer
@@ -64,7 +65,7 @@ class Reader:
         self._held: dict[int, bool] = {}
         self.held = frozenset(layer for layer in self.layers if self.holds(layer))
         folded = [head for head in self.heads if head.layer not in self.held]
-        self.weights = head_weights(scope, folded) if folded else None
+        self.weights = head_weights(scope, folded).to(input_device(scope.model)) if folded else None
         for layer in self.held:
             HeldLayer(self.calls[layer]).check()
         self._norms: dict[nn.Module, Norm] = {}
