@@ -137,7 +137,7 @@ def _cell(source: Source, row: Row) -> str:
 
 def _two(value: Any) -> str:
     """A number beside its interval: two decimals, more only of large ones."""
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{round(value, 2) + 0.0:.2f}" if abs(value) < 100 else f"{value:.0f}"  # never -0.00
 
 
 def _is_number(value: Any) -> bool:
