@@ -37,6 +37,7 @@ _HOME = {
     "swap": "qkscope.analyses.swap",
     "swap_downstream": "qkscope.analyses.downstream",
     "thin_svd": "qkscope.maths.bases",
+    "trace": "qkscope.analyses.trace.trace",
     "view": "qkscope.explorer.opening",
     "write_report": "qkscope.page.report",
 }
@@ -45,7 +46,7 @@ _ROOMS = ("tasks",)
 __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
     "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention", "reproduce",
-    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "view", "write_report",
+    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.relative import relative_attention, singular_basis
     from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
+    from qkscope.analyses.trace.trace import trace
     from qkscope.capture.families import list_families
     from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput

@@ -31,6 +31,7 @@ Who wrote what a head reads:
 - ``marginals``: the relative logits of many heads at once, split among writers
 - ``sources``: directions followed back to the writers at a token, and to the tokens that those read
 - ``split_check``: whether the parts sum to the logit
+- ``ablate``: whole heads taken out of the running model
 
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 

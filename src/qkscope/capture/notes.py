@@ -24,7 +24,7 @@ class Pushed(NamedTuple):
     """What parts give that were pushed through a layer, by head and by key head; kept for the next head that asks."""
 
     pieces: Any  # those that were asked for
-    query: dict[int, Float[Tensor, "n c 1 d"]]
+    query: dict[int, Float[Tensor, "n c p d"]]
     key: dict[int, Float[Tensor, "n c p d"]]
 
 
@@ -66,6 +66,11 @@ class Recorded:
         if layer not in self.layers:
             self.layers[layer] = HeldLayer(self.calls[layer], self.row)
         return self.layers[layer]
+
+    def slots(self, some: Sequence[int]) -> Recorded:
+        """Some of the places, in the order named."""
+        kept: Any = {name: {key: value[:, some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, columns=self.columns[:, some], **kept)
 
     def rows(self, some: slice) -> Recorded:
         """Some of the rows; what was captured of their attention stays whole."""

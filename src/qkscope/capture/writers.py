@@ -208,7 +208,12 @@ class Reader:
         return torch.ones_like(x[..., 0]) if norm is None else norm_scalar(norm, self.taken_apart(norm, x), x)
 
     def read(
-        self, found: Recorded, head: Head, side: Side, pieces: Sequence[Parts] | None = None
+        self,
+        found: Recorded,
+        head: Head,
+        side: Side,
+        pieces: Sequence[Parts] | None = None,
+        at: slice | None = None,
     ) -> Float[Tensor, "n c p d"]:
         """A head's queries or keys at the places of that side, split among `writers`, *before* the rotation.
 
@@ -221,12 +226,15 @@ class Reader:
         head : one of the reader's.
         side : query or key.
         pieces : what entered its layer, from `stream`, where several heads of a layer are read.
+        at : other slots to read as this side: what keys' places would ask with, for example.
         """
         if head.layer in self.held:
             shape, pushed = self.scope.facts.layers[head.layer], self._pushed(found, head.layer, pieces)
-            return pushed.query[head.index] if side == "query" else pushed.key[_kv(head, shape)]
+            whole = pushed.query[head.index] if side == "query" else pushed.key[_kv(head, shape)]
+            return whole[:, :, found.at(side) if at is None else at]
         pieces = self.stream(found, head.layer) if pieces is None else pieces
-        at, sigma = found.at(side), self.scalar(found, head.layer)[:, None, :, None]
+        elsewhere, at = at is not None, found.at(side) if at is None else at
+        sigma = self.scalar(found, head.layer)[:, None, :, None]
         W, c = self.matrix(head, side)
         named = [(p.values[:, :, at] * sigma[:, :, at]) @ W[:, :-1].T for p in pieces if p.writers != [BIAS]]
         bias = torch.zeros_like(named[0][:, :1]) + W[:, -1]
@@ -235,7 +243,13 @@ class Reader:
                 bias = bias + (piece.values[:, :, at] * sigma[:, :, at]) @ W[:, :-1].T
         whole = torch.cat([*named, bias], dim=1)
         if self.calls[head.layer].qk_norms:
-            whole = whole * self.qk_scalar(found, head, side, whole.sum(1), c)[:, None, :, None]
+            linear = whole.sum(1)
+            if elsewhere:
+                true = self.vectors(head, side, found.entered[head.layer][:, at]) - c
+                s = (true * linear).sum(-1) / linear.square().sum(-1).clamp_min(1e-30)
+            else:
+                s = self.qk_scalar(found, head, side, linear, c)
+            whole = whole * s[:, None, :, None]
         whole[:, -1] += c
         return whole
 
@@ -268,8 +282,8 @@ class Reader:
         q, k = found.layer(layer).split(named, bias, found.columns, queries, keys)
         found.pushed[layer] = Pushed(
             pieces,
-            {head: q[..., :1, i, :] for i, head in enumerate(queries)},
-            {group: k[..., 1:, i, :] for i, group in enumerate(keys)},
+            {head: q[..., i, :] for i, head in enumerate(queries)},
+            {group: k[..., i, :] for i, group in enumerate(keys)},
         )
         return found.pushed[layer]
 

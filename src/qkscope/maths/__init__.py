@@ -7,7 +7,8 @@ their controls, swaps in closed form, splits of a logit, and singular vectors. F
 - ``significance``: the same sums under H0, p-values, intervals. ``bases``: SVDs that are multiplied out, and what
   several bases are to each other. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
 - ``swap``, ``methods``: the causal test, what can be swapped, and how well any subspace could do.
-- ``attribution``: a logit split among subspaces, and the one table of every split.
+- ``attribution``: a logit split among subspaces, and the one table of every split. ``writers``: one split among the
+  writers of the residual stream, and edges cut and kept.
 - ``singular``: a head's singular vectors. ``relative``: relative attention as a sum of their terms, how few carry it.
   ``bridge``: which of them carry a feature.
 - ``discovery``, ``components``, ``ica``: the contrast that needs no labels, and its independent parts.

@@ -1,5 +1,15 @@
-"""Who wrote the query and the key of a head: a relative logit split among the writers of the residual stream.
+"""Who wrote what a head matched on: in come a task, a prompt or texts and some heads; out goes a `Trace`.
 
-- `graph`: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked
-- `sources`: the same over many prompts: how far away the tokens stood that the writers read
+Its files, in reading order:
+
+- ``trace``: the verb, which takes a task, a prompt, or texts
+- ``rows``: a batch of prompts as rows of one head, split among writers
+- ``choose``: what is learned on the words for choosing: means, and several orders of writers
+- ``edges``: edges cut and kept on other words; writers and pairs with their intervals
+- ``tally``: sums by word, that merge and give intervals
+- ``whole``: whole heads taken out of the running model
+- ``prompt``: one prompt, any query and any key
+- ``many``: first writers of every head, on a task or on texts
+- ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked
+- ``sources``: the same over many prompts: how far away the tokens stood that the writers read
 """

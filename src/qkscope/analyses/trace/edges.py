@@ -1,0 +1,178 @@
+"""Edges cut and kept on words that nothing was chosen on, and the writers and pairs there, with intervals by word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.trace.choose import ORDERS, Chosen
+from qkscope.analyses.trace.rows import SIDES, HeadRows, writer_layers
+from qkscope.analyses.trace.tally import Tally
+from qkscope.capture.writers import Side
+from qkscope.draws import derived_seed, draw_bits
+from qkscope.heads import Head
+from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, edge_masks
+from qkscope.maths.writers import SIDES as EDGE_SIDES
+
+DRAWS = 20
+PAIRS = 20
+OVERSHOOT = 1.1  # above this share of the relative logit, what is kept does more than all writers did
+
+
+def all_edges(writers: int, draws: int = DRAWS) -> list[Edge]:
+    """Every condition: each order, each rival replacement of the first one, and random writers."""
+    sizes = [k for k in SIZES if k < writers - 1]
+    cells = list(product(EDGE_SIDES, ("cut", "keep"), sizes))
+    edges = [Edge(side, kind, by, k) for by in ORDERS for side, kind, k in cells]  # type: ignore[arg-type]
+    edges += [Edge(side, kind, "share", k, replaced="resample") for side, kind, k in cells]  # type: ignore[arg-type]
+    edges += [Edge(side, kind, "share", k, norms="live") for side, kind, k in cells]  # type: ignore[arg-type]
+    return edges + [
+        Edge(side, kind, RANDOM, k, draw=draw) for draw in range(draws) for side, kind, k in cells  # type: ignore[arg-type]
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is tallied of one head, and in which order: enough to make its tables."""
+
+    head: Head
+    writers: list[str]
+    pairs: list[tuple[int, int]]
+    cells: list[Edge]
+
+    @classmethod
+    def of(cls, head: Head, writers: Sequence[str], pairs: Sequence[Sequence[int]]) -> Asked:
+        """With every condition of a head that has so many writers; those drawn at random count once."""
+        cells = [edge for edge in all_edges(len(writers), 1)]
+        return cls(head, list(writers), [(int(a), int(b)) for a, b in pairs], cells)
+
+
+class EdgeTest:
+    """The conditions of one head, and what they measure on each batch."""
+
+    def __init__(self, head: Head, writers: Sequence[str], chosen: Chosen, seed: int, draws: int = DRAWS) -> None:
+        self.head, self.chosen, self.seed = head, chosen, seed
+        self.edges = all_edges(len(writers), draws)
+        self.masks = edge_masks(self.edges, chosen.scores, writer_layers(writers), derived_seed(seed, str(head)))
+        flat = chosen.pairs[:-1, :-1].abs().flatten().argsort(descending=True)[:PAIRS]
+        self.asked = Asked.of(head, writers, [divmod(int(i), len(writers) - 1) for i in flat])
+        places = {edge: i for i, edge in enumerate(self.asked.cells)}
+        self.cell_of = torch.tensor([places[replace(edge, draw=0)] for edge in self.edges])
+
+    def measure(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> tuple[dict[str, Float[Tensor, "n *v"]], float]:
+        """What every prompt of a batch gives, and the largest error of a sum; ``numbers`` address other prompts."""
+        split = rows.split()
+        by_query, by_key = split.marginals()
+        pairs = split.pairs()
+        before = rows.edges(self._instead(rows, None))
+        nothing = torch.zeros(1, by_key.shape[1], dtype=torch.bool, device=by_key.device)
+        whole = before.replaced(nothing, nothing)[0].cpu()
+        measured = whole.new_empty(len(self.edges), *whole.shape)
+        for index, values in (
+            self._held(rows, before, "mean"),
+            self._held(rows, self._resampled(rows, numbers), "resample"),
+            self._live(rows, before),
+        ):
+            measured[index] = values.cpu()
+        cells = whole.new_zeros(len(self.asked.cells), *whole.shape).index_add(0, self.cell_of, measured)
+        cells /= torch.bincount(self.cell_of)[:, None, None]
+        total = rows.total()
+        error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
+        error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1))
+        return {
+            "query": by_query, "key": by_key, "total": total[:, None], "whole": whole,
+            "pairs": torch.stack([pairs[:, a, b] for a, b in self.asked.pairs], dim=1),
+            "edges": cells.transpose(0, 1),
+        }, float(error.max())  # fmt: skip
+
+    def _which(self, replaced: str, norms: str) -> list[int]:
+        return [i for i, e in enumerate(self.edges) if e.replaced == replaced and e.norms == norms]
+
+    def _instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
+        device = rows.signs.device
+        if donors is None:
+            return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
+        keys = self.chosen.bank["key"].to(device)[donors[:, 1:]].transpose(1, 2)
+        return {"query": self.chosen.bank["query"].to(device)[donors[:, 0]][:, :, None], "key": keys}
+
+    def _resampled(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> Any:
+        places = torch.arange(1 + rows.signs.shape[1])
+        drawn = draw_bits(derived_seed(self.seed, "resample"), numbers.cpu()[:, None], places)
+        return rows.edges(self._instead(rows, (drawn % len(self.chosen.bank["query"])).to(rows.signs.device)))
+
+    def _held(self, rows: HeadRows, edges: Any, replaced: str) -> tuple[list[int], Tensor]:
+        index = self._which(replaced, "held")
+        query, key = (mask[index].to(rows.signs.device) for mask in self.masks)
+        found = [edges.replaced(q, k) for q, k in zip(query.split(128), key.split(128), strict=True)]
+        return index, torch.cat(found)
+
+    def _live(self, rows: HeadRows, before: Any) -> tuple[list[int], Tensor]:
+        """Parts replaced in the residual stream, and the head's norms run again."""
+        index = self._which("mean", "live")
+        found = []
+        for some in torch.tensor(index).split(8):
+            made = {}
+            for side, masks in zip(SIDES, self.masks, strict=True):
+                x = rows.found.entered[self.head.layer][:, rows.found.at(side)]
+                mask = masks[some, :-1].to(rows.signs.device)
+                away = rows.stream(side) - self.chosen.mean_stream[side].to(x.device)[None, :, None]
+                moved = (mask.to(x) @ away.transpose(0, 1).flatten(1)).unflatten(1, (len(x), *x.shape[1:]))
+                made[side] = rows.live(x[None] - moved, side)
+            found.append(before.measure(made["query"][:, :, 0], made["key"]))
+        return index, torch.cat(found)
+
+
+def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[dict[str, Any]]]:
+    """Rows of ``writers``, ``pairs``, ``edges`` and ``check`` of one head."""
+    total, name, names = float(tally.mean("total")), str(asked.head), asked.writers
+    values, (low, high) = tally.mean("pairs"), tally.interval("pairs")
+    pairs = [
+        {"head": name, "query_writer": names[a], "key_writer": names[b], "value": float(values[i]),
+         "low": float(low[i]), "high": float(high[i])}
+        for i, (a, b) in enumerate(asked.pairs)
+    ]  # fmt: skip
+    whole = dict(zip(METRICS, tally.mean("whole").tolist(), strict=True))
+    check = {
+        "head": name, "sum_error": tally.largest["error"], "logit": total,
+        **{key: whole[key] for key in METRICS[:-1]}, "n": tally.rows,
+    }  # fmt: skip
+    return {
+        "writers": writer_rows(asked.head, names, tally, total),
+        "pairs": pairs,
+        "edges": _edge_rows(asked, tally, total, draws),
+        "check": [check],
+    }
+
+
+def writer_rows(head: Head, names: Sequence[str], tally: Tally, total: float) -> list[dict[str, Any]]:
+    """The table of writers: both sides, the largest first, with intervals of the value."""
+    made = []
+    for side in SIDES:
+        values, (low, high) = tally.mean(side), tally.interval(side)
+        made += [
+            {"head": str(head), "side": side, "writer": names[i], "value": float(values[i]),
+             "share": float(values[i]) / total, "low": float(low[i]), "high": float(high[i])}
+            for i in values.abs().argsort(descending=True).tolist()
+        ]  # fmt: skip
+    return made
+
+
+def _edge_rows(asked: Asked, tally: Tally, total: float, draws: int) -> list[dict[str, Any]]:
+    values, (low, high) = tally.mean("edges"), tally.interval("edges")
+    accuracy, made = METRICS.index("accuracy"), []
+    for i, edge in enumerate(asked.cells):
+        found = dict(zip(METRICS, values[i].tolist(), strict=True))
+        kept = found["logit"] / total
+        made.append({
+            "head": str(asked.head), "side": edge.side, "kind": edge.kind, "by": edge.by, "replaced": edge.replaced,
+            "norms": edge.norms, "k": edge.k, **{name: found[name] for name in METRICS[:-1]}, "logit_kept": kept,
+            "overshoots": kept > OVERSHOOT, "low": float(low[i, accuracy]), "high": float(high[i, accuracy]),
+            "n": tally.rows, "draws": draws if edge.by == RANDOM else 1,
+        })  # fmt: skip
+    return made

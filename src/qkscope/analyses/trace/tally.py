@@ -1,0 +1,82 @@
+"""Sums by word: what each prompt gives is added up for the word it asks for.
+
+Any number of prompts takes the same room, shards add up exactly, and intervals resample words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.maths.significance import clustered_bootstrap
+
+
+@dataclass
+class Tally:
+    """Sums of named vectors by word, how many prompts each word has, and the largest of some numbers."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def add(self, words: Sequence[str], values: Mapping[str, Float[Tensor, "n *v"]], **largest: float) -> None:
+        """Take in prompts."""
+        own = Tally(largest=dict(largest))
+        for word in words:
+            own.counts[word] = own.counts.get(word, 0.0) + 1
+        for name, value in values.items():
+            sums = own.sums.setdefault(name, {})
+            for word, row in zip(words, value.double().cpu(), strict=True):
+                sums[word] = sums[word] + row if word in sums else row
+        self.merge(own)
+
+    def merge(self, other: Tally) -> None:
+        """Add what another process, or another batch, tallied."""
+        for word, count in other.counts.items():
+            self.counts[word] = self.counts.get(word, 0.0) + count
+        for name, sums in other.sums.items():
+            mine = self.sums.setdefault(name, {})
+            for word, value in sums.items():
+                mine[word] = mine[word] + value if word in mine else value
+        for name, number in other.largest.items():
+            self.largest[name] = max(number, self.largest.get(name, number))
+
+    @property
+    def rows(self) -> int:
+        """How many prompts there were."""
+        return int(sum(self.counts.values()))
+
+    def mean(self, name: str) -> Float[Tensor, "*v"]:
+        """The mean over all prompts."""
+        return torch.stack(list(self.sums[name].values())).sum(0) / self.rows
+
+    def interval(self, name: str) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
+        """Its 95% interval, resampling words; NaN where there is one word alone."""
+        words = list(self.counts)
+        sizes = torch.tensor([self.counts[word] for word in words], dtype=torch.float64)
+        means = torch.stack([self.sums[name][word] for word in words])
+        means = means / sizes.view(-1, *[1] * (means.ndim - 1))
+        rows = torch.repeat_interleave(torch.arange(len(words)), sizes.long())
+        return clustered_bootstrap(means[rows], rows)
+
+    # ------------------------------------------------------------------ to disk and back
+
+    def arrays(self, prefix: str) -> dict[str, Tensor]:
+        """The sums as tensors, words in the order of `counts`."""
+        return {f"{prefix} {name}": torch.stack([own[w] for w in self.counts]) for name, own in self.sums.items()}
+
+    @classmethod
+    def of_arrays(
+        cls, prefix: str, arrays: Mapping[str, Tensor], counts: Mapping[str, float], largest: Mapping[str, float]
+    ) -> Tally:
+        """What `arrays` gave, read back."""
+        sums = {
+            name.removeprefix(f"{prefix} "): dict(zip(counts, value, strict=True))
+            for name, value in arrays.items()
+            if name.startswith(f"{prefix} ")
+        }
+        return cls(dict(counts), sums, dict(largest))

@@ -1,0 +1,339 @@
+"""Trace: who wrote what a head matched on, and is it so.
+
+A relative logit (the right keys against the others) is split, exactly, among the writers of the head's query and of its
+keys. The test stands beside it always: their parts are replaced in this head alone, on words that nothing was chosen
+on, beside rivals of the same size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkscope.analyses.prompts import batches_of, check_same_model, made_from, with_notes
+from qkscope.analyses.trace.choose import choose_writers
+from qkscope.analyses.trace.edges import DRAWS, Asked, EdgeTest, tables_of
+from qkscope.analyses.trace.many import trace_many
+from qkscope.analyses.trace.prompt import trace_prompt
+from qkscope.analyses.trace.rows import task_rows, words_of
+from qkscope.analyses.trace.tally import Tally
+from qkscope.analyses.trace.whole import whole_heads
+from qkscope.capture.scope import Scope
+from qkscope.capture.writers import Reader
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head
+from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.maths.subspace import Subspace
+from qkscope.runs.job import Job
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.tasks.task import Task
+
+ATTENDED = 0.05
+"""A key with less attention than this is said to be unattended before anything is traced to it."""
+
+
+@checked_class
+@dataclass(frozen=True)
+class Trace(Result):
+    """Writers of queries and keys, with the edges cut and kept."""
+
+    main = "writers"
+
+
+@checked_call
+def trace(
+    scope: Scope,
+    what: Task | str | Example | Sequence[str],
+    head: str | Head | Sequence[str | Head] = "all",
+    n: Count = 128,
+    *,
+    query: int | None = None,
+    key: int | None = None,
+    versus: int | None = None,
+    depth: Natural = 2,
+    feature: Subspace | None = None,
+    whole: bool = True,
+    draws: Count = DRAWS,
+    chat: bool | None = None,
+    batch_size: Count = 32,
+    seed: Natural = 0,
+    shard: tuple[int, int] = (0, 1),
+    progress: bool | None = None,
+    job: Job | None = None,
+) -> Trace:
+    """Split what a head matched on among the writers of its query and of its keys, and cut and keep them.
+
+    Parameters
+    ----------
+    scope : the model.
+    what : a task (its right keys against its other keys), one prompt, or a list of texts (the most attended token of a
+        drawn query against all others but the first).
+    head : one head, several, or ``"all"``: of all heads of a task only writers are given, and no edge is cut.
+    n : prompts of a task, for choosing and for testing each; passages of texts.
+    query, key : tokens of one prompt, by place, from the end where negative; by default its last token, and the token
+        that the head attends to most besides the first.
+    versus : the token that the key is compared with; by default all others that the query sees, but the first.
+    depth : how many levels down the graph of one prompt goes.
+    feature : look inside this subspace alone: its projector is put between query and key.
+    whole : whether whole heads are taken out of the running model, too (of a task).
+    draws : random writers of the same layers beside those chosen.
+    chat : whether a prompt goes into the chat template; a task says so itself.
+    batch_size : prompts run together.
+    seed : of every draw.
+    shard : ``(i, n)`` takes every n-th batch of the test from the i-th on; `merge_traces` adds them up.
+    progress : whether to show a bar; if not given, where stderr is a terminal.
+    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
+
+    Returns
+    -------
+    Trace
+        ``tables["writers"]``, ``["pairs"]``, ``["edges"]``, ``["whole"]``, ``["check"]``; of one prompt ``["tokens"]``,
+        ``["cuts"]`` and ``["graph"]``.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> scope = qk.Scope.load("nano:mixed")
+    >>> found = qk.trace(scope, qk.tasks.induction(), "L1H0", 16, whole=False, progress=False)
+    >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
+    ('L0H1', True)
+    """
+    start = time.perf_counter()
+    heads = _checked_heads(scope, head)
+    many: Any = {"seed": seed, "progress": progress, "job": job or Job()}
+    if isinstance(what, Task) and head == "all":
+        _refuse("a task", query=query, key=key, versus=versus, chat=chat, feature=feature)
+        found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
+    elif isinstance(what, Task):
+        _refuse("a task", query=query, key=key, versus=versus, chat=chat)
+        projectors = {one: _projector(scope, one, feature) for one in heads} if feature is not None else {}
+        options = _Options(n, whole, draws, batch_size, seed, shard, progress)
+        found = _trace_task(scope, what, heads, projectors, options, job or Job())
+    elif isinstance(what, str | Example):
+        projector = None if feature is None else _projector(scope, heads[0], feature)
+        asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
+        found = Trace(**trace_prompt(scope, what, heads, projector=projector, chat=bool(chat), **asked))
+    else:
+        _refuse("texts", query=query, key=key, versus=versus, chat=chat, feature=feature)
+        found = Trace(**trace_many(scope, what, heads, n, **many))
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _checked_heads(scope: Scope, head: Any) -> list[Head]:
+    heads = [one for one in scope.parse(head) if head != "all" or one.layer > 0]
+    for one in heads:
+        if one.layer == 0:
+            raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
+    return heads
+
+
+def _refuse(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise BadInput(f"{name} is for one prompt, not for {what}: leave it out, or give a prompt.")
+
+
+def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
+    """``U Uᵀ`` of a feature of this head, this model, and of vectors as the dot product sees them."""
+    if feature.head not in (None, head):
+        raise BadInput(f"the feature belongs to {feature.head}, not to {head}: trace one head, with a feature of it.")
+    check_same_model(feature.about, scope, "the feature")
+    space = feature.about.get("space", "post_rope")
+    if space != "post_rope":
+        raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
+    basis = feature.basis("query").float()
+    if basis.shape[0] != scope.facts.layers[head.layer].d_head:
+        raise BadInput(
+            f"the feature has width {basis.shape[0]}, but {head} has {scope.facts.layers[head.layer].d_head}."
+        )
+    return basis @ basis.T
+
+
+@dataclass(frozen=True)
+class _Options:
+    n: int
+    whole: bool
+    draws: int
+    batch_size: int
+    seed: int
+    shard: tuple[int, int]
+    progress: bool | None
+
+
+def _trace_task(
+    scope: Scope, task: Task, heads: list[Head], projectors: Mapping[Head, Tensor], options: _Options, job: Job
+) -> Trace:
+    if not 0 <= options.shard[0] < options.shard[1]:
+        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {options.shard}.")
+    reader = Reader(scope, heads)
+    choosing, units = task.choose(options.n), task.test(options.n)
+    job.begin(
+        scope, [list(choosing), list(units)], verb="trace", heads=[str(h) for h in heads], draws=options.draws,
+        batch_size=options.batch_size, seed=options.seed, shard=list(options.shard), chat=task.chat,
+        feature={str(h): p.sum().item() for h, p in projectors.items()},
+    )  # fmt: skip
+    own: Any = {"chat": task.chat, "seed": options.seed, "progress": options.progress}
+    chosen = choose_writers(reader, choosing, dict(projectors), batch_size=options.batch_size, job=job, **own)
+    tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], options.seed, options.draws) for h in heads}
+    tallies = _tested(reader, tests, units, task.chat, dict(projectors), options, job)
+    more: dict[str, list[dict[str, Any]]] = {"whole": []}
+    if options.whole and options.shard[0] == 0:
+        for h in heads:
+            run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
+            more["whole"] += job.once(f"whole {h}", run)
+    asked = {h: test.asked for h, test in tests.items()}
+    about = {
+        **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
+        "feature": {str(h): float(p.sum()) for h, p in projectors.items()}, "shard": list(options.shard),
+    }  # fmt: skip
+    return _result(asked, tallies, more, about, options.seed, task.name)
+
+
+def _tested(
+    reader: Reader,
+    tests: Mapping[Head, EdgeTest],
+    units: Sequence[Any],
+    chat: bool,
+    projectors: dict[Head, Tensor],
+    options: _Options,
+    job: Job,
+) -> dict[Head, Tally]:
+    words = words_of(units)
+
+    def run(indices: list[int]) -> dict[str, Any]:
+        encoded, rows = task_rows(reader, units, indices, chat, projectors)
+        unit_of = [i for i in indices for _ in units[i]]
+        numbers = torch.tensor([unit_of[int(e)] for e in encoded.example])
+        found: dict[str, Any] = {}
+        for one in rows:
+            values, error = tests[one.head].measure(one, numbers)
+            tally = Tally()
+            tally.add([words[i] for i in numbers.tolist()], values, error=error)
+            found[str(one.head)] = {"counts": tally.counts, "sums": tally.sums, "largest": tally.largest}
+        return found
+
+    every = batches_of(units, options.batch_size)
+    index, count = options.shard
+    if len(every) < count:
+        raise BadInput(f"{len(every)} batches cannot be shared among {count}: take fewer shards or smaller batches.")
+    tallies = {head: Tally() for head in tests}
+    for piece in job.stream("testing", every[index::count], run, options.progress):
+        for head, tally in tallies.items():
+            tally.merge(Tally(**piece[str(head)]))
+    return tallies
+
+
+def _result(
+    asked: Mapping[Head, Asked],
+    tallies: Mapping[Head, Tally],
+    more: Mapping[str, list[dict[str, Any]]],
+    about: Mapping[str, Any],
+    seed: int,
+    task: str,
+) -> Trace:
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for head, own in asked.items():
+        for name, rows in tables_of(own, tallies[head], about["draws"]).items():
+            tables.setdefault(name, []).extend(rows)
+    tables |= {name: rows for name, rows in more.items() if rows}
+    kept = {
+        str(head): {
+            "writers": own.writers, "pairs": own.pairs, "counts": tallies[head].counts,
+            "largest": tallies[head].largest,
+        }
+        for head, own in asked.items()
+    }  # fmt: skip
+    arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
+    return Trace(
+        experiment=f"trace/{task}",
+        answer=with_notes(" ".join(_answer(str(head), tables) for head in asked), about),
+        tables=tables,
+        arrays=arrays,
+        model=about["model"],
+        seed=seed,
+        provenance=provenance(**about, tally=kept),
+    )
+
+
+def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
+    check = next(row for row in tables["check"] if row["head"] == head)
+    said = {side: _first_writers(head, side, tables["writers"]) for side in ("key", "query")}
+    edges = {
+        (row["kind"], row["by"]): row
+        for row in tables["edges"]
+        if row["head"] == head and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
+        and (row["replaced"], row["norms"]) == ("mean", "held")
+    }  # fmt: skip
+    before = check["accuracy"]
+    text = (
+        f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
+        f" keys in {before:.0%} of {check['n']} prompts."
+    )
+    if check["attention"] < ATTENDED:
+        text = f"{head} gives its right key only {check['attention']:.1%} of its attention: there is little to trace."
+    text += f" Its key is written by {said['key']}, its query by {said['query']}."
+    cut, beside = edges.get(("cut", "share")), edges.get(("cut", "random"))
+    if cut and beside:
+        text += (
+            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
+            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
+        )
+    keep = edges.get(("keep", "share"))
+    if keep:
+        over = ", which overshoots" if keep["overshoots"] else ""
+        text += (
+            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
+            f" the logit{over}."
+        )
+    return text
+
+
+def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
+    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != "bias"][:count]
+    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
+
+
+_SAME = ("weights", "tokenizer", "dtype", "task", "task_seed", "asked", "n", "batch_size", "draws", "feature")
+
+
+def merge_traces(folders: Sequence[str | Path]) -> Trace:
+    """The shards of one trace, added up: what one process would have found, to rounding.
+
+    Parameters
+    ----------
+    folders : that ``qkscope trace --shard`` wrote.
+    """
+    shards = [Result.read(folder) for folder in folders]
+    first = shards[0].provenance
+    tallies: dict[Head, Tally] = {}
+    for folder, shard in zip(folders, shards, strict=True):
+        if not shard.experiment.startswith("trace/") or "tally" not in shard.provenance:
+            raise BadInput(f"{folder} is no shard of a trace of a task: name folders that trace --shard wrote.")
+        differs = [name for name in _SAME if shard.provenance.get(name) != first.get(name)]
+        if differs:
+            raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
+        for name, kept in shard.provenance["tally"].items():
+            own = Tally.of_arrays(name, shard.arrays, kept["counts"], kept["largest"])
+            tallies.setdefault(Head.parse(name), Tally()).merge(own)
+    of = first["shard"][1]
+    missing = set(range(of)) - {shard.provenance["shard"][0] for shard in shards}
+    if missing or len(shards) != of:
+        raise BadInput(
+            f"{of} shards make this trace, and {len(shards)} are named, without {sorted(missing)}: name each once."
+        )
+    asked = {
+        Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
+        for name, kept in first["tally"].items()
+    }
+    more = {"whole": [row for shard in shards for row in shard.tables.get("whole", ())]}
+    task = shards[0].experiment.partition("/")[2]
+    return _result(asked, tallies, {k: [dict(r) for r in v] for k, v in more.items()}, first, shards[0].seed, task)

@@ -1,0 +1,97 @@
+"""Whole heads taken out of the running model: their outputs replaced before ``W_O``, and MLPs live or held.
+
+Taking a head out changes every later layer, and MLPs may make up for it; with MLPs held at what they put out before,
+what the head itself carried shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qkscope.capture.writers import Reader
+from qkscope.heads import Head
+
+
+@contextmanager
+def taken_out(
+    reader: Reader,
+    heads: Mapping[Head, Bool[Tensor, " b"]],
+    instead: Mapping[int, Float[Tensor, "h e"]],
+    held: Mapping[nn.Module, Any] | None = None,
+) -> Iterator[None]:
+    """For the duration of a ``with`` block, heads put out something else in some rows of the batch.
+
+    Parameters
+    ----------
+    reader : knows the blocks.
+    heads : which, and in which rows.
+    instead : by layer, what each head puts out instead, at every token.
+    held : what other parts put out, as `parts_held` noted it; live where none is given.
+    """
+    hooks = []
+
+    def replace(layer: int, own: Sequence[Head]) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            z = args[0].clone()
+            width = z.shape[-1] // len(instead[layer])
+            for head in own:
+                part = slice(head.index * width, (head.index + 1) * width)
+                z[heads[head].to(z.device), ..., part] = instead[layer][head.index].to(z)
+            return (z, *args[1:])
+
+        return hook
+
+    for layer in {head.layer for head in heads}:
+        own = [head for head in heads if head.layer == layer]
+        hooks.append(reader.blocks[layer].output.register_forward_pre_hook(replace(layer, own)))
+    for module, value in (held or {}).items():
+        hooks.append(module.register_forward_hook(lambda _module, _args, _out, value=value: value))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def parts_held(reader: Reader) -> Iterator[dict[nn.Module, Any]]:
+    """Note what everything but heads puts out, whole, during a run."""
+    noted: dict[nn.Module, Any] = {}
+    hooks = [
+        module.register_forward_hook(lambda module, _args, out: noted.__setitem__(module, out))
+        for block in reader.blocks
+        for module in block.parts
+    ]
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def outputs_summed(reader: Reader, shown: Bool[Tensor, "b t"]) -> Iterator[dict[int, Float[Tensor, "h e"]]]:
+    """Sums of every head's output over the tokens shown, by layer, during a run."""
+    sums: dict[int, Tensor] = {}
+    hooks = []
+
+    def note(layer: int, heads: int) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            z = args[0].reshape(*shown.shape, -1)
+            sums[layer] = z[shown.to(z.device)].double().sum(0).unflatten(0, (heads, -1)).cpu()
+
+        return hook
+
+    for layer, block in enumerate(reader.blocks):
+        heads = reader.scope.facts.layers[layer].n_heads
+        hooks.append(block.output.register_forward_pre_hook(note(layer, heads)))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,206 @@
+"""A relative logit split among writers, and the causal test of that split: edges cut, and edges kept.
+
+With ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, and weights w that sum to 0 over the keys (+ on the right ones, − on the
+others),
+
+    ``ℓ = Σ_t w_t scale q·k_t = scale Σ_{c,c'} q_c · Σ_t w_t k_c'(t)``        (pairs; summed over one side: writers)
+
+An edge is one writer's part in one side of one head. To *cut* edges their parts are replaced (by a mean, or by those of
+another prompt) and all else stays; to *keep* edges all the others are replaced. Keys that are not named, the first
+token among them, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkscope.attention import AttentionRows
+from qkscope.draws import derived_seed
+
+METRICS = ("attention", "first", "among", "accuracy", "logit")
+"""Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
+
+EdgeSide = Literal["key", "query", "both"]
+SIDES: tuple[EdgeSide, ...] = ("key", "query", "both")
+SIZES = (1, 2, 3, 5, 10)
+RANDOM = "random"
+
+
+def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Weights of keys: the mean of those marked + less the mean of those marked −.
+
+    >>> relative_weights(torch.tensor([[1, -1, -1, 0]]))
+    tensor([[ 1.0000, -0.5000, -0.5000,  0.0000]])
+    """
+    right, other = ((signs * sign > 0).float() for sign in (1, -1))
+    return right / right.sum(1, keepdim=True).clamp_min(1) - other / other.sum(1, keepdim=True).clamp_min(1)
+
+
+@dataclass(frozen=True)
+class WriterSplit:
+    """Queries and keys of one head, split among c writers, as the dot product sees them.
+
+    Parameters
+    ----------
+    q, k : parts of the query, and of every key.
+    weights : of the keys, 0 in padded slots.
+    scale : factor on q·k.
+    projector : put between query and key, to look inside a feature; none by default.
+    """
+
+    q: Float[Tensor, "n c d"]
+    k: Float[Tensor, "n c k d"]
+    weights: Float[Tensor, "n k"]
+    scale: float
+    projector: Float[Tensor, "d d"] | None = None
+
+    def _sides(self) -> tuple[Float[Tensor, "n c d"], Float[Tensor, "n c d"]]:
+        """The parts of the query through the projector, and those of the weighted keys."""
+        q = self.q if self.projector is None else self.q @ self.projector.to(self.q)
+        return q * self.scale, torch.einsum("nk,nckd->ncd", self.weights.to(self.k), self.k)
+
+    def marginals(self) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
+        """What each writer of the query, and each writer of the keys, gives to the relative logit; both sum to it."""
+        q, k = self._sides()
+        return torch.einsum("ncd,nd->nc", q, k.sum(1)), torch.einsum("nd,ncd->nc", q.sum(1), k)
+
+    def pairs(self) -> Float[Tensor, "n c c"]:
+        """The same for each pair of a query writer and a key writer."""
+        q, k = self._sides()
+        return q @ k.mT
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A row of the table of edges: which were replaced, how they were chosen, and what with."""
+
+    side: EdgeSide
+    kind: Literal["cut", "keep"]
+    by: str
+    k: int
+    replaced: Literal["mean", "resample"] = "mean"
+    norms: Literal["held", "live"] = "held"
+    draw: int = 0
+
+
+def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> list[int]:
+    """The writers with the largest scores, by size or by signed value; biases, the last writer, are none.
+
+    >>> first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2), first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2, signed=True)
+    ([1, 2], [2, 0])
+    """
+    values = scores[:-1] if signed else scores[:-1].abs()
+    return values.argsort(descending=True)[:size].tolist()
+
+
+def draw_alike(chosen: Sequence[int], layer_of: Sequence[int], seed: int) -> list[int]:
+    """Other writers at random, one for each chosen and of its layer; where a layer has no other, the nearest one's."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[int] = []
+    for writer in chosen:
+        free = [c for c in range(len(layer_of)) if c not in chosen and c not in drawn]
+        if not free:
+            break
+        near = min(abs(layer_of[c] - layer_of[writer]) for c in free)
+        alike = [c for c in free if abs(layer_of[c] - layer_of[writer]) == near]
+        drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
+    return drawn
+
+
+def edge_masks(
+    edges: Sequence[Edge],
+    scores: Mapping[str, Mapping[str, Float[Tensor, " c"]]],
+    layer_of: Sequence[int],
+    seed: int = 0,
+) -> tuple[Bool[Tensor, "x c"], Bool[Tensor, "x c"]]:
+    """Which parts of the query, and which of the keys, each condition replaces.
+
+    Parameters
+    ----------
+    edges : the conditions.
+    scores : of each way to choose, by side (``query``, ``key``).
+    layer_of : the layer of each writer but the last, the biases: -1 for the embedding.
+    seed : of the random writers.
+    """
+    writers = len(layer_of)
+    masks = torch.zeros(2, len(edges), writers + 1, dtype=torch.bool)
+    for row, edge in enumerate(edges):
+        for side, mask in zip(("query", "key"), masks, strict=True):
+            if edge.side not in (side, "both"):
+                continue
+            own = scores["share" if edge.by == RANDOM else edge.by][side]
+            chosen = first_by(own, edge.k, signed=edge.by == "signed")
+            if edge.by == RANDOM:
+                chosen = draw_alike(chosen, layer_of, derived_seed(seed, "edges", side, edge.k, edge.draw))
+            mask[row, chosen] = True
+            if edge.kind == "keep":
+                mask[row, :writers] = ~mask[row, :writers]
+    return masks[0], masks[1]
+
+
+@dataclass(frozen=True)
+class EdgeRows:
+    """Attention rows of one head in which parts of the query and of named keys can be replaced.
+
+    Parameters
+    ----------
+    rows : the head's queries with every token of the prompt as a key.
+    named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
+    first : column of each prompt's first token.
+    dq, dk : what each writer's part is, less what it is replaced by.
+    projector : as in `WriterSplit`, for the relative logit alone.
+    """
+
+    rows: AttentionRows
+    named: Int[Tensor, "n k"]
+    signs: Int[Tensor, "n k"]
+    first: Int[Tensor, " n"]
+    dq: Float[Tensor, "n c d"]
+    dk: Float[Tensor, "n c k d"]
+    projector: Float[Tensor, "d d"] | None = None
+
+    def keys(self) -> Float[Tensor, "n k d"]:
+        """The named keys as they are."""
+        every = self.rows.k[:, 0]
+        return every.gather(1, self.named[..., None].expand(-1, -1, every.shape[-1]))
+
+    def replaced(self, query: Bool[Tensor, "x c"], key: Bool[Tensor, "x c"]) -> Float[Tensor, "x n m"]:
+        """What is measured once the parts that each condition names are replaced."""
+        q = self.rows.q[None, :, 0] - torch.einsum("xc,ncd->xnd", query.to(self.dq), self.dq)
+        flat = self.dk.flatten(2).transpose(0, 1)  # c n kd
+        moved = (key.to(self.dk) @ flat.flatten(1)).unflatten(1, (len(self.dk), *self.dk.shape[2:]))
+        return self.measure(q, self.keys()[None] - moved)
+
+    def measure(self, q: Float[Tensor, "x n d"], k: Float[Tensor, "x n k d"]) -> Float[Tensor, "x n m"]:
+        """`METRICS` with other queries and other named keys in the rows."""
+        scale = float(torch.as_tensor(self.rows.scale).flatten()[0])
+        products = torch.einsum("xnd,ntd->nxt", q, self.rows.k[:, 0]) * scale
+        at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
+        columns = self.named[:, None].expand_as(at_named)
+        shown = self.signs[:, None] != 0
+        beyond = columns.masked_fill(
+            ~shown, products.shape[-1]
+        )  # padded slots, which may point at a named key's column
+        products = pad(products, (0, 1)).scatter(-1, beyond, at_named)[..., :-1]
+        logits, attention = self.rows.logits(products), self.rows.attention(products)
+        own = logits.gather(-1, columns).masked_fill(~shown, -torch.inf)
+        right = (self.signs > 0)[:, None]
+        among = own.softmax(-1)
+        inside = at_named
+        if self.projector is not None:
+            inside = torch.einsum("xnd,xnkd->nxk", q @ self.projector.to(q), k) * scale
+        found = [
+            (attention.gather(-1, columns) * right).sum(-1),
+            attention.gather(-1, self.first[:, None, None].expand(-1, attention.shape[1], 1))[..., 0],
+            (among * right).sum(-1),
+            right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
+            (inside * relative_weights(self.signs)[:, None].to(q)).sum(-1),
+        ]
+        return torch.stack(found, dim=-1).transpose(0, 1)
