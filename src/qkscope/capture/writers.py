@@ -27,7 +27,7 @@ from qkscope.capture.projection import Norm, project, record_calls, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum, read_blocks
 from qkscope.capture.tap import Call
-from qkscope.capture.weights import can_be_folded, head_weights
+from qkscope.capture.weights import HeadWeights, can_be_folded, head_weights
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -54,7 +54,6 @@ class Reader:
     ----------
     held : layers without a weight matrix before a rotation that can be read: parts are pushed through their own code,
         norms held (`HeldLayer`). There `read` gives vectors as the dot product sees them and `turn` does nothing.
-    weights : of the heads of all other layers; None where there are none.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
@@ -64,8 +63,7 @@ class Reader:
         self.calls = record_calls(scope.model, max(self.layers))
         self._held: dict[int, bool] = {}
         self.held = frozenset(layer for layer in self.layers if self.holds(layer))
-        folded = [head for head in self.heads if head.layer not in self.held]
-        self.weights = head_weights(scope, folded).to(input_device(scope.model)) if folded else None
+        self._weights: dict[int, HeadWeights] = {}  # by layer, read when a head of it is
         for layer in self.held:
             HeldLayer(self.calls[layer]).check()
         self._norms: dict[nn.Module, Norm] = {}
@@ -255,13 +253,17 @@ class Reader:
 
     def matrix(self, head: Head, side: Side) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, " d_head"]]:
         """The weights of a side, norm and biases folded in, and QK-norm's own bias."""
-        if self.weights is None or head.layer in self.held:
+        if head.layer in self.held:
             raise BadInput(f"{head} has no single weight matrix to fold: its parts are pushed through its layer.")
-        row = self.weights.heads.index(head)
+        if head.layer not in self._weights:
+            own = [one for one in self.heads if one.layer == head.layer]
+            self._weights[head.layer] = head_weights(self.scope, own).to(input_device(self.scope.model))
+        weights = self._weights[head.layer]
+        row = weights.heads.index(head)
         if side == "query":
-            return self.weights.W_Q[row], self.weights.c_Q[row]
-        group = int(self.weights.kv_of_head[row])
-        return self.weights.W_K[group], self.weights.c_K[group]
+            return weights.W_Q[row], weights.c_Q[row]
+        group = int(weights.kv_of_head[row])
+        return weights.W_K[group], weights.c_K[group]
 
     def _pushed(self, found: Recorded, layer: int, pieces: Sequence[Parts] | None) -> Pushed:
         """Every part of what entered a held layer, pushed through it."""

@@ -118,14 +118,26 @@ def _write_page(fit: Any, as_json: bool, out: Path, **options: str | None) -> No
 
 @shell.app.command()
 def merge(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that decompose --shard wrote.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders that decompose or trace --shard wrote.")],
     out: shell.Out,
     everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.fit import merge as run_merge
+    from qkscope.runs.folder import RESULTS, check_folder, read_json
 
+    first = folders[0] / RESULTS  # a shard of a fit has no results yet
+    if first.is_file() and str(read_json(first).get("experiment", "")).startswith("trace/"):
+        from qkscope.analyses.trace.trace import merge_traces
+        from qkscope.page.report import write_report
+
+        check_folder(out, "trace")
+        found = merge_traces(folders)
+        shell.print_result(found, as_json, everything)
+        found.write(out)
+        write_report(out / "report.html", found)
+        return
     show = partial(shell.print_result, as_json=as_json, everything=everything)
     _write_page(run_merge(folders, out, show=show), as_json, out)
 

@@ -55,8 +55,8 @@ def discover(
     chosen = parse_heads(heads)
     check_folder(out, "discover")
     options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
-    is_task = len(sources) == 1 and _is_task(sources[0])
-    source = shell.make_task(sources[0], form, size, seed, chat) if is_task else _texts(sources)
+    task = len(sources) == 1 and is_task(sources[0])
+    source = shell.make_task(sources[0], form, size, seed, chat) if task else texts_of(sources)
     named = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
     checked_source(source, n, directions, named, Options(**options))
     scope = shell.load_scope(model, device, dtype)
@@ -96,7 +96,7 @@ def atlas(
     check_folder(out, "atlas")
     options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
     Options(**options)
-    texts = _texts(sources or ["corpus"], "an atlas takes text files, or nothing for our corpus")
+    texts = texts_of(sources or ["corpus"], "an atlas takes text files, or nothing for our corpus")
     checked_passages(texts, n, test)
     scope = shell.load_scope(model, device, dtype)
     made = _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json, everything)
@@ -118,13 +118,14 @@ def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_js
     return result
 
 
-def _is_task(source: str) -> bool:
+def is_task(source: str) -> bool:
+    """Whether a name is that of a task or of a file of marked examples."""
     from qkscope.tasks import BUILT_IN
 
     return source in BUILT_IN or source.lower().endswith(".jsonl")
 
 
-def _texts(sources: list[str], only: str | None = None) -> Any:
+def texts_of(sources: list[str], only: str | None = None) -> Any:
     """Passages of text files, or of our corpus; what is neither is refused, saying what ``only`` is taken, if so."""
     from qkscope.analyses.discover.texts import corpus, read_texts
     from qkscope.tasks import BUILT_IN
@@ -132,7 +133,7 @@ def _texts(sources: list[str], only: str | None = None) -> Any:
     if sources == ["corpus"]:
         return corpus()
     for source in sources:
-        if _is_task(source):
+        if is_task(source):
             instead = f"{only}, and {source} is a task: run qkscope discover {source} --heads … for tasks."
             raise BadInput(instead if only else f"{source} is a task: name it alone, or name text files.")
         if not Path(source).is_file():

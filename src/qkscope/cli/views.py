@@ -210,6 +210,21 @@ _SWAPPED = (
 _CLAIMS = View("claims", {"claim": "claim", "ours": "ours", "control": "control", "holds": "holds"})
 
 VIEWS: Mapping[str, Sequence[View]] = {
+    "trace": [
+        View(
+            "heads",
+            {"head": "head", "key written by": "key_writer", "share": "key_share", "query written by": "query_writer",
+             "its share": "query_share", "prompts": "n"},
+            "share: of the logit of the right (or most attended) key over the others.",
+            _by("key_share"),
+        ),
+        View(
+            "writers",
+            {"head?": "head", "side": "side", "writer": "writer", "value": ("value", "low", "high"), "share": "share"},
+            "value: what this writer gives to the logit of the right key over the others, 95% interval by word.",
+            lambda rows: [row for side in ("key", "query") for row in [r for r in rows if r["side"] == side][:5]],
+        ),
+    ],
     "heads": [View(
         "heads",
         {"head": "head", "accuracy": ("accuracy", "low", "high"), "chance": "chance", "row_accuracy": "row_accuracy",
@@ -237,11 +252,6 @@ VIEWS: Mapping[str, Sequence[View]] = {
     "explain": [View(
         "tokens", _of_tokens, "The tokens with most attention; the parts after the logit add up to it.",
         _by("attention"),
-    )],
-    "trace": [View(
-        "writers",
-        {"head?": "head", "side": "side", "writer": "writer", "value": "value", "share": ("share", "low", "high")},
-        "value: what a writer adds to the logit over the other keys; share: of that logit, 95% interval.",
     )],
     "svd": [View(
         "rows",

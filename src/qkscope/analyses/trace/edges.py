@@ -150,15 +150,19 @@ def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[
     }
 
 
-def writer_rows(head: Head, names: Sequence[str], tally: Tally, total: float) -> list[dict[str, Any]]:
-    """The table of writers: both sides, the largest first, with intervals of the value."""
+def writer_rows(
+    head: Head, names: Sequence[str], tally: Tally, total: float, count: int | None = None
+) -> list[dict[str, Any]]:
+    """The table of writers: both sides, the largest first (the first ``count``), with intervals of the value."""
     made = []
     for side in SIDES:
-        values, (low, high) = tally.mean(side), tally.interval(side)
+        values = tally.mean(side)
+        order = values.abs().argsort(descending=True).tolist()[:count]
+        ends = zip(*(end.tolist() for end in tally.interval(side, order)), strict=True)
         made += [
             {"head": str(head), "side": side, "writer": names[i], "value": float(values[i]),
-             "share": float(values[i]) / total, "low": float(low[i]), "high": float(high[i])}
-            for i in values.abs().argsort(descending=True).tolist()
+             "share": float(values[i]) / total, "low": low, "high": high}
+            for i, (low, high) in zip(order, ends, strict=True)
         ]  # fmt: skip
     return made
 

@@ -149,7 +149,7 @@ def _told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
                           "query_share": None, "logit": None, "attention": None, "n": 0})  # fmt: skip
             continue
         total = float(tally.mean("total"))
-        rows = writer_rows(head, reader.writers(head.layer), tally, total)
+        rows = writer_rows(head, reader.writers(head.layer), tally, total, SHOWN + 1)
         firsts: dict[str, Any] = {}
         for side in ("key", "query"):
             own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:SHOWN]

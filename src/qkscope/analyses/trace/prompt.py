@@ -16,7 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import SIDES, writer_layers
+from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Parts, Reader, Recorded, Side
@@ -36,9 +38,14 @@ _SLOTS = 256  # tokens whose writers are held at once
 class Asked:
     """A prompt as the model sees it, and the tokens in question."""
 
-    inputs: dict[str, Tensor]
+    encoded: Encoding
     tokens: list[str]
     query: int
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model is given."""
+        return self.encoded.inputs
 
     @classmethod
     def of(cls, scope: Scope, prompt: str | Example, query: int | None, chat: bool) -> Asked:
@@ -52,7 +59,7 @@ class Asked:
             raise BadInput("the prompt has one token, and a head chooses among several: give a longer one.")
         if place == 0:
             raise BadInput("the query is the first token, which sees only itself: name a later one.")
-        return cls(encoded.inputs, token_texts(scope, ids), place)
+        return cls(encoded, token_texts(scope, ids), place)
 
 
 def checked_place(place: int, length: int, what: str) -> int:
@@ -119,6 +126,7 @@ class PromptTrace:
         against = [i for i in others if i != self.key] if versus is None else [self._checked(versus)]
         if versus is not None and against == [self.key]:
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
+        self.against = against
         self.weights = torch.zeros_like(self.attention)
         self.weights[against] = -1 / max(len(against), 1)
         self.weights[self.key] += 1
@@ -287,6 +295,12 @@ class PromptTrace:
             for a, b in (divmod(int(i), len(names) - 1) for i in flat)
         ]  # fmt: skip
 
+    def graph(self, depth: int = 2) -> Graph:
+        """What the writers read, level by level."""
+        asked, others = self.asked, self.against
+        options: Any = {"others": others, "depth": depth, "projector": self.projector}
+        return trace_graph(self.reader, asked.encoded, self.head, asked.query, self.key, **options)
+
     def token_rows(self) -> list[dict[str, Any]]:
         """The head's attention to every token it sees, and its logit."""
         logits, attention = self.logits().tolist(), self.attention.tolist()
@@ -334,7 +348,8 @@ def trace_prompt(
     """Fields of a `Trace` of one prompt."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
     found = record_prompt(reader, asked)
-    tables: dict[str, list[dict[str, Any]]] = {"writers": [], "pairs": [], "cuts": [], "tokens": [], "check": []}
+    names = ("writers", "pairs", "cuts", "graph", "prompt", "tokens", "check")
+    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     said = []
     for head in heads:
         one = PromptTrace(reader, found, asked, head, key, versus, projector)
@@ -343,6 +358,10 @@ def trace_prompt(
         tables["pairs"] += one.pair_rows()
         tables["cuts"] += cuts
         tables["tokens"] += one.token_rows()
+        if one.against:
+            drawn = one.graph(depth)
+            tables["graph"] += drawn.rows
+            tables["prompt"] += drawn.prompt
         tables["check"].append({
             "head": str(head), "sum_error": one.error, "logit": one.total, "query": asked.query, "key": one.key,
             "attention": float(one.attention[one.key]), "first": float(one.attention[0]), "n": 1,

@@ -54,11 +54,14 @@ class Tally:
         """The mean over all prompts."""
         return torch.stack(list(self.sums[name].values())).sum(0) / self.rows
 
-    def interval(self, name: str) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
-        """Its 95% interval, resampling words; NaN where there is one word alone."""
+    def interval(
+        self, name: str, columns: Sequence[int] | None = None
+    ) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
+        """Its 95% interval, of some columns or of all, resampling words; NaN where there is one word alone."""
         words = list(self.counts)
         sizes = torch.tensor([self.counts[word] for word in words], dtype=torch.float64)
         means = torch.stack([self.sums[name][word] for word in words])
+        means = means if columns is None else means[:, list(columns)]
         means = means / sizes.view(-1, *[1] * (means.ndim - 1))
         rows = torch.repeat_interleave(torch.arange(len(words)), sizes.long())
         return clustered_bootstrap(means[rows], rows)

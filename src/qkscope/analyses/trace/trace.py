@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, check_same_model, made_from, with_notes
-from qkscope.analyses.trace.choose import choose_writers
+from qkscope.analyses.trace.choose import Chosen, choose_writers
 from qkscope.analyses.trace.edges import DRAWS, Asked, EdgeTest, tables_of
+from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.many import trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.rows import task_rows, words_of
+from qkscope.analyses.trace.rows import SIDES, task_rows, words_of
+from qkscope.analyses.trace.sources import sources_of
 from qkscope.analyses.trace.tally import Tally
 from qkscope.analyses.trace.whole import whole_heads
+from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
@@ -32,10 +35,13 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call, checked_class
 from qkscope.maths.subspace import Subspace
+from qkscope.maths.writers import first_by, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.tasks.task import Task
+from qkscope.tasks.task import ANSWER, Task
+
+_SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
 
 ATTENDED = 0.05
 """A key with less attention than this is said to be unattended before anything is traced to it."""
@@ -190,12 +196,41 @@ def _trace_task(
         for h in heads:
             run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
             more["whole"] += job.once(f"whole {h}", run)
+    if options.shard[0] == 0:
+        more |= job.once("sources", partial(_sources, reader, units, chosen, task.chat, dict(projectors)))
     asked = {h: test.asked for h, test in tests.items()}
     about = {
         **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
         "feature": {str(h): float(p.sum()) for h, p in projectors.items()}, "shard": list(options.shard),
     }  # fmt: skip
     return _result(asked, tallies, more, about, options.seed, task.name)
+
+
+def _sources(
+    reader: Reader, units: Sequence[Any], chosen: Mapping[Head, Chosen], chat: bool, projectors: dict[Head, Tensor]
+) -> dict[str, list[dict[str, Any]]]:
+    """Which tokens the first writers read, on some prompts; and one prompt's graph."""
+    made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
+    examples = [unit[0] for unit in units[:_SOURCES]]
+    encoded = [reader.scope.encode(examples[i : i + 16], chat=chat) for i in range(0, len(examples), 16)]
+    batches = [(one, relative_weights(_signs(one))) for one in encoded]
+    for head in reader.heads:
+        names, shares = reader.writers(head.layer), chosen[head].scores["share"]
+        writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
+        made["sources"] += sources_of(reader, batches, head, writers)
+        one = reader.scope.encode(examples[:1], chat=chat)
+        signs, columns = _signs(one)[0].tolist(), one.places.keys[0].tolist()
+        right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
+        others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
+        query = int(one.places.query[0])
+        drawn = trace_graph(reader, one, head, query, right[0], others=others, projector=projectors.get(head))
+        made["graph"] += drawn.rows
+        made["prompt"] += drawn.prompt
+    return made
+
+
+def _signs(encoded: Encoding) -> Tensor:
+    return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
 
 
 def _tested(
@@ -334,6 +369,7 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
         Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
         for name, kept in first["tally"].items()
     }
-    more = {"whole": [row for shard in shards for row in shard.tables.get("whole", ())]}
+    names = ("whole", "sources", "graph", "prompt")  # the first shard's
+    more = {name: [row for shard in shards for row in shard.tables.get(name, ())] for name in names}
     task = shards[0].experiment.partition("/")[2]
     return _result(asked, tallies, {k: [dict(r) for r in v] for k, v in more.items()}, first, shards[0].seed, task)

@@ -1,0 +1,102 @@
+"""Who wrote what a head matched on: of a task, of texts, or of one prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qkscope.cli import shell
+from qkscope.errors import BadInput
+
+Query = Annotated[int | None, typer.Option("--query", help="The token that asks, by place; the last one by default.")]
+Key = Annotated[int | None, typer.Option("--key", help="The token attended to; the most attended but the first.")]
+
+
+@shell.app.command()
+def trace(
+    sources: Annotated[list[str] | None, typer.Argument(help="A task, a .jsonl file, or text files.")] = None,
+    heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7, or all.")] = "all",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt instead; \\n is a line break.")] = None,
+    query: Query = None,
+    key: Key = None,
+    versus: Annotated[int | None, typer.Option("--versus", help="The token to compare with; all others.")] = None,
+    depth: Annotated[int, typer.Option("--depth", help="Levels of the graph of a prompt.")] = 2,
+    feature: Annotated[str | None, typer.Option("--feature", help="DIR:CONTRAST: look inside this feature.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Prompts for choosing, and for testing; or texts.")] = 128,
+    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Also take whole heads out of the model.")] = True,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the results and the page.")] = None,
+    model: shell.Model = "smollm2-135m",
+    form: shell.Form = "list",
+    size: shell.Size = None,
+    seed: shell.Seed = 0,
+    chat: shell.Chat = False,
+    batch_size: shell.BatchSize = 32,
+    shard: Annotated[str | None, typer.Option("--shard", help="i/n: this share of the test; then merge.")] = None,
+    device: shell.Device = None,
+    dtype: shell.Dtype = None,
+    everything: shell.All = False,
+    as_json: shell.Json = False,
+) -> None:
+    """Split what a head matched on among those who wrote its query and its key; cut and keep them.
+
+    A run that died goes on where it stopped.
+    """
+    if (prompt is None) == (not sources):
+        raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
+    what = _what(sources or [], prompt, form, size, seed, chat)
+    if feature is not None and ":" not in feature:
+        raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {feature!r}.")
+    from qkscope.analyses.trace.trace import trace as run
+    from qkscope.heads import parse_heads
+    from qkscope.page.report import write_report
+    from qkscope.runs.folder import check_folder
+    from qkscope.runs.job import Job
+    from qkscope.runs.shards import parse_shard
+
+    share = (0, 1) if shard is None else parse_shard(shard)
+    if shard is not None and (out is None or prompt is not None):
+        raise BadInput("--shard is for tasks, and leaves its part in a folder: name one with --out.")
+    if heads != "all":
+        parse_heads(heads)
+    if out is not None:
+        check_folder(out, "trace")
+    scope = shell.load_scope(model, device, dtype)
+    asked: Any = {"depth": depth, "whole": whole, "batch_size": batch_size, "seed": seed, "shard": share}
+    if prompt is not None:
+        asked |= {"query": query, "key": key, "versus": versus, "chat": chat}
+    elif (query, key, versus) != (None, None, None):
+        raise BadInput("--query, --key and --versus are for one prompt: name it with --prompt.")
+    if feature is not None:
+        asked["feature"] = _feature(feature, heads, scope)
+    if out is None:
+        shell.print_result(run(scope, what, heads, n, **asked), as_json, everything)
+        return
+    with Job(out).hold() as job:
+        result = run(scope, what, heads, n, job=job, **asked)
+        shell.print_result(result, as_json, everything)
+        result.write(out)
+        write_report(out / "report.html", result)
+        job.clear()
+    if not as_json:
+        shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
+
+
+def _what(sources: list[str], prompt: str | None, form: str, size: int | None, seed: int, chat: bool) -> Any:
+    from qkscope.cli.discovery import is_task, texts_of
+
+    if prompt is not None:
+        if not prompt:
+            raise BadInput("the prompt is empty: give at least one character.")
+        return prompt.replace("\\n", "\n")
+    if len(sources) == 1 and is_task(sources[0]):
+        return shell.make_task(sources[0], form, size, seed, chat)
+    return texts_of(sources)
+
+
+def _feature(named: str, heads: str, scope: Any) -> Any:
+    from qkscope.analyses.fit import load
+
+    folder, _, contrast = named.rpartition(":")
+    return load(folder, scope)[contrast, heads]
