@@ -8,7 +8,7 @@ Its files, in reading order:
 - ``edges``: edges cut and kept on other words; writers and pairs with their intervals
 - ``tally``: sums by word, that merge and give intervals
 - ``whole``: whole heads taken out of the running model
-- ``prompt``: one prompt, any query and any key
+- ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut
 - ``many``: first writers of every head, on a task or on texts
 - ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked
 - ``sources``: the same over many prompts: how far away the tokens stood that the writers read

@@ -182,11 +182,12 @@ def _trace_task(
         raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {options.shard}.")
     reader = Reader(scope, heads)
     choosing, units = task.choose(options.n), task.test(options.n)
-    job.begin(
-        scope, [list(choosing), list(units)], verb="trace", heads=[str(h) for h in heads], draws=options.draws,
-        batch_size=options.batch_size, seed=options.seed, shard=list(options.shard), chat=task.chat,
-        feature={str(h): p.sum().item() for h, p in projectors.items()},
-    )  # fmt: skip
+    asked_of = {
+        "verb": "trace", "heads": [str(h) for h in heads], "draws": options.draws, "batch_size": options.batch_size,
+        "seed": options.seed, "shard": list(options.shard), "chat": task.chat,
+        "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
+    }  # fmt: skip
+    job.begin(scope, [list(choosing), list(units)], **asked_of)
     own: Any = {"chat": task.chat, "seed": options.seed, "progress": options.progress}
     chosen = choose_writers(reader, choosing, dict(projectors), batch_size=options.batch_size, job=job, **own)
     tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], options.seed, options.draws) for h in heads}
