@@ -1,4 +1,4 @@
-"""One prompt: any query token, any key token, some heads; who wrote them, and what cutting the strongest writers does."""
+"""One prompt: any query token, any key token, some heads; who wrote them, and what cutting them does there."""
 
 from __future__ import annotations
 
