@@ -28,6 +28,7 @@ METRICS = ("attention", "first", "among", "accuracy", "logit")
 """Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
 
 EdgeSide = Literal["key", "query", "both"]
+EdgeKind = Literal["cut", "keep"]
 SIDES: tuple[EdgeSide, ...] = ("key", "query", "both")
 SIZES = (1, 2, 3, 5, 10)
 RANDOM = "random"
@@ -82,7 +83,7 @@ class Edge:
     """A row of the table of edges: which were replaced, how they were chosen, and what with."""
 
     side: EdgeSide
-    kind: Literal["cut", "keep"]
+    kind: EdgeKind
     by: str
     k: int
     replaced: Literal["mean", "resample"] = "mean"

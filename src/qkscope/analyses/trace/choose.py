@@ -92,12 +92,19 @@ class _Sums:
 
         self.of_side = {
             side: {
-                "count": zeros(1), "rows": zeros(1), "value": zeros(writers), "part": zeros(writers, d_head),
-                "length": zeros(writers), "square": zeros(writers), "within": zeros(writers),
-                "stream": zeros(writers - 1, d_model), "along": zeros(writers - 1), "gradient": zeros(d_model),
+                "count": zeros(1),
+                "rows": zeros(1),
+                "value": zeros(writers),
+                "part": zeros(writers, d_head),
+                "length": zeros(writers),
+                "square": zeros(writers),
+                "within": zeros(writers),
+                "stream": zeros(writers - 1, d_model),
+                "along": zeros(writers - 1),
+                "gradient": zeros(d_model),
             }
             for side in SIDES
-        }  # fmt: skip
+        }
         self.pairs = zeros(writers, writers)
 
     @classmethod
@@ -210,8 +217,11 @@ def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
         for some in torch.arange(stream.shape[1]).split(16):
             moved = x[None] + (donor - stream)[:, some].transpose(0, 1)
             made = rows.live(moved, side)
-            q, k = (made, true["key"].expand(len(some), -1, -1, -1)) if side == "query" else (
-                true["query"].expand(len(some), -1, -1, -1), made)  # fmt: skip
+            q, k = (
+                (made, true["key"].expand(len(some), -1, -1, -1))
+                if side == "query"
+                else (true["query"].expand(len(some), -1, -1, -1), made)
+            )
             q = q if rows.projector is None else q @ rows.projector.to(q)
             logit = torch.einsum("xnd,xnkd,nk->xn", q[:, :, 0], k, weights) * rows.scale
             falls.append((total - logit).mean(1))

@@ -17,7 +17,7 @@ from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.writers import Side
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head
-from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, edge_masks
+from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, edge_masks
 from qkscope.maths.writers import SIDES as EDGE_SIDES
 
 DRAWS = 20
@@ -28,13 +28,12 @@ OVERSHOOT = 1.1  # above this share of the relative logit, what is kept does mor
 def all_edges(writers: int, draws: int = DRAWS) -> list[Edge]:
     """Every condition: each order, each rival replacement of the first one, and random writers."""
     sizes = [k for k in SIZES if k < writers - 1]
-    cells = list(product(EDGE_SIDES, ("cut", "keep"), sizes))
-    edges = [Edge(side, kind, by, k) for by in ORDERS for side, kind, k in cells]  # type: ignore[arg-type]
-    edges += [Edge(side, kind, "share", k, replaced="resample") for side, kind, k in cells]  # type: ignore[arg-type]
-    edges += [Edge(side, kind, "share", k, norms="live") for side, kind, k in cells]  # type: ignore[arg-type]
-    return edges + [
-        Edge(side, kind, RANDOM, k, draw=draw) for draw in range(draws) for side, kind, k in cells  # type: ignore[arg-type]
-    ]  # fmt: skip
+    kinds: tuple[EdgeKind, ...] = ("cut", "keep")
+    cells = list(product(EDGE_SIDES, kinds, sizes))
+    edges = [Edge(side, kind, by, k) for by in ORDERS for side, kind, k in cells]
+    edges += [Edge(side, kind, "share", k, replaced="resample") for side, kind, k in cells]
+    edges += [Edge(side, kind, "share", k, norms="live") for side, kind, k in cells]
+    return edges + [Edge(side, kind, RANDOM, k, draw=draw) for draw in range(draws) for side, kind, k in cells]
 
 
 @dataclass(frozen=True)

@@ -251,12 +251,14 @@ class PromptTrace:
                 chosen = {one: self.strongest(one, size) for one in sides}
                 row = self.cut(chosen)
                 beside = [
-                    self.cut({
-                        one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw))
-                        for one, own in chosen.items()
-                    })
+                    self.cut(
+                        {
+                            one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw))
+                            for one, own in chosen.items()
+                        }
+                    )
                     for draw in range(draws)
-                ]  # fmt: skip
+                ]
                 random = torch.stack([other[self.key] for other in beside])
                 top = max(self.others, key=lambda i: float(row[i]))
                 made.append({

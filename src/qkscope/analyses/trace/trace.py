@@ -283,11 +283,13 @@ def _result(
     tables |= {name: rows for name, rows in more.items() if rows}
     kept = {
         str(head): {
-            "writers": own.writers, "pairs": own.pairs, "counts": tallies[head].counts,
+            "writers": own.writers,
+            "pairs": own.pairs,
+            "counts": tallies[head].counts,
             "largest": tallies[head].largest,
         }
         for head, own in asked.items()
-    }  # fmt: skip
+    }
     arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
     return Trace(
         experiment=f"trace/{task}",
@@ -306,9 +308,10 @@ def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
     edges = {
         (row["kind"], row["by"]): row
         for row in tables["edges"]
-        if row["head"] == head and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
+        if row["head"] == head
+        and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
         and (row["replaced"], row["norms"]) == ("mean", "held")
-    }  # fmt: skip
+    }
     before = check["accuracy"]
     text = (
         f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
