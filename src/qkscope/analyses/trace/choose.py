@@ -110,8 +110,8 @@ class _Sums:
     @classmethod
     def of(cls, reader: Reader, head: Head) -> _Sums:
         """Empty sums."""
-        W, _ = reader.matrix(head, "query")
-        return cls(len(reader.writers(head.layer)), W.shape[0], W.shape[1] - 1)
+        d_model = reader.calls[head.layer].hidden.shape[-1]
+        return cls(len(reader.writers(head.layer)), reader.scope.facts.layers[head.layer].d_head, d_model)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name."""
@@ -187,7 +187,7 @@ def live_gradients(rows: HeadRows) -> dict[Side, Float[Tensor, "n p d_model"]]:
     for side in SIDES:
         x = rows.found.entered[rows.head.layer][:, rows.found.at(side)].clone().requires_grad_()
         with torch.enable_grad():
-            made = rows.turned(rows.reader.vectors(rows.head, side, x)[:, None], side)[:, 0]
+            made = rows.turned(rows.reader.vectors(rows.head, side, x, rows.found)[:, None], side)[:, 0]
             q, k = (made, true["key"]) if side == "query" else (true["query"], made)
             q = q if rows.projector is None else q @ rows.projector.to(q)
             logit = torch.einsum("nd,nkd,nk->", q[:, 0], k, weights) * rows.scale

@@ -70,7 +70,7 @@ class HeadRows:
 
     def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n p d"]:
         """What the head makes of other streams at the places of a side, its norms recomputed, rotation put on."""
-        made = self.reader.vectors(self.head, side, x)
+        made = self.reader.vectors(self.head, side, x, self.found)
         return torch.stack([self.turned(one[:, None], side)[:, 0] for one in made])
 
     def stream(self, side: Side) -> Float[Tensor, "n c p d_model"]:
