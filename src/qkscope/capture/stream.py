@@ -232,7 +232,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     hooks += [module.register_forward_hook(_note_out(gave)) for module in watched]
 
     def visit(call: Call) -> None:
-        heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2)
+        heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2).cpu()
 
     try:
         with tap(model, visit, layers=layer_of):
@@ -318,7 +318,7 @@ def _note(given: dict[nn.Module, Any]) -> Any:
         if not args and "hidden_states" in kwargs:
             given[module] = kwargs["hidden_states"]
         if isinstance(given[module], Tensor):
-            given[module] = given[module].clone()
+            given[module] = given[module].cpu().clone()  # the solver that is needed runs there alone
 
     return note
 
@@ -326,6 +326,6 @@ def _note(given: dict[nn.Module, Any]) -> Any:
 def _note_out(gave: dict[nn.Module, Any]) -> Any:
     def note(module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
         main = _main(out)
-        gave[module] = None if main is None else main.clone()
+        gave[module] = None if main is None else main.cpu().clone()
 
     return note
