@@ -205,6 +205,7 @@ class Reader:
         norm, x = self.calls[layer].input_norm, found.entered[layer]
         return torch.ones_like(x[..., 0]) if norm is None else norm_scalar(norm, self.taken_apart(norm, x), x)
 
+    @torch.no_grad()
     def read(
         self,
         found: Recorded,

@@ -44,6 +44,17 @@ def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     return right / right.sum(1, keepdim=True).clamp_min(1) - other / other.sum(1, keepdim=True).clamp_min(1)
 
 
+def cancelling(values: Float[Tensor, " c"], total: float) -> float:
+    """How many times over writers give the logit, their signs left out: 1 where none speaks against another.
+
+    At 3 those who speak against it take back half of what the others give.
+
+    >>> cancelling(torch.tensor([4.0, -2.0]), 2.0)
+    3.0
+    """
+    return float(values.abs().sum()) / abs(total) if total else float("inf")
+
+
 @dataclass(frozen=True)
 class WriterSplit:
     """Queries and keys of one head, split among c writers, as the dot product sees them.

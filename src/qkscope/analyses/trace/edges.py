@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,11 +17,12 @@ from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.writers import Side
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head
-from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, edge_masks
+from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, cancelling, edge_masks
 from qkscope.maths.writers import SIDES as EDGE_SIDES
 
 DRAWS = 20
 PAIRS = 20
+CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
 OVERSHOOT = 1.1  # above this share of the relative logit, what is kept does more than all writers did
 
 
@@ -139,6 +140,7 @@ def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[
     whole = dict(zip(METRICS, tally.mean("whole").tolist(), strict=True))
     check = {
         "head": name, "sum_error": tally.largest["error"], "logit": total,
+        "cancels": max(cancelling(tally.mean(side), total) for side in SIDES),
         **{key: whole[key] for key in METRICS[:-1]}, "n": tally.rows,
     }  # fmt: skip
     return {
@@ -147,6 +149,19 @@ def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[
         "edges": _edge_rows(asked, tally, total, draws),
         "check": [check],
     }
+
+
+def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence for each side of one head's writers whose shares cancel, with a blank before it; none elsewhere."""
+    said = ""
+    for side in ("key", "query"):
+        sizes = sum(abs(row["share"]) for row in rows if row["side"] == side)
+        if sizes > CANCELS:
+            said += (
+                f" Shares of its {side} cancel: without their signs they sum to {sizes:.1f} times the logit, so that"
+                " one share alone says little."
+            )
+    return said
 
 
 def writer_rows(

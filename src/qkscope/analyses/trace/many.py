@@ -16,7 +16,7 @@ from torch import Tensor
 from qkscope.analyses.discover.texts import text_examples
 from qkscope.analyses.prompts import batches_of, made_from
 from qkscope.analyses.trace.edges import writer_rows
-from qkscope.analyses.trace.rows import words_of
+from qkscope.analyses.trace.rows import SIDES, answer_signs, words_of
 from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
@@ -25,10 +25,10 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.writers import BIAS, Reader, Recorded
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.writers import relative_weights
+from qkscope.maths.writers import cancelling, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
-from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope.tasks.task import Task, Unit
 
 ATTENDED = 0.05
 SHOWN = 5  # writers of each side in the table
@@ -80,11 +80,12 @@ def _runner(
     reader: Reader, units: Sequence[Unit], words: Sequence[str], rows_of: Rows, chat: bool
 ) -> Callable[[list[int]], dict[str, Any]]:
     def run(indices: list[int]) -> dict[str, Any]:
-        encoded = reader.scope.encode([units[i][0] for i in indices], chat=chat)
+        encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
+        unit_of = [i for i in indices for _ in units[i]]
         places = encoded.places if rows_of is _named else encoded.everywhere()
         found = reader.record(encoded.inputs, places)
         weights, attention = rows_of(reader, encoded, found)
-        own = [words[indices[int(e)]] for e in encoded.example]
+        own = [words[unit_of[int(e)]] for e in encoded.example]
         made: dict[str, Any] = {}
         for head, by_query, by_key in marginals(reader, found, weights):
             column = reader.heads.index(head)
@@ -121,7 +122,7 @@ def _named(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, 
     assert found.captured is not None
     named = found.columns[:, None, 1:].expand(-1, len(reader.heads), -1)
     check_visible(encoded, reader.heads, found.captured.bias.gather(-1, named), by_some=True)
-    signs = encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
+    signs = answer_signs(encoded)
     attention = (found.captured.attention().gather(-1, named) * (signs > 0)[:, None]).sum(-1)
     return relative_weights(signs)[:, None].expand(-1, len(reader.heads), -1), attention
 
@@ -157,7 +158,9 @@ def _told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
             firsts |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
         heads.append({"head": str(head), **firsts, "logit": total, "attention": float(tally.mean("attention")),
                       "n": tally.rows})  # fmt: skip
-        check.append({"head": str(head), "sum_error": tally.largest["error"], "logit": total, "n": tally.rows})
+        cancels = max(cancelling(tally.mean(side), total) for side in SIDES)
+        check.append({"head": str(head), "sum_error": tally.largest["error"], "logit": total, "cancels": cancels,
+                      "n": tally.rows})  # fmt: skip
     found = [row for row in heads if row["n"]]
     common: dict[str, int] = {}
     for row in found:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import ATTENDED, Asked, PromptTrace
 from qkscope.analyses.trace.rows import SIDES
 from qkscope.capture.pick import Places
@@ -15,6 +16,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader, Recorded
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.maths.writers import cancelling
 from qkscope.runs.provenance import provenance
 
 
@@ -34,7 +36,7 @@ def trace_prompt(
     key: int | None = None,
     versus: int | None = None,
     depth: int = 2,
-    projector: Tensor | None = None,
+    projectors: Mapping[Head, Tensor] | None = None,
     chat: bool = False,
     draws: int = 20,
     seed: int = 0,
@@ -46,7 +48,7 @@ def trace_prompt(
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     said = []
     for head in heads:
-        one = PromptTrace(reader, found, asked, head, key, versus, projector)
+        one = PromptTrace(reader, found, asked, head, key, versus, (projectors or {}).get(head))
         cuts = one.cut_rows(draws, seed)
         tables["writers"] += one.writer_rows()
         tables["pairs"] += one.pair_rows()
@@ -57,8 +59,10 @@ def trace_prompt(
             tables["graph"] += drawn.rows
             tables["prompt"] += drawn.prompt
         tables["check"].append({
-            "head": str(head), "sum_error": one.error, "logit": one.total, "query": asked.query, "key": one.key,
-            "attention": float(one.attention[one.key]), "first": float(one.attention[0]), "n": 1,
+            "head": str(head), "sum_error": one.error, "logit": one.total,
+            "cancels": max(cancelling(own, one.total) for own in one.marginals().values()),
+            "query": asked.query, "key": one.key, "attention": float(one.attention[one.key]),
+            "first": float(one.attention[0]), "n": 1,
         })  # fmt: skip
         said.append(_said(one, cuts))
     return {
@@ -92,8 +96,9 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
         for side in SIDES
     }
     cut = next(row for row in cuts if row["side"] == "key" and row["k"] == min(2, max(r["k"] for r in cuts)))
+    cancel = says_cancels(one.writer_rows())
     return (
-        f"{where}. Its key is written by {named['key']}, its query by {named['query']}. With {cut['writers']} cut from"
-        f" the key, the attention there is {cut['after']:.0%} (others of their layers: {cut['random']:.0%}):"
+        f"{where}. Its key is written by {named['key']}, its query by {named['query']}.{cancel} With {cut['writers']}"
+        f" cut from the key, the attention there is {cut['after']:.0%} (others of their layers: {cut['random']:.0%}):"
         f" {cut['verdict']}."
     )

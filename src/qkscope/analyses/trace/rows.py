@@ -68,6 +68,7 @@ class HeadRows:
         plain = edge_rows(self.found.captured, self.head, self.found.columns[:, 1:], self.signs)
         return replace(plain, dq=away["query"][:, :, 0], dk=away["key"], projector=self.projector)
 
+    @torch.no_grad()
     def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n p d"]:
         """What the head makes of other streams at the places of a side, its norms recomputed, rotation put on."""
         made = self.reader.vectors(self.head, side, x, self.found)
@@ -111,18 +112,23 @@ def words_of(units: Sequence[Unit]) -> list[str]:
     return [unit[0].piece(span) for unit, span in zip(units, asked, strict=True) if span is not None]
 
 
+def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
+    """+1 for right keys, −1 for others, 0 in slots that are none."""
+    if ANSWER not in encoded.labels:
+        raise BadInput("a task is traced by its keys labelled answer, and this one has none: label the right ones.")
+    return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
+
+
 def task_rows(
     reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, projectors: dict[Head, Tensor]
 ) -> tuple[Encoding, list[HeadRows]]:
     """The prompts of some units through the model, as rows of every head."""
     encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
-    if ANSWER not in encoded.labels:
-        raise BadInput("a task is traced by its keys labelled answer, and this one has none: label the right ones.")
+    signs = answer_signs(encoded)
     found = reader.record(encoded.inputs, encoded.places)
     assert found.captured is not None
     named = found.captured.bias.gather(-1, found.columns[:, None, 1:].expand(-1, len(reader.heads), -1))
     check_visible(encoded, reader.heads, named)
-    signs = encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
     made = []
     for layer, pieces in reader.streams(found, max(reader.layers)):
         for head in (head for head in reader.heads if head.layer == layer):

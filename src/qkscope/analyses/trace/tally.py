@@ -58,7 +58,7 @@ class Tally:
         self, name: str, columns: Sequence[int] | None = None
     ) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
         """Its 95% interval, of some columns or of all, resampling words; NaN where there is one word alone."""
-        words = list(self.counts)
+        words = sorted(self.counts)  # whatever order shards came in
         sizes = torch.tensor([self.counts[word] for word in words], dtype=torch.float64)
         means = torch.stack([self.sums[name][word] for word in words])
         means = means if columns is None else means[:, list(columns)]

@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, check_same_model, made_from, with_notes
+from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash, with_notes
 from qkscope.analyses.trace.choose import Chosen, choose_writers
-from qkscope.analyses.trace.edges import DRAWS, Asked, EdgeTest, tables_of
+from qkscope.analyses.trace.edges import DRAWS, Asked, EdgeTest, says_cancels, tables_of
 from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.many import trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.rows import SIDES, task_rows, words_of
+from qkscope.analyses.trace.rows import SIDES, answer_signs, task_rows, words_of
 from qkscope.analyses.trace.sources import sources_of
 from qkscope.analyses.trace.tally import Tally
 from qkscope.analyses.trace.whole import whole_heads
-from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
@@ -39,7 +38,7 @@ from qkscope.maths.writers import first_by, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.tasks.task import Task
 
 _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
 
@@ -116,20 +115,23 @@ def trace(
     start = time.perf_counter()
     heads = _checked_heads(scope, head)
     many: Any = {"seed": seed, "progress": progress, "job": job or Job()}
+    if shard != (0, 1) and (head == "all" or not isinstance(what, Task)):
+        raise BadInput("shards are for a task and heads that are named: leave shard out, or name both.")
+    if feature is not None and (head == "all" or not isinstance(what, Task | str | Example)):
+        raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
+    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
     if isinstance(what, Task) and head == "all":
-        _refuse("a task", query=query, key=key, versus=versus, chat=chat, feature=feature)
+        _refuse("a task", query=query, key=key, versus=versus, chat=chat)
         found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
     elif isinstance(what, Task):
         _refuse("a task", query=query, key=key, versus=versus, chat=chat)
-        projectors = {one: _projector(scope, one, feature) for one in heads} if feature is not None else {}
         options = _Options(n, whole, draws, batch_size, seed, shard, progress)
         found = _trace_task(scope, what, heads, projectors, options, job or Job())
     elif isinstance(what, str | Example):
-        projector = None if feature is None else _projector(scope, heads[0], feature)
         asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
-        found = Trace(**trace_prompt(scope, what, heads, projector=projector, chat=bool(chat), **asked))
+        found = Trace(**trace_prompt(scope, what, heads, projectors=projectors, chat=bool(chat), **asked))
     else:
-        _refuse("texts", query=query, key=key, versus=versus, chat=chat, feature=feature)
+        _refuse("texts", query=query, key=key, versus=versus, chat=chat)
         found = Trace(**trace_many(scope, what, heads, n, **many))
     return replace(found, seconds=time.perf_counter() - start)
 
@@ -203,6 +205,8 @@ def _trace_task(
     about = {
         **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
         "feature": {str(h): float(p.sum()) for h, p in projectors.items()}, "shard": list(options.shard),
+        "heads": [str(h) for h in heads], "trace_seed": options.seed, "whole": options.whole,
+        "examples": units_hash([*choosing, *units]),
     }  # fmt: skip
     return _result(asked, tallies, more, about, options.seed, task.name)
 
@@ -214,13 +218,13 @@ def _sources(
     made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
     examples = [unit[0] for unit in units[:_SOURCES]]
     encoded = [reader.scope.encode(examples[i : i + 16], chat=chat) for i in range(0, len(examples), 16)]
-    batches = [(one, relative_weights(_signs(one))) for one in encoded]
+    batches = [(one, relative_weights(answer_signs(one))) for one in encoded]
     for head in reader.heads:
         names, shares = reader.writers(head.layer), chosen[head].scores["share"]
         writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
         made["sources"] += sources_of(reader, batches, head, writers)
         one = reader.scope.encode(examples[:1], chat=chat)
-        signs, columns = _signs(one)[0].tolist(), one.places.keys[0].tolist()
+        signs, columns = answer_signs(one)[0].tolist(), one.places.keys[0].tolist()
         right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
         others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
         query = int(one.places.query[0])
@@ -228,10 +232,6 @@ def _sources(
         made["graph"] += drawn.rows
         made["prompt"] += drawn.prompt
     return made
-
-
-def _signs(encoded: Encoding) -> Tensor:
-    return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
 
 
 def _tested(
@@ -320,6 +320,7 @@ def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
     if check["attention"] < ATTENDED:
         text = f"{head} gives its right key only {check['attention']:.1%} of its attention: there is little to trace."
     text += f" Its key is written by {said['key']}, its query by {said['query']}."
+    text += says_cancels([row for row in tables["writers"] if row["head"] == head])
     cut, beside = edges.get(("cut", "share")), edges.get(("cut", "random"))
     if cut and beside:
         text += (
@@ -341,7 +342,8 @@ def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], coun
     return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
 
 
-_SAME = ("weights", "tokenizer", "dtype", "task", "task_seed", "asked", "n", "batch_size", "draws", "feature")
+_SAME = ("weights", "tokenizer", "dtype", "task", "task_seed", "asked", "examples", "heads", "n", "batch_size", "draws",
+         "feature", "trace_seed", "whole")  # fmt: skip
 
 
 def merge_traces(folders: Sequence[str | Path]) -> Trace:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import Chosen
-from qkscope.analyses.trace.rows import edge_rows, is_head, writer_layers
+from qkscope.analyses.trace.rows import answer_signs, edge_rows, is_head, writer_layers
 from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.ablate import outputs_summed, parts_held, taken_out
 from qkscope.capture.encode import Encoding
@@ -141,7 +141,7 @@ def _measure(reader: Reader, head: Head, encoded: Encoding, right: Sequence[Sequ
     """`METRICS` but the logit of the head, and the probability of the right answer, in a run as it is now."""
     captured = reader.scope.capture_inputs(encoded, places=encoded.everywhere(), heads=[head], logits=True)
     assert captured.logits is not None
-    signs = encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
+    signs = answer_signs(encoded)
     rows = edge_rows(captured, head, encoded.places.keys.masked_fill(~encoded.places.key_mask, 0), signs)
     found = rows.measure(rows.rows.q[None, :, 0], rows.keys()[None])[0, :, :-1]
     chances = captured.logits.softmax(-1)
