@@ -110,7 +110,7 @@ def trace(
     >>> scope = qk.Scope.load("nano:mixed")
     >>> found = qk.trace(scope, qk.tasks.induction(), "L1H0", 16, whole=False, progress=False)
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
-    ('L0H1', True)
+    ('L0H2', True)
     """
     start = time.perf_counter()
     heads = _checked_heads(scope, head)
