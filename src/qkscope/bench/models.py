@@ -7,7 +7,7 @@ The plain way of the causal test is the published one: stock eager attention wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -22,16 +22,20 @@ from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows
+from qkscope.analyses.trace.rows import SIDES, HeadRows
 from qkscope.bench.harness import Row, Seconds, compare, hardware, not_here, row
 from qkscope.capture.encode import Encoding
+from qkscope.capture.marginals import marginals
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
+from qkscope.capture.writers import Reader
 from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
-from qkscope.tasks.task import Unit
+from qkscope.maths.writers import relative_weights
+from qkscope.tasks.task import ANSWER, Unit
 
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
@@ -138,6 +142,73 @@ def discover_overhead() -> Row:
     tokens, queries = sum(map(len, examples)), sum(len(example.queries) for example in examples)
     note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {replicates} replicates each"
     return seconds.overhead(f"{note}; {hardware(scope.device)}")
+
+
+# ---------------------------------------------------------------- who wrote the query and the key
+
+
+class _There(Exception):
+    """A plain forward has gone far enough."""
+
+
+def forward_to(scope: Scope, batches: Sequence[Encoding], attention: Any) -> Callable[[], None]:
+    """The plain forward, ended as soon as the queries and keys of an attention layer exist."""
+
+    def stop(*_: Any) -> None:
+        raise _There
+
+    @torch.no_grad()
+    def plain() -> None:
+        hook = attention.v_proj.register_forward_hook(stop)  # the last of the three
+        try:
+            for batch in batches:
+                with suppress(_There):
+                    scope.model.base_model(**batch.inputs, use_cache=False)
+        finally:
+            hook.remove()
+
+    return plain
+
+
+def trace_seconds(scope: Scope, heads: Sequence[Head], batches: Sequence[Encoding], repeats: int) -> Seconds:
+    """Writers of both sides, recorded and split, against the plain forward until these heads' queries and keys exist.
+
+    One head is read by carrying every writer through its weights, several by their directions, as `trace` does it.
+    """
+    reader, last = Reader(scope, heads), max(head.layer for head in heads)
+
+    @torch.no_grad()
+    def ours() -> None:
+        for batch in batches:
+            found = reader.record(batch.inputs, batch.places)
+            signs = batch.labels[ANSWER].long().masked_fill(~batch.places.key_mask, 0)
+            if len(heads) == 1:
+                pieces = reader.stream(found, last)
+                parts = {side: reader.read(found, heads[0], side, pieces) for side in SIDES}
+                HeadRows(reader, found, heads[0], signs, parts, pieces).split().marginals()
+            else:
+                weights = relative_weights(signs)[:, None].expand(-1, len(heads), -1)
+                for _ in marginals(reader, found, weights):
+                    pass
+
+    return compare(forward_to(scope, batches, reader.calls[last].attention), ours, repeats)
+
+
+@row
+def trace_one() -> Row:
+    """One head's writers at the last token and nine keys, both sides, against the forward to its layer."""
+    scope = _scope()
+    seconds = trace_seconds(scope, [Head(18, 6)], _order_prompts(scope, 4 * _BATCH), repeats=7)
+    return seconds.overhead(f"L18H6, {4 * _BATCH} prompts; {hardware(scope.device)}")
+
+
+@row
+def trace_all() -> Row:
+    """The same of all heads but the first layer's, against the forward to the last layer."""
+    scope = _scope()
+    heads = [head for head in scope.heads() if head.layer > 0]
+    seconds = trace_seconds(scope, heads, _order_prompts(scope, 4 * _BATCH), repeats=5)
+    return seconds.overhead(f"{len(heads)} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- the causal test

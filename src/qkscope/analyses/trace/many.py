@@ -23,6 +23,7 @@ from qkscope.capture.inputs import check_visible
 from qkscope.capture.marginals import marginals
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import BIAS, Reader, Recorded
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.writers import cancelling, relative_weights
@@ -52,7 +53,8 @@ def trace_many(
         units, chat, about = what.choose(n), what.chat, made_from(scope, what)
         words, rows_of, name = words_of(units), _named, what.name
     else:
-        examples = text_examples(scope, list(what), queries=1, seed=seed)[:n]
+        order = torch.randperm(len(what), generator=torch.Generator().manual_seed(derived_seed(seed, "texts")))
+        examples = text_examples(scope, [what[i] for i in order.tolist()[:n]], queries=1, seed=seed)
         if not examples:
             raise BadInput("no text is long enough to ask in: give longer ones.")
         units, chat, rows_of, name = [(example,) for example in examples], False, _most_attended, "text"
