@@ -30,6 +30,7 @@ Who wrote what a head reads:
 - ``writers``: what was left, as another head's queries and keys read it
 - ``marginals``: the relative logits of many heads at once, split among writers
 - ``sources``: directions followed back to the writers at a token, and to the tokens that those read
+- ``folded``: one head's queries and keys at many tokens, added up without carrying writers to each
 - ``split_check``: whether the parts sum to the logit
 - ``ablate``: whole heads taken out of the running model
 

@@ -25,7 +25,7 @@ from qkscope.capture.projection import project
 from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.capture.tap import Call
 from qkscope.capture.weights import pull_back, qk_norm_offsets, qk_norm_scales
-from qkscope.capture.writers import BIAS, EMBEDDING, Reader, Side, norm_scalar, part_name
+from qkscope.capture.writers import BIAS, EMBEDDING, Reader, Recorded, Side, norm_scalar, part_name
 from qkscope.heads import Head
 
 
@@ -94,8 +94,6 @@ class Trail:
                 self.calls[call.layer] = call
 
         self.found = reader.record(inputs, places, keep, layers=every)
-        shapes = reader.scope.facts.layers
-        self._heads = [[str(Head(layer, i)) for i in range(shapes[layer].n_heads)] for layer in every]
 
     def kv(self, head: Head, of: Literal["k", "v"] = "k") -> int:
         """Which key head, or which head of values, a head reads."""
@@ -202,47 +200,65 @@ class Trail:
 
     # ------------------------------------------------------------------ writers
 
-    @torch.no_grad()
     def writers(self, asked: Direction) -> Answer:
         """What each writer before the layer says in a direction; they sum to all that is asked."""
-        answer = Answer()
-        answer.add(BIAS, asked.constants)
-        g = asked.vectors
-        for layer in reversed(range(asked.layer)):
-            block = self.reader.blocks[layer]
-            g = self._back(block, layer, block.tree, g, asked.slots, answer)
-        answer.add(EMBEDDING, (self.found.entered[0][:, asked.slots] * g).sum(-1))
-        return answer
+        return answer_of(self.reader, self.found, asked)
 
-    def _back(
-        self, block: Block, layer: int, node: Node, g: Tensor, slots: Int[Tensor, " p"], answer: Answer
-    ) -> Tensor:
-        """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
-        found, reader = self.found, self.reader
-        match node:
-            case Entered():
-                return g
-            case Heads():
-                W, b = reader.output_weights(layer)
-                asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-                said = (found.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-                for name, value in zip(self._heads[layer], said.unbind(-1), strict=True):
-                    answer.add(name, value)
-                answer.add(BIAS, g @ b)
-                answer.asks[layer] = answer.asks[layer] + asks if layer in answer.asks else asks
-            case Part(module):
-                answer.add(part_name(block, layer, module), (found.gave[module][:, slots] * g).sum(-1))
-            case Scaled(_, gain, inner):
-                return self._back(block, layer, inner, g * gain.to(g), slots, answer)
-            case Sum(terms):
-                return torch.stack(
-                    [self._back(block, layer, term, g * number, slots, answer) for number, term in terms]
-                ).sum(0)
-            case Normed(norm, inner):
-                given = found.given[norm][:, slots]
-                own = reader.taken_apart(norm, given)
-                answer.add(BIAS, g @ own.bias)
-                g = g * norm_scalar(norm, own, given)[..., None] * own.gain
-                g = g - g.mean(-1, keepdim=True) if own.centres else g
-                return self._back(block, layer, inner, g, slots, answer)
-        return torch.zeros_like(g)
+
+@torch.no_grad()
+def answer_of(reader: Reader, found: Recorded, asked: Direction) -> Answer:
+    """What each writer before a layer says in a direction; they sum to all that is asked.
+
+    Parameters
+    ----------
+    reader : of the heads.
+    found : from its `record`.
+    asked : where, and in which direction.
+    """
+    answer = Answer()
+    answer.add(BIAS, asked.constants)
+    g = asked.vectors
+    for layer in reversed(range(asked.layer)):
+        block = reader.blocks[layer]
+        g = _back(reader, found, block, layer, block.tree, g, asked.slots, answer)
+    answer.add(EMBEDDING, (found.entered[0][:, asked.slots] * g).sum(-1))
+    return answer
+
+
+def _back(
+    reader: Reader,
+    found: Recorded,
+    block: Block,
+    layer: int,
+    node: Node,
+    g: Tensor,
+    slots: Int[Tensor, " p"],
+    answer: Answer,
+) -> Tensor:
+    """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
+    match node:
+        case Entered():
+            return g
+        case Heads():
+            W, b = reader.output_weights(layer)
+            asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
+            said = (found.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
+            for i, value in enumerate(said.unbind(-1)):
+                answer.add(str(Head(layer, i)), value)
+            answer.add(BIAS, g @ b)
+            answer.asks[layer] = answer.asks[layer] + asks if layer in answer.asks else asks
+        case Part(module):
+            answer.add(part_name(block, layer, module), (found.gave[module][:, slots] * g).sum(-1))
+        case Scaled(_, gain, inner):
+            return _back(reader, found, block, layer, inner, g * gain.to(g), slots, answer)
+        case Sum(terms):
+            every = [_back(reader, found, block, layer, term, g * number, slots, answer) for number, term in terms]
+            return torch.stack(every).sum(0)
+        case Normed(norm, inner):
+            given = found.given[norm][:, slots]
+            own = reader.taken_apart(norm, given)
+            answer.add(BIAS, g @ own.bias)
+            g = g * norm_scalar(norm, own, given)[..., None] * own.gain
+            g = g - g.mean(-1, keepdim=True) if own.centres else g
+            return _back(reader, found, block, layer, inner, g, slots, answer)
+    return torch.zeros_like(g)

@@ -19,6 +19,7 @@ from torch import Tensor
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import SIDES, writer_layers
 from qkscope.capture.encode import Encoding
+from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Parts, Reader, Recorded, Side
 from qkscope.draws import derived_seed
@@ -152,8 +153,7 @@ class PromptTrace:
         return float(self.captured.scale[self.column])
 
     def _query(self) -> Float[Tensor, " d"]:
-        q = self.captured.q[0, self.column]
-        return q if self.projector is None else q @ self.projector.to(q)
+        return self._projected(self.captured.q[0, self.column])
 
     def logits(self) -> Float[Tensor, " t"]:
         """``scale · q·k`` of every token, before cap and mask."""
@@ -168,14 +168,32 @@ class PromptTrace:
     # ------------------------------------------------------------------ parts
 
     @cached_property
-    def parts(self) -> dict[str, Tensor]:
-        """Before the rotation: parts of query and key, and means over tokens; after it: those of the weighted keys.
+    def parts(self) -> dict[str, Float[Tensor, "c d"]]:
+        """Before the rotation: parts of query and key, and their means over the prompt's other tokens."""
+        if self.head.layer in self.reader.held:
+            return self._pushed
+        pair = self.found.slots([0, 1 + self.key])
+        pieces = self.reader.stream(pair, self.head.layer)
+        kept: dict[str, Tensor] = {}
+        for side in SIDES:
+            kept[side] = self.reader.read(pair, self.head, side, pieces)[0, :, 0]
+            kept[f"mean_{side}"] = mean_parts(self.reader, self.found, self.head, side, [1 + i for i in self._rest])[0]
+        return kept
+
+    @property
+    def _rest(self) -> list[int]:
+        """Tokens that a cut part takes its mean over."""
+        return [i for i in self.others if i not in (self.key, self.asked.query)] or self.others
+
+    @cached_property
+    def _pushed(self) -> dict[str, Float[Tensor, "c d"]]:
+        """The same, and parts of the weighted keys after the rotation, with writers carried to every token.
 
         Tokens are taken some at a time, so that a long prompt takes no more room.
         """
         head, layer, slots = self.head, self.head.layer, self.found.columns.shape[1]
         kept: dict[str, Any] = {"weighted": 0.0, "mean_key": 0.0, "mean_query": 0.0}
-        rest = [i for i in self.others if i not in (self.key, self.asked.query)] or self.others
+        rest = self._rest
         for start in range(1, slots, _SLOTS):
             chunk = self.found.slots([0, *range(start, min(start + _SLOTS, slots))])
             pieces = self.reader.stream(chunk, layer)
@@ -197,18 +215,27 @@ class PromptTrace:
         """What the other tokens would ask with: their streams read by this head's query weights."""
         return self.reader.read(chunk, self.head, "query", pieces, at=chunk.at("key"))
 
+    @cached_property
+    def _marginals(self) -> dict[str, Float[Tensor, " c"]]:
+        q = self._projected(self._turned("query", self.parts["query"]))
+        if self.head.layer in self.reader.held:
+            weighted = self._pushed["weighted"]
+            return {"query": q @ weighted.sum(0) * self.scale, "key": weighted @ q.sum(0) * self.scale}
+        keys = self.captured.k[0, self.captured.kv_of_head[self.column]]
+        by_key = key_marginals(self.reader, self.found, self.head, self._query(), self.weights * self.scale)
+        return {"query": q @ (self.weights @ keys) * self.scale, "key": by_key}
+
     def marginals(self) -> dict[str, Float[Tensor, " c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""
-        q = self._turned("query", self.parts["query"])
-        q = q if self.projector is None else q @ self.projector.to(q)
-        weighted = self.parts["weighted"]
-        return {"query": q @ weighted.sum(0) * self.scale, "key": weighted @ q.sum(0) * self.scale}
+        return self._marginals
 
     def pairs(self) -> Float[Tensor, "c c"]:
         """The same for pairs of a query writer and a key writer."""
-        q = self._turned("query", self.parts["query"])
-        q = q if self.projector is None else q @ self.projector.to(q)
-        return q @ self.parts["weighted"].T * self.scale
+        q = self._projected(self._turned("query", self.parts["query"]))
+        return q @ self._pushed["weighted"].T * self.scale
+
+    def _projected(self, q: Tensor) -> Tensor:
+        return q if self.projector is None else q @ self.projector.to(q)
 
     @property
     def error(self) -> float:
