@@ -191,7 +191,8 @@ class EdgeRows:
         return self.measure(q, self.keys()[None] - moved)
 
     def measure(self, q: Float[Tensor, "x n d"], k: Float[Tensor, "x n k d"]) -> Float[Tensor, "x n m"]:
-        """`METRICS` with other queries and other named keys in the rows."""
+        """`METRICS` with other queries and other named keys in the rows; the first token's key stays, named or not."""
+        k = torch.where((self.named == self.first[:, None])[..., None], self.keys(), k)
         scale = float(torch.as_tensor(self.rows.scale).flatten()[0])
         products = torch.einsum("xnd,ntd->nxt", q, self.rows.k[:, 0]) * scale
         at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale

@@ -167,8 +167,12 @@ class _Sums:
 
 
 def _shown(rows: HeadRows, side: Side) -> Tensor:
-    """1 at every place of a side that counts."""
-    return torch.ones_like(rows.signs[:, :1]) if side == "query" else (rows.signs != 0).long()
+    """1 at every place of a side that counts: of keys, those named; the first token only where no other is."""
+    if side == "query":
+        return torch.ones_like(rows.signs[:, :1])
+    named = rows.signs != 0
+    later = named & (rows.found.columns[:, 1:] != rows.first()[:, None])
+    return torch.where(later.any(1, keepdim=True), later, named).long()
 
 
 def _bank(rows: HeadRows, seed: int, address: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.prompts import cluster_of
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.pick import Capture
@@ -68,6 +69,11 @@ class HeadRows:
         plain = edge_rows(self.found.captured, self.head, self.found.columns[:, 1:], self.signs)
         return replace(plain, dq=away["query"][:, :, 0], dk=away["key"], projector=self.projector)
 
+    def first(self) -> Int[Tensor, " n"]:
+        """The column of each prompt's first token."""
+        assert self.found.captured is not None
+        return self.found.captured.key_mask.int().argmax(1)  # padding stands before it, or behind the prompt
+
     @torch.no_grad()
     def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n p d"]:
         """What the head makes of other streams at the places of a side, its norms recomputed, rotation put on."""
@@ -105,10 +111,10 @@ def is_head(writer: str) -> bool:
 
 
 def words_of(units: Sequence[Unit]) -> list[str]:
-    """What prompts share that ask alike: the word each unit asks for, or the unit itself where none is marked."""
+    """What prompts share that ask alike: the word each unit asks for, or its cluster where none is marked."""
     asked = [unit[0].roles.get(ASKED) for unit in units]
     if any(span is None for span in asked):
-        return [f"prompt {i}" for i in range(len(units))]
+        return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
     return [unit[0].piece(span) for unit, span in zip(units, asked, strict=True) if span is not None]
 
 
