@@ -118,6 +118,26 @@ def test_swaps_go_on_where_they_died_and_say_their_draws(scope, monkeypatch, tmp
     assert other["random_lexical"]["fell"] != rows["random_lexical"]["fell"]
 
 
+@pytest.mark.parametrize("head", ["L1H0", "all"])
+def test_traces_go_on_where_they_died(scope, monkeypatch, tmp_path, head):
+    def run(job):
+        return qk.trace(scope, qk.tasks.induction(8), head, 40, draws=3, batch_size=8, progress=False, job=job)
+
+    resumed, whole = stopped_and_whole(run, monkeypatch, tmp_path, (1, 3, 4) if head == "L1H0" else (1, 2))
+    assert alike(resumed.to_json(), whole.to_json())
+    assert resumed.arrays.keys() == whole.arrays.keys()
+
+
+def test_a_trace_of_texts_goes_on_where_it_died(scope, monkeypatch, tmp_path):
+    texts = [unit[0].text for unit in qk.tasks.induction(8).draw("fit", "answer", 60)]
+
+    def run(job):
+        return qk.trace(scope, texts, "all", 30, progress=False, job=job)
+
+    resumed, whole = stopped_and_whole(run, monkeypatch, tmp_path, (1, 2))
+    assert alike(resumed.to_json(), whole.to_json())
+
+
 def test_an_interval_of_swaps_is_by_word_and_of_one_word_there_is_none(scope):
     task = qk.tasks.binding(5)
     fit = qk.decompose(scope, task, "L1H0", n=48, contrasts=["lexical"], progress=False)
@@ -212,7 +232,7 @@ def test_what_was_found_is_printed_before_it_is_written(tmp_path, capsys, monkey
     assert not (tmp_path / "out" / ".work").exists()
 
 
-@pytest.mark.parametrize("verb", ["discover", "atlas"])
+@pytest.mark.parametrize("verb", ["discover", "trace", "atlas"])
 def test_a_killed_run_ends_with_the_results_of_one_left_alone(verb, tmp_path):
     """``python tests/kills.py 20`` kills more often."""
     assert max(survive(verb, 1, 1, tmp_path), default=0.0) < 60

@@ -129,7 +129,7 @@ def merge(
 
     first = folders[0] / RESULTS  # a shard of a fit has no results yet
     if first.is_file() and str(read_json(first).get("experiment", "")).startswith("trace/"):
-        from qkscope.analyses.trace.trace import merge_traces
+        from qkscope.analyses.trace.result import merge_traces
         from qkscope.page.report import write_report
 
         check_folder(out, "trace")

@@ -203,6 +203,16 @@ def _spread(rows: Rows) -> Rows:
     return [own[place] for place in sorted(places)]
 
 
+def _first_writers(rows: Rows) -> Rows:
+    """The first writers of each head and side, as many of each as there is room for."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for row in rows:
+        found.setdefault((row["head"], row["side"]), []).append(row)
+    most = max(MOST_ROWS // max(len(found), 1), 1)
+    order = sorted(found, key=lambda of: of[1])  # keys first; heads stay in their order
+    return [row for of in order for row in found[of][:most]]
+
+
 _SWAPPED = (
     "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
     "interval; random, key_pca: as many other directions."
@@ -222,7 +232,7 @@ VIEWS: Mapping[str, Sequence[View]] = {
             "writers",
             {"head?": "head", "side": "side", "writer": "writer", "value": ("value", "low", "high"), "share": "share"},
             "value: what this writer gives to the logit of the right key over the others, 95% interval by word.",
-            lambda rows: [row for side in ("key", "query") for row in [r for r in rows if r["side"] == side][:5]],
+            _first_writers,
         ),
     ],
     "heads": [View(

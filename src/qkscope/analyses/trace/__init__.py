@@ -6,6 +6,7 @@ Its files, in reading order:
 - ``rows``: a batch of prompts as rows of one head, split among writers
 - ``choose``: what is learned on the words for choosing: means, and several orders of writers
 - ``edges``: edges cut and kept on other words; writers and pairs with their intervals
+- ``result``: the answer in words, and shards added up
 - ``tally``: sums by word, that merge and give intervals
 - ``whole``: whole heads taken out of the running model
 - ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut

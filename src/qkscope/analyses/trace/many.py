@@ -16,7 +16,7 @@ from torch import Tensor
 from qkscope.analyses.discover.texts import text_examples
 from qkscope.analyses.prompts import batches_of, made_from
 from qkscope.analyses.trace.edges import writer_rows
-from qkscope.analyses.trace.rows import SIDES, answer_signs, words_of
+from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
 from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
@@ -31,7 +31,6 @@ from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task, Unit
 
-ATTENDED = 0.05
 SHOWN = 5  # writers of each side in the table
 _TEXTS = 8  # texts run together: every token's writers are held
 
@@ -60,7 +59,8 @@ def trace_many(
         units, chat, rows_of, name = [(example,) for example in examples], False, _most_attended, "text"
         words = [f"text {i}" for i in range(len(units))]
         about = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
-    job.begin(scope, list(units), verb="trace", heads=[str(h) for h in heads], seed=seed, batch_size=batch_size)
+    asked = {"heads": [str(h) for h in heads], "seed": seed, "batch_size": batch_size, "chat": chat}
+    job.begin(scope, list(units), verb="trace", **asked)
     tallies = {head: Tally() for head in heads}
     run = _runner(reader, units, words, rows_of, chat)
     for piece in job.stream("writers", batches_of(units, batch_size), run, progress):

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
-from qkscope.analyses.trace.rows import SIDES, writer_layers
+from qkscope.analyses.trace.rows import ATTENDED, SIDES, writer_layers
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.scope import Scope
@@ -28,7 +28,6 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.writers import draw_alike, first_by
 
-ATTENDED = 0.05
 CUTS = (1, 2, 3, 5)
 _SLOTS = 256  # tokens whose writers are held at once
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qkscope.analyses.trace.edges import says_cancels
-from qkscope.analyses.trace.one import ATTENDED, Asked, PromptTrace
-from qkscope.analyses.trace.rows import SIDES
+from qkscope.analyses.trace.one import Asked, PromptTrace
+from qkscope.analyses.trace.rows import ATTENDED, SIDES
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader, Recorded

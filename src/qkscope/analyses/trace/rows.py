@@ -20,6 +20,8 @@ from qkscope.maths.writers import EdgeRows, WriterSplit, relative_weights
 from qkscope.tasks.task import ANSWER, ASKED, Unit
 
 SIDES: tuple[Side, Side] = ("query", "key")
+ATTENDED = 0.05
+"""A key with less attention than this is said to be unattended before anything is traced to it."""
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash, with_notes
+from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
 from qkscope.analyses.trace.choose import Chosen, choose_writers
-from qkscope.analyses.trace.edges import DRAWS, Asked, EdgeTest, says_cancels, tables_of
+from qkscope.analyses.trace.edges import DRAWS, EdgeTest
 from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.many import trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
+from qkscope.analyses.trace.result import Trace, trace_result
 from qkscope.analyses.trace.rows import SIDES, answer_signs, task_rows, words_of
 from qkscope.analyses.trace.sources import sources_of
 from qkscope.analyses.trace.tally import Tally
@@ -32,26 +32,13 @@ from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.kinds import Count, Natural, checked_call
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import first_by, relative_weights
 from qkscope.runs.job import Job
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
 
 _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
-
-ATTENDED = 0.05
-"""A key with less attention than this is said to be unattended before anything is traced to it."""
-
-
-@checked_class
-@dataclass(frozen=True)
-class Trace(Result):
-    """Writers of queries and keys, with the edges cut and kept."""
-
-    main = "writers"
 
 
 @checked_call
@@ -208,7 +195,7 @@ def _trace_task(
         "heads": [str(h) for h in heads], "trace_seed": options.seed, "whole": options.whole,
         "examples": units_hash([*choosing, *units]),
     }  # fmt: skip
-    return _result(asked, tallies, more, about, options.seed, task.name)
+    return trace_result(asked, tallies, more, about, options.seed, task.name)
 
 
 def _sources(
@@ -266,116 +253,3 @@ def _tested(
         for head, tally in tallies.items():
             tally.merge(Tally(**piece[str(head)]))
     return tallies
-
-
-def _result(
-    asked: Mapping[Head, Asked],
-    tallies: Mapping[Head, Tally],
-    more: Mapping[str, list[dict[str, Any]]],
-    about: Mapping[str, Any],
-    seed: int,
-    task: str,
-) -> Trace:
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for head, own in asked.items():
-        for name, rows in tables_of(own, tallies[head], about["draws"]).items():
-            tables.setdefault(name, []).extend(rows)
-    tables |= {name: rows for name, rows in more.items() if rows}
-    kept = {
-        str(head): {
-            "writers": own.writers,
-            "pairs": own.pairs,
-            "counts": tallies[head].counts,
-            "largest": tallies[head].largest,
-        }
-        for head, own in asked.items()
-    }
-    arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
-    return Trace(
-        experiment=f"trace/{task}",
-        answer=with_notes(" ".join(_answer(str(head), tables) for head in asked), about),
-        tables=tables,
-        arrays=arrays,
-        model=about["model"],
-        seed=seed,
-        provenance=provenance(**about, tally=kept),
-    )
-
-
-def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
-    check = next(row for row in tables["check"] if row["head"] == head)
-    said = {side: _first_writers(head, side, tables["writers"]) for side in ("key", "query")}
-    edges = {
-        (row["kind"], row["by"]): row
-        for row in tables["edges"]
-        if row["head"] == head
-        and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
-        and (row["replaced"], row["norms"]) == ("mean", "held")
-    }
-    before = check["accuracy"]
-    text = (
-        f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
-        f" keys in {before:.0%} of {check['n']} prompts."
-    )
-    if check["attention"] < ATTENDED:
-        text = f"{head} gives its right key only {check['attention']:.1%} of its attention: there is little to trace."
-    text += f" Its key is written by {said['key']}, its query by {said['query']}."
-    text += says_cancels([row for row in tables["writers"] if row["head"] == head])
-    cut, beside = edges.get(("cut", "share")), edges.get(("cut", "random"))
-    if cut and beside:
-        text += (
-            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
-            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
-        )
-    keep = edges.get(("keep", "share"))
-    if keep:
-        over = ", which overshoots" if keep["overshoots"] else ""
-        text += (
-            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
-            f" the logit{over}."
-        )
-    return text
-
-
-def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
-    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != "bias"][:count]
-    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
-
-
-_SAME = ("weights", "tokenizer", "dtype", "task", "task_seed", "asked", "examples", "heads", "n", "batch_size", "draws",
-         "feature", "trace_seed", "whole")  # fmt: skip
-
-
-def merge_traces(folders: Sequence[str | Path]) -> Trace:
-    """The shards of one trace, added up: what one process would have found, to rounding.
-
-    Parameters
-    ----------
-    folders : that ``qkscope trace --shard`` wrote.
-    """
-    shards = [Result.read(folder) for folder in folders]
-    first = shards[0].provenance
-    tallies: dict[Head, Tally] = {}
-    for folder, shard in zip(folders, shards, strict=True):
-        if not shard.experiment.startswith("trace/") or "tally" not in shard.provenance:
-            raise BadInput(f"{folder} is no shard of a trace of a task: name folders that trace --shard wrote.")
-        differs = [name for name in _SAME if shard.provenance.get(name) != first.get(name)]
-        if differs:
-            raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
-        for name, kept in shard.provenance["tally"].items():
-            own = Tally.of_arrays(name, shard.arrays, kept["counts"], kept["largest"])
-            tallies.setdefault(Head.parse(name), Tally()).merge(own)
-    of = first["shard"][1]
-    missing = set(range(of)) - {shard.provenance["shard"][0] for shard in shards}
-    if missing or len(shards) != of:
-        raise BadInput(
-            f"{of} shards make this trace, and {len(shards)} are named, without {sorted(missing)}: name each once."
-        )
-    asked = {
-        Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
-        for name, kept in first["tally"].items()
-    }
-    names = ("whole", "sources", "graph", "prompt")  # the first shard's
-    more = {name: [row for shard in shards for row in shard.tables.get(name, ())] for name in names}
-    task = shards[0].experiment.partition("/")[2]
-    return _result(asked, tallies, {k: [dict(r) for r in v] for k, v in more.items()}, first, shards[0].seed, task)

@@ -1,0 +1,142 @@
+"""The result of a trace of a task: its answer in words, and shards added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkscope.analyses.prompts import with_notes
+from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
+from qkscope.analyses.trace.rows import ATTENDED
+from qkscope.analyses.trace.tally import Tally
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.kinds import checked_class
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+
+
+@checked_class
+@dataclass(frozen=True)
+class Trace(Result):
+    """Writers of queries and keys, with the edges cut and kept."""
+
+    main = "writers"
+
+
+def trace_result(
+    asked: Mapping[Head, Asked],
+    tallies: Mapping[Head, Tally],
+    more: Mapping[str, list[dict[str, Any]]],
+    about: Mapping[str, Any],
+    seed: int,
+    task: str,
+) -> Trace:
+    """The tables of some heads from their tallies, the answer, and of a shard what another adds to it."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for head, own in asked.items():
+        for name, rows in tables_of(own, tallies[head], about["draws"]).items():
+            tables.setdefault(name, []).extend(rows)
+    tables |= {name: rows for name, rows in more.items() if rows}
+    kept = {
+        str(head): {
+            "writers": own.writers,
+            "pairs": own.pairs,
+            "counts": tallies[head].counts,
+            "largest": tallies[head].largest,
+        }
+        for head, own in asked.items()
+    }
+    shard = {"tally": kept} if about["shard"] != [0, 1] else {}
+    arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
+    return Trace(
+        experiment=f"trace/{task}",
+        answer=with_notes(" ".join(_answer(str(head), tables) for head in asked), about),
+        tables=tables,
+        arrays=arrays,
+        model=about["model"],
+        seed=seed,
+        provenance=provenance(**about, **shard),
+    )
+
+
+def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
+    check = next(row for row in tables["check"] if row["head"] == head)
+    said = {side: _first_writers(head, side, tables["writers"]) for side in ("key", "query")}
+    edges = {
+        (row["kind"], row["by"]): row
+        for row in tables["edges"]
+        if row["head"] == head
+        and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
+        and (row["replaced"], row["norms"]) == ("mean", "held")
+    }
+    before = check["accuracy"]
+    text = (
+        f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
+        f" keys in {before:.0%} of {check['n']} prompts."
+    )
+    if check["attention"] < ATTENDED:
+        text = f"{head} gives its right key only {check['attention']:.1%} of its attention: there is little to trace."
+    text += f" Its key is written by {said['key']}, its query by {said['query']}."
+    text += says_cancels([row for row in tables["writers"] if row["head"] == head])
+    cut, beside = edges.get(("cut", "share")), edges.get(("cut", "random"))
+    if cut and beside:
+        text += (
+            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
+            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
+        )
+    keep = edges.get(("keep", "share"))
+    if keep:
+        over = ", which overshoots" if keep["overshoots"] else ""
+        text += (
+            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
+            f" the logit{over}."
+        )
+    return text
+
+
+def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
+    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != "bias"][:count]
+    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
+
+
+_SAME = ("weights", "tokenizer", "dtype", "task", "task_seed", "asked", "examples", "heads", "n", "batch_size", "draws",
+         "feature", "trace_seed", "whole")  # fmt: skip
+
+
+def merge_traces(folders: Sequence[str | Path]) -> Trace:
+    """The shards of one trace, added up: what one process would have found, to rounding.
+
+    Parameters
+    ----------
+    folders : that ``qkscope trace --shard`` wrote.
+    """
+    if not folders:
+        raise BadInput("there are no shards to add up: name the folders that trace --shard wrote.")
+    shards = [Result.read(folder) for folder in folders]
+    made = [dict(shard.provenance.get("asked", {})) for shard in shards]
+    tallies: dict[Head, Tally] = {}
+    for folder, shard, own in zip(folders, shards, made, strict=True):
+        if not shard.experiment.startswith("trace/") or "tally" not in own:
+            raise BadInput(f"{folder} is no shard of a trace of a task: name folders that trace --shard wrote.")
+        differs = [name for name in _SAME if own.get(name) != made[0].get(name)]
+        if differs:
+            raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
+        for name, kept in own["tally"].items():
+            tally = Tally.of_arrays(name, shard.arrays, kept["counts"], kept["largest"])
+            tallies.setdefault(Head.parse(name), Tally()).merge(tally)
+    numbers, of = [own["shard"][0] for own in made], made[0]["shard"][1]
+    missing = sorted(set(range(of)) - set(numbers))
+    if sorted(numbers) != list(range(of)):
+        without = f", without {', '.join(f'{i}/{of}' for i in missing)}" if missing else ""
+        raise BadInput(f"{of} shards make this trace, and {len(shards)} are named{without}: name each once.")
+    asked = {
+        Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
+        for name, kept in made[0]["tally"].items()
+    }
+    names = ("whole", "sources", "graph", "prompt")  # the first shard's
+    more = {name: [dict(row) for shard in shards for row in shard.tables.get(name, ())] for name in names}
+    about = {name: value for name, value in made[0].items() if name != "tally"} | {"shard": [0, 1]}
+    return trace_result(asked, tallies, more, about, shards[0].seed, shards[0].experiment.partition("/")[2])
