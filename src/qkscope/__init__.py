@@ -39,6 +39,7 @@ _HOME = {
     "thin_svd": "qkscope.maths.bases",
     "trace": "qkscope.analyses.trace.trace",
     "view": "qkscope.explorer.opening",
+    "why": "qkscope.analyses.why.why",
     "write_report": "qkscope.page.report",
 }
 _ROOMS = ("tasks",)
@@ -46,7 +47,8 @@ _ROOMS = ("tasks",)
 __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
     "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention", "reproduce",
-    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "write_report",
+    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "why",
+    "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
     from qkscope.analyses.trace.trace import trace
+    from qkscope.analyses.why.why import why
     from qkscope.capture.families import list_families
     from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput

@@ -9,7 +9,7 @@ page is drawn from, in a folder if one is named. Files in reading order:
   shards merged).
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
-- Who wrote what a head matched on: ``trace/``.
+- Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``.
 - Features without labels: ``discover/`` (of some heads), `atlas` (of every head).
 - Who wrote a query and a key: ``trace/``.
 - Features from weights: `relative` (every head's singular basis, and one prompt's relative attention split over it),

@@ -93,7 +93,7 @@ def attribute(
     """
     start = time.perf_counter()
     head = scope.check(head)
-    chosen, space = _chosen(features, head)
+    chosen, space = features_of(features, head)
     for name, subspace in chosen.items():
         check_same_model(subspace.about, scope, f"feature {name!r}")
     if isinstance(prompt, Example) and len(prompt.queries) > 1:
@@ -145,7 +145,7 @@ def attribute(
     )
 
 
-def _chosen(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
+def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
     """The features of this head by name, and the space they were all fitted in."""
     if isinstance(features, Fit):
         return {name: features[name, head] for name in default_features(features.contrasts)}, features.space

@@ -3,7 +3,7 @@
 Nothing heavy is imported until a verb needs it, so that ``qkscope --help`` answers at once. Bad input is one sentence
 on stderr and exit code 2. In reading order: `shell` (the app, options that verbs share, how results are printed),
 `views` (what a verb shows of its tables), `layout` (a table as lines of text), then the verbs by their subject:
-`contrasts`, `tracing`, `discovery`, `weights`, `pages`, `toys`, `papers`, and `demo` (the main job).
+`asking`, `contrasts`, `tracing`, `discovery`, `weights`, `pages`, `toys`, `papers`, and `demo` (the main job).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, TextIO
 import typer
 
 from qkscope import __version__
-from qkscope.cli import contrasts, discovery, pages, papers, toys, tracing, weights  # noqa: F401  (verbs register themselves)
+from qkscope.cli import asking, contrasts, discovery, pages, papers, toys, tracing, weights  # noqa: F401  (verbs register themselves)
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput, Terminated, check_name_length
 from qkscope.runs.folder import plain_text

@@ -123,7 +123,7 @@ def in_words(seconds: float) -> str:
     """A time as one says it.
 
     >>> in_words(8.4), in_words(125), in_words(7300)
-    ('8 s', '2 min 5 s', '2 h 2 min')
+    ('8 s', '2 min 5 s', '2 h 1 min')
     """
     whole = round(seconds)
     if whole < 60:

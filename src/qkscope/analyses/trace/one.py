@@ -263,6 +263,22 @@ class PromptTrace:
         products = keys @ (rows.q[0, 0] - moved["query"]) * self.scale
         return rows.attention(products[None, None])[0, 0]
 
+    def key_parts(self, places: Sequence[int]) -> Float[Tensor, "k c d"]:
+        """Parts of some tokens' keys, before the rotation."""
+        found = self.found.slots([0, *(1 + place for place in places)])
+        return self.reader.read(found, self.head, "key")[0].transpose(0, 1)
+
+    def with_keys(self, moved: Mapping[int, Float[Tensor, " d"]]) -> Float[Tensor, " t"]:
+        """The attention row with vectors added to some keys, given before the rotation."""
+        found = self.found.slots([0, *(1 + place for place in moved)])
+        added = torch.stack(list(moved.values()))[None, None]
+        turned = self.reader.turn(found, self.head.layer, added, "key")[0, 0]
+        rows = self.captured.rows().of_head(self.column)
+        assert rows.kv_of_head is not None
+        keys = rows.k[0, rows.kv_of_head[0]].clone()
+        keys[list(moved)] += turned
+        return rows.attention((keys @ rows.q[0, 0] * self.scale)[None, None])[0, 0]
+
     def strongest(self, side: str, size: int) -> list[int]:
         """The writers with the largest parts, biases aside."""
         return first_by(self.marginals()[side], size)

@@ -1,0 +1,71 @@
+"""What matched: one relative logit, split in several ways, each with its rest, in the one table of every split.
+
+``by`` says which way: ``writers`` (of the key, of the query), ``singular`` (terms of the head's singular vectors), or
+``features`` (a fit's subspaces, in the paper's order). The parts of each way and side sum to the logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkscope.analyses.relative import singular_basis
+from qkscope.analyses.trace.one import PromptTrace
+from qkscope.errors import BadInput
+from qkscope.maths.attribution import SplitSide, part_name, split_query, split_rows
+from qkscope.maths.singular import singular_coordinates
+from qkscope.maths.subspace import Subspace
+
+SHOWN = 8  # parts of each split that are named; the others are its rest
+REST = "rest"
+
+
+def part_rows(one: PromptTrace, features: Mapping[str, Subspace] | None = None) -> list[dict[str, Any]]:
+    """The table ``parts`` of one head, query and key."""
+    made = []
+    for side, values in one.marginals().items():
+        made += _rows(one, "writers", dict(zip(one.writers, values.tolist(), strict=True)), side)  # type: ignore[arg-type]
+    terms = singular_terms(one)
+    if terms is not None:
+        made += _rows(one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both")
+    if features:
+        made += _rows(one, "features", _featured(one, features), "query", shown=len(features) + 1)
+    return made
+
+
+def singular_terms(one: PromptTrace) -> list[float] | None:
+    """Terms of the relative logit along the head's singular vectors; None where its weights cannot be read."""
+    layer = one.head.layer
+    if one.reader.holds(layer):
+        return None
+    try:
+        basis = singular_basis(one.reader.scope, [one.head])
+    except BadInput:
+        return None
+    weighted = one.reader.turn(one.found, layer, one.parts["weighted"].sum(0)[None, None, None], "query", back=True)
+    q, difference = one.parts["query"].sum(0)[None, None].double(), weighted[0, 0].double()[None]
+    alpha, gamma = singular_coordinates(basis.read.double(), q.cpu() - basis.c_Q.double(), difference.cpu())
+    return (one.scale * alpha * gamma).flatten().tolist()
+
+
+def _featured(one: PromptTrace, features: Mapping[str, Subspace]) -> dict[str, float]:
+    ordered = sorted(features.items(), key=lambda item: item[1].rank)
+    q = one.captured.q[0, one.column].float()
+    weighted = one.parts["weighted"].sum(0).to(q)
+    bases: dict[str, Tensor] = {part_name(name): subspace.basis("query") for name, subspace in ordered}
+    return {name: float(part @ weighted) * one.scale for name, part in split_query(q, bases).items()}
+
+
+def _rows(
+    one: PromptTrace, by: str, values: Mapping[str, float], side: SplitSide, shown: int = SHOWN
+) -> list[dict[str, Any]]:
+    """The largest parts, and all others as one."""
+    order = sorted(values, key=lambda name: -abs(values[name]))
+    named = {name: torch.tensor([values[name]]) for name in order[:shown]}
+    total = torch.tensor([one.total])
+    named[REST] = total - sum(named.values())
+    rows = split_rows(one.head, one.asked.query, [one.key], total, named, side)
+    return [{**row, "by": by} for row in rows]

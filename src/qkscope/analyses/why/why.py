@@ -1,0 +1,299 @@
+"""Why: the question on the door, for any prompt, head and token, without any fit.
+
+The answer in a dozen lines: *where* the head looks, *what matched* (parts of the logit of this token over the others),
+*who wrote it*, *is it so* (cut and swapped on this very prompt, beside random writers), and *what it does* to the next
+token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qkscope.analyses.attribute import features_of
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.prompts import check_same_model
+from qkscope.analyses.trace.one import ATTENDED, PromptTrace
+from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.parts import REST, part_rows
+from qkscope.analyses.why.probe import Probe
+from qkscope.analyses.why.swaps import other_token, swap_row
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head
+from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.maths.subspace import Subspace
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+
+HEADS = 5
+_AWAY = 0.95  # with so much attention on the first token a head rests
+
+
+@checked_class
+@dataclass(frozen=True)
+class Why(Result):
+    """The answer: in words (`str`), in tables, and as a page."""
+
+    main = "attention"
+
+    def __str__(self) -> str:
+        return "\n".join([self.answer, *(f"  {row['line']}" for row in self.tables.get("said", ()))])
+
+
+@checked_call
+def why(
+    scope: Scope,
+    prompt: str | Example,
+    head: str | Head | None = None,
+    query: int | None = None,
+    key: int | None = None,
+    *,
+    features: Fit | Mapping[str, Subspace] | None = None,
+    chat: bool = False,
+    depth: Natural = 1,
+    draws: Count = 20,
+    seed: Natural = 0,
+    probe: Probe | None = None,
+) -> Why:
+    """Say why a head attended to a token of a prompt.
+
+    Parameters
+    ----------
+    scope : the model.
+    prompt : any text.
+    head : the head; without one, those that matter most for the next token are told, a line each.
+    query : the token that asks, by place (from the end where negative); the last one by default.
+    key : the token attended to; by default the one that the head attends to most besides the first.
+    features : a fit, or subspaces of this head by name, to split the logit by as well.
+    chat : whether the prompt goes into the chat template.
+    depth : levels of the graph of writers and what they read.
+    draws : random writers beside each cut and swap.
+    seed : of them.
+    probe : of this prompt, where there is one already, so that it is not run again.
+
+    Returns
+    -------
+    Why
+        ``tables["attention"]``, ``["parts"]``, ``["writers"]``, ``["cuts"]``, ``["swaps"]``, ``["output"]``,
+        ``["graph"]``; without a head ``["heads"]`` alone.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> found = qk.why(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:", "L1H0")
+    >>> found.tables["cuts"][0]["verdict"] in ("supported", "not here", "unattended")
+    True
+    """
+    start = time.perf_counter()
+    probe = Probe(scope, prompt, chat) if probe is None else probe
+    asked, _ = probe.run(query)
+    output = Output(probe.reader, asked)
+    if head is None:
+        if key is not None:
+            raise BadInput("a key is asked about with a head: name one, or leave the key out.")
+        told = _which_heads(probe, output)
+    else:
+        one = probe.head(head, query, key)
+        told = _one_head(one, output, _features(one, features, scope), depth, draws, seed)
+    answer, lines, tables = told
+    return Why(
+        experiment="why",
+        answer=answer,
+        tables={"said": [{"line": line} for line in lines], **tables},
+        model=scope.name,
+        seed=seed,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(
+            model=scope.name,
+            weights=scope.weights_hash,
+            tokenizer=scope.tokenizer_hash,
+            prompt=prompt if isinstance(prompt, str) else prompt.show(2000),
+            query=asked.query,
+            tokens=asked.tokens,
+        ),
+    )
+
+
+Told = tuple[str, list[str], dict[str, list[dict[str, Any]]]]
+
+
+def _features(one: PromptTrace, features: Any, scope: Scope) -> dict[str, Subspace]:
+    if features is None:
+        return {}
+    chosen, space = features_of(features, one.head)
+    if space != "post_rope":
+        raise BadInput(f"the features were fitted in {space}: why splits by features fitted in post_rope.")
+    for name, subspace in chosen.items():
+        check_same_model(subspace.about, scope, f"feature {name!r}")
+    return chosen
+
+
+def _one_head(
+    one: PromptTrace, output: Output, features: Mapping[str, Subspace], depth: int, draws: int, seed: int
+) -> Told:
+    parts = part_rows(one, features)
+    cuts = one.cut_rows(draws, seed)
+    other = other_token(one)
+    swaps = [swap_row(one, other, draws=draws, seed=seed)] if other is not None and cuts else []
+    pushed = output.rows(one)
+    drawn = one.graph(depth) if one.against else None
+    tables = {
+        "attention": one.token_rows(),
+        "parts": parts,
+        "writers": one.writer_rows(),
+        "cuts": cuts,
+        "swaps": swaps,
+        "output": pushed,
+        "graph": [] if drawn is None else drawn.rows,
+        "prompt": [] if drawn is None else drawn.prompt,
+        "check": [{"head": str(one.head), "sum_error": one.error, "logit": one.total}],
+    }
+    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *_is_it_so(cuts, swaps), _does(pushed)]
+    return _answer(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def _token(one: PromptTrace, i: int) -> str:
+    return f"{one.asked.tokens[i]!r} (token {i})"
+
+
+def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
+    attention, first = float(one.attention[one.key]), float(one.attention[0])
+    asking = f"{one.head} at {_token(one, one.asked.query)}"
+    if first > _AWAY and attention < ATTENDED:
+        return (
+            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here. Of the rest of its row,"
+            f" {_token(one, one.key)} has most, {attention:.1%}; what follows explains that logit, and no attention."
+        )
+    if attention < ATTENDED:
+        return f"{asking} does not attend to {_token(one, one.key)}: {attention:.1%} of its attention is there."
+    cut = _cut(cuts)
+    if cut is None:
+        return f"{asking} attends to {_token(one, one.key)} ({attention:.0%}): only the embedding writes before it."
+    moved = {"supported": "it is what it looks for", "not here": "that is not what holds it there"}[cut["verdict"]]
+    return (
+        f"{asking} attends to {_token(one, one.key)} ({attention:.0%}) for what {cut['writers'].replace(', ', ' and ')}"
+        f" wrote there: without that {cut['after']:.0%} is left, so {moved}."
+    )
+
+
+def _where(one: PromptTrace) -> str:
+    ranked = sorted((i for i in one.others), key=lambda i: -float(one.attention[i]))[:4]
+    keys = ", ".join(f"{one.asked.tokens[i]!r} {float(one.attention[i]):.0%}" for i in ranked)
+    return f"Where it looks: {keys}; the first token has {float(one.attention[0]):.0%}."
+
+
+_WAYS = (
+    ("writers", "key", "writers of the key"), ("writers", "query", "writers of the query"),
+    ("singular", "both", "singular vectors"), ("features", "query", "features"),
+)  # fmt: skip
+
+
+def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
+    said = []
+    for by, side, name in _WAYS:
+        own = [p for p in parts if p["by"] == by and p["side"] == side]
+        named = [p for p in own if p["part"] != REST][:3]
+        if named:
+            rest = 1 - sum(p["share"] for p in named)
+            said.append(f"{name}: {', '.join(_share(p) for p in named)}, rest {rest:.0%}")
+    others = len(one.against)
+    over = f"the mean of {others} others" if others > 1 else "the other"
+    return f"What matched: a logit of {one.total:.1f} over {over}. By {'; by '.join(said)}."
+
+
+def _share(part: Mapping[str, Any]) -> str:
+    return f"{part['part']} {part['share']:.0%}"
+
+
+def _written(one: PromptTrace, graph: Sequence[Mapping[str, Any]]) -> str:
+    """Which tokens the first writers of each side read."""
+    rows = {row["id"]: row for row in graph}
+    said = []
+    for side in ("key", "query"):
+        for row in [
+            r for r in graph if r["kind"] == "content" and r["side"] == side and r["writer"] not in (None, REST)
+        ]:
+            above = rows.get(row["parent"])
+            read = [r for r in graph if r["parent"] == row["id"] and r["writer"] is None and r["kind"] == "content"]
+            if above is None or above["kind"] != "root" or not read:
+                continue
+            token = max(read, key=lambda r: abs(r["share"]))
+            said.append(f"{row['writer']} ({side}) read {token['token']!r} (token {token['position']})")
+    return f"Who wrote it: {'; '.join(said)}." if said else ""
+
+
+def _cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
+    own = [row for row in cuts if row["side"] == side and row["k"] <= 2]
+    return max(own, key=lambda row: row["k"]) if own else None
+
+
+def _is_it_so(cuts: Sequence[Mapping[str, Any]], swaps: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for side in ("key", "query"):
+        cut = _cut(cuts, side)
+        if cut is not None:
+            lines.append(
+                f"Is it so: {cut['writers']} cut from the {side}: {cut['before']:.0%} to {cut['after']:.0%}"
+                f" ({cut['draws']} random ones of their layers: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
+                f" {cut['verdict']}."
+            )
+    for row in swaps:
+        lines.append(
+            f"Is it so: the same parts of the key exchanged with {row['other_token']!r} (token {row['other']}):"
+            f" attention there {row['other_before']:.0%} to {row['other_after']:.0%} (random at most"
+            f" {row['random_high']:.0%}): {row['verdict']}."
+        )
+    return lines
+
+
+def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
+    if not pushed:
+        return ""
+    best = pushed[0]
+    text = (
+        f"What it does: without this attention the next token {best['token']!r} goes from {best['before']:.1%} to"
+        f" {best['without_key']:.1%}"
+    )
+    if best["without_other"] is not None:
+        text += f" (without its next key: {best['without_other']:.1%})"
+    direct = [row for row in pushed if row["direct"] is not None]
+    if direct:
+        most = [best, *sorted(direct, key=lambda row: -row["direct"])][:3]
+        named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
+        text += f"; straight to the logits it gives {named}"
+    return text + "."
+
+
+# ---------------------------------------------------------------------- without a head
+
+
+def _which_heads(probe: Probe, output: Output) -> Told:
+    best = int(output.logits.argmax())
+    rows: list[dict[str, Any]] = []
+    found = [probe.head(head, output.query) for head in output.strongest_heads(HEADS)]
+    after = output.removed([(one.head, one.key) for one in found]).softmax(-1)
+    for one, changed in zip(found, after, strict=True):
+        pushed = output.direct(one.head)
+        rows.append({
+            "head": str(one.head), "key": one.key, "token": one.asked.tokens[one.key],
+            "attention": float(one.attention[one.key]), "first": float(one.attention[0]),
+            "direct": None if pushed is None else float(pushed[best]), "before": float(output.chances[best]),
+            "without_key": float(changed[best]),
+        })  # fmt: skip
+    lines = [
+        f"{row['head']} looks at {row['token']!r} ({row['attention']:.0%}; first token {row['first']:.0%}), pushes"
+        f" {row['direct']:+.1f}; without it {row['without_key']:.1%}."
+        for row in rows
+    ]
+    answer = (
+        f"The next token after {output.asked.tokens[output.query]!r} is {output.token(best)!r}"
+        f" ({float(output.chances[best]):.1%}). The heads that push it most, one way or the other:"
+    )
+    return answer, lines, {"heads": rows}
