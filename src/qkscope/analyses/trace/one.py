@@ -179,6 +179,11 @@ class PromptTrace:
             kept[f"mean_{side}"] = mean_parts(self.reader, self.found, self.head, side, [1 + i for i in self._rest])[0]
         return kept
 
+    def weighted_keys(self) -> Float[Tensor, " d"]:
+        """The key less the mean of those it is compared with, as the dot product sees them."""
+        keys = self.captured.k[0, self.captured.kv_of_head[self.column]]
+        return self.weights.to(keys) @ keys
+
     @property
     def _rest(self) -> list[int]:
         """Tokens that a cut part takes its mean over."""
@@ -220,9 +225,8 @@ class PromptTrace:
         if self.head.layer in self.reader.held:
             weighted = self._pushed["weighted"]
             return {"query": q @ weighted.sum(0) * self.scale, "key": weighted @ q.sum(0) * self.scale}
-        keys = self.captured.k[0, self.captured.kv_of_head[self.column]]
         by_key = key_marginals(self.reader, self.found, self.head, self._query(), self.weights * self.scale)
-        return {"query": q @ (self.weights @ keys) * self.scale, "key": by_key}
+        return {"query": q @ self.weighted_keys() * self.scale, "key": by_key}
 
     def marginals(self) -> dict[str, Float[Tensor, " c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""

@@ -45,7 +45,7 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
         basis = singular_basis(one.reader.scope, [one.head])
     except BadInput:
         return None
-    weighted = one.reader.turn(one.found, layer, one.parts["weighted"].sum(0)[None, None, None], "query", back=True)
+    weighted = one.reader.turn(one.found, layer, one.weighted_keys()[None, None, None], "query", back=True)
     q, difference = one.parts["query"].sum(0)[None, None].double(), weighted[0, 0].double()[None]
     alpha, gamma = singular_coordinates(basis.read.double(), q.cpu() - basis.c_Q.double(), difference.cpu())
     return (one.scale * alpha * gamma).flatten().tolist()
@@ -54,7 +54,7 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
 def _featured(one: PromptTrace, features: Mapping[str, Subspace]) -> dict[str, float]:
     ordered = sorted(features.items(), key=lambda item: item[1].rank)
     q = one.captured.q[0, one.column].float()
-    weighted = one.parts["weighted"].sum(0).to(q)
+    weighted = one.weighted_keys().to(q)
     bases: dict[str, Tensor] = {part_name(name): subspace.basis("query") for name, subspace in ordered}
     return {name: float(part @ weighted) * one.scale for name, part in split_query(q, bases).items()}
 
