@@ -59,12 +59,21 @@ def test_merged_shards_are_what_one_process_finds(folders, monkeypatch, capsys, 
     assert merged["answer"] == whole["answer"]
     assert sum(row["n"] for row in whole["tables"]["check"]) == 48
     assert (tmp_path / "merged" / "report.html").is_file()
+    assert run(monkeypatch, "merge", *shards, "--out", tmp_path / "merged") == 0  # into a folder of its own, again
+    assert "qkscope view" in capsys.readouterr().out
 
 
 def test_a_shard_is_a_part_of_it(folders):
     rows = json.loads((folders / "s1" / "results.json").read_text())["tables"]
     assert {row["n"] for row in rows["check"]} == {8}
     assert "whole" not in rows  # the first shard's
+
+
+def test_the_same_command_again_writes_the_same(folders, monkeypatch):
+    before = (folders / "s2" / "results.json").read_text()
+    assert run(monkeypatch, "trace", *BASE, "--out", folders / "s2", "--shard", "2/3") == 0
+    first, again = json.loads(before), json.loads((folders / "s2" / "results.json").read_text())
+    assert close(first["tables"], again["tables"])
 
 
 def test_a_missing_or_doubled_shard_is_refused(folders, monkeypatch, capsys, tmp_path):

@@ -130,13 +130,14 @@ def merge(
     first = folders[0] / RESULTS  # a shard of a fit has no results yet
     if first.is_file() and str(read_json(first).get("experiment", "")).startswith("trace/"):
         from qkscope.analyses.trace.result import merge_traces
-        from qkscope.page.report import write_report
+        from qkscope.page.report import report_html
 
         check_folder(out, "trace")
         found = merge_traces(folders)
         shell.print_result(found, as_json, everything)
-        found.write(out)
-        write_report(out / "report.html", found)
+        found.write(out, files={"report.html": report_html([found])})
+        if not as_json:
+            shell.print_end(out, then=shell.command("view", out))
         return
     show = partial(shell.print_result, as_json=as_json, everything=everything)
     _write_page(run_merge(folders, out, show=show), as_json, out)

@@ -50,7 +50,7 @@ def trace(
         raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {feature!r}.")
     from qkscope.analyses.trace.trace import trace as run
     from qkscope.heads import parse_heads
-    from qkscope.page.report import write_report
+    from qkscope.page.report import report_html
     from qkscope.runs.folder import check_folder
     from qkscope.runs.job import Job
     from qkscope.runs.shards import parse_shard
@@ -76,8 +76,7 @@ def trace(
     with Job(out).hold() as job:
         result = run(scope, what, heads, n, job=job, **asked)
         shell.print_result(result, as_json, everything)
-        result.write(out)
-        write_report(out / "report.html", result)
+        result.write(out, files={"report.html": report_html([result])})
         job.clear()
     if not as_json:
         shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
