@@ -90,8 +90,9 @@ def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
     assert rows["L14H3"]["relation_rate"] > 0.3 > 3 * rows["L14H3"]["relation_chance"]
     assert rows["L17H5"]["relation"] == "what followed it"
     assert (rows["L18H8"]["verdict"], rows["L18H8"]["directions"]) == ("rests on the first token", 0)
-    (block,) = blocks_of(found)
-    assert block.kind == "atlas"
+    assert (rows["L17H5"]["key_writer"], rows["L17H5"]["query_writer"]) == ("L16H0", "M0")
+    block, reads = blocks_of(found)
+    assert (block.kind, reads.kind) == ("atlas", "reads")
     assert block.rows == plain_value(found.tables["atlas"])
     assert block.options["said"]["L14H3"]["relation"].startswith("an earlier copy (")
     assert set(block.options["examples"]) <= set(heads)

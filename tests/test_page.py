@@ -184,7 +184,7 @@ def nano():
 
 KINDS = {
     "heads": ["map"], "decompose": ["spectra"], "swap": ["swaps", "curve", "cloud"], "explain": ["tokens"],
-    "sparsity": [], "discover": ["cards", "curve"], "atlas": ["atlas"],
+    "sparsity": [], "discover": ["cards", "curve"], "atlas": ["atlas", "reads"],
 }  # fmt: skip
 
 

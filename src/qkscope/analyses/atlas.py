@@ -3,14 +3,16 @@
 A first pass carries the sums of all heads and a few null replicates each (`head_tests` pools them); a second one, over
 passages that the first has not seen, says how much of the logit those directions carry, what swapping the first two
 does, what the attended tokens are to the asking ones, and where the directions are strongest. Directions, not features:
-taking a head's directions apart is `discover`'s work.
+taking a head's directions apart is `discover`'s work. A third pass, over some of those passages with one query in each,
+says who wrote each head's keys and queries (`trace` says more of a head).
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,13 @@ from qkscope.analyses.discover.study import (
     untested_words,
 )
 from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts
+from qkscope.analyses.trace.many import first_writers, told
+from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
+from qkscope.capture.writers import Reader
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths import methods
@@ -38,6 +45,9 @@ from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
 _SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
+_TRACED = 32  # passages, one query each, on which writers are asked for
+_MUCH = 0.1  # share of a logit from which on a writer counts as read
+_FIRSTS = ("key_writer", "key_share", "query_writer", "query_share")
 
 
 @checked_class
@@ -113,10 +123,12 @@ def atlas(
     study.add("sums", examples[:cut], contrast)
     tested = study.rows("test", examples[cut:], 4)
     tables = _tables(Findings.of(study, contrast, head_tests(contrast), tested))
+    firsts, tables["reads"], refused = _reads(study, examples[cut:])
+    tables["atlas"] = [row | firsts[row["head"]] for row in tables["atlas"]]
     used = {"queries": queries, "length": length, "skip": skip, "replicates": replicates}
     return Atlas(
         experiment="atlas",
-        answer=_answer(tables["atlas"]),
+        answer=_answer(tables["atlas"]) + (_read_words(tables["reads"]) if refused is None else f" {refused}"),
         tables=tables,
         model=scope.name,
         seed=seed,
@@ -137,6 +149,47 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"In {above} of {counted(len(rows), 'head')} queries and the keys they attend to go together more than when "
         f"passages are shuffled (false-discovery rate 5%).{most}{untested_words(rows)}"
+    )
+
+
+def _reads(
+    study: Study, examples: Sequence[Example]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], str | None]:
+    """Each head's first writers, the largest few of each side, and why there are none where a model has no such split.
+
+    ``traced`` counts the passages in which a head gives one token besides the first 5% of its attention.
+    """
+    units = [(_one_query(example, study.options.seed),) for example in examples[:_TRACED]]
+    try:
+        reader = Reader(study.scope, study.heads)
+        found = told(reader, first_writers(reader, units, study.job, progress=study.options.progress))["tables"]
+    except BadInput as error:
+        nothing: dict[str, Any] = {**dict.fromkeys(_FIRSTS), "traced": 0}
+        return {str(head): nothing for head in study.heads}, [], f"Who wrote keys and queries is not said: {error}"
+    counts = {row["head"]: row["n"] for row in found["heads"]}
+    firsts = {row["head"]: {name: row[name] for name in _FIRSTS} | {"traced": row["n"]} for row in found["heads"]}
+    reads = [
+        {"reader": row["head"], "side": row["side"], "writer": row["writer"], "share": row["share"],
+         "n": counts[row["head"]]}
+        for row in found["writers"]
+    ]  # fmt: skip
+    return firsts, reads, None
+
+
+def _one_query(example: Example, seed: int) -> Example:
+    drawn = derived_seed(seed, "traced", example.cluster) % len(example.queries)
+    return replace(example, queries=example.queries[drawn : drawn + 1])
+
+
+def _read_words(reads: Sequence[Mapping[str, Any]]) -> str:
+    """The head that has a good part of the keys of most others."""
+    keys = [row for row in reads if row["side"] == "key" and row["share"] >= _MUCH and is_head(row["writer"])]
+    if not keys:
+        return ""
+    writer, count = Counter(row["writer"] for row in keys).most_common(1)[0]
+    return (
+        f" The head that most others read is {writer}: a tenth or more of the logit at {counted(count, 'head')} comes "
+        "from what it wrote into their keys."
     )
 
 

@@ -178,6 +178,7 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"head", "contrast", "component", "value", "null_median", "null_high", "kept"}, _spectra),
     ({"head", "directions", "features", "mass", "logit_share", "diagonal", "verdict"}, discovered.cards),
     ({"head", "layer", "index", "directions", "mass", "logit_share", "carried", "verdict"}, discovered.atlas),
+    ({"reader", "side", "writer", "share", "n"}, discovered.reads),
     ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, _graph),
 )  # fmt: skip
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
@@ -185,6 +186,6 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
 SCRIPTS = {
     "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
     "cards": ["spectra.js", "cards.js"], "atlas": ["map.js", "cards.js", "atlas.js"], "cloud": ["cloud.js"],
-    "graph": ["graph.js"],
+    "graph": ["graph.js"], "reads": ["reads.js"],
 }  # fmt: skip
 """What draws each kind of block."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from qkscope.analyses.discover.rows import relation_words
 from qkscope.analyses.discover.study import counted, share_words
+from qkscope.heads import Head
 from qkscope.page.block import Block, Row, Tables, number
 
 _PASSAGE = ("text", "query_start", "query_stop", "key_start", "key_stop")
@@ -104,10 +105,36 @@ def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     yield Block("atlas", "Every head", words, rows, options, name, leads=True)
 
 
+def reads(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """Which head reads what which other wrote."""
+    later = [row for row in rows if Head.parse(row["reader"]).layer > 0]
+    passages = max((row["n"] for row in later), default=0)
+    words = (
+        "Heads read what earlier parts of the model wrote: heads, MLPs and the embedding. The logit by which a head's "
+        "most attended token (the first aside) leads the others is a sum over those who wrote its key, and also over "
+        "those who wrote its query. A column is a reading head, a line a writer; a mark is as large as the writer's "
+        "share of that sum, and the five largest of each head are drawn. Marks in a line: many read this writer "
+        "(readers: heads of whose logit it has a tenth or more). Means over passages in which that token gets 5% of "
+        f"the head's attention, at most {passages}; point at a mark for how many, as few give a loose share. Having "
+        "written is not yet being needed: qkscope trace tests that. Heads of the first layer read the embedding alone "
+        "and are not drawn. Click a mark to see its reader alone."
+    )
+    if later:
+        yield Block("reads", "Who reads whom", words, later, table=name)
+
+
 def _facts(row: Row) -> str:
     return (
         f"Queries and keys: {row['verdict']} (q {number(row.get('q'), '.2g')}, z {number(row.get('z'), '.1f')}). "
         f"{number(row['mass'], '.0%')} of its attention is off the first token, "
-        f"{number(row.get('top_weight'), '.0%')} of that on one key. "
+        f"{number(row.get('top_weight'), '.0%')} of that on one key. {_written(row)}"
         f"To take it apart: qkscope discover … --heads {row['head']}"
     )
+
+
+def _written(row: Row) -> str:
+    """Its first writers; nothing where they are not known."""
+    if not row.get("traced"):
+        return ""
+    sides = [f"{row[f'{side}_writer']} ({number(row[f'{side}_share'], '.0%')})" for side in ("key", "query")]
+    return f"First writer of its keys: {sides[0]}, of its queries: {sides[1]} ({counted(row['traced'], 'passage')}). "

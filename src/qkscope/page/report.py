@@ -35,6 +35,7 @@ _HERE = Path(__file__).parent
 _ROWS = 200  # of a table written out; the chart's and the folder's data are whole
 _HEIGHTS = {
     "map": 420, "swaps": 720, "curve": 460, "tokens": 480, "spectra": 640, "cards": 760, "atlas": 1400, "cloud": 740,
+    "reads": 1000,
 }  # fmt: skip
 """Pixels of a chart in a notebook, until it says how many it takes."""
 _GROWS = (

@@ -6,7 +6,7 @@ sees; a prompt where even that one has under 5% of the attention does not count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from qkscope.analyses.discover.texts import text_examples
 from qkscope.analyses.prompts import batches_of, made_from
 from qkscope.analyses.trace.edges import writer_rows
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
-from qkscope.analyses.trace.tally import Tally
+from qkscope.analyses.trace.tally import Tally, WordSums
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.marginals import marginals
@@ -32,7 +32,8 @@ from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task, Unit
 
 SHOWN = 5  # writers of each side in the table
-_TEXTS = 8  # texts run together: every token's writers are held
+TEXTS = 8  # texts run together: every token's writers are held
+_GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
 def trace_many(
@@ -42,74 +43,82 @@ def trace_many(
     n: int,
     *,
     seed: int = 0,
-    batch_size: int = _TEXTS,
+    batch_size: int = TEXTS,
     progress: bool | None = None,
     job: Job | None = None,
 ) -> dict[str, Any]:
     """Fields of a `Trace`: its tables ``heads``, ``writers`` and ``check``."""
     reader, job = Reader(scope, heads), job or Job()
     if isinstance(what, Task):
-        units, chat, about = what.choose(n), what.chat, made_from(scope, what)
-        words, rows_of, name = words_of(units), _named, what.name
+        units, chat, about, name = what.choose(n), what.chat, made_from(scope, what), what.name
     else:
         order = torch.randperm(len(what), generator=torch.Generator().manual_seed(derived_seed(seed, "texts")))
         examples = text_examples(scope, [what[i] for i in order.tolist()[:n]], queries=1, seed=seed)
         if not examples:
             raise BadInput("no text is long enough to ask in: give longer ones.")
-        units, chat, rows_of, name = [(example,) for example in examples], False, _most_attended, "text"
-        words = [f"text {i}" for i in range(len(units))]
+        units, chat, name = [(example,) for example in examples], False, "text"
         about = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
     asked = {"heads": [str(h) for h in heads], "seed": seed, "batch_size": batch_size, "chat": chat}
     job.begin(scope, list(units), verb="trace", **asked)
-    tallies = {head: Tally() for head in heads}
-    run = _runner(reader, units, words, rows_of, chat)
-    for piece in job.stream("writers", batches_of(units, batch_size), run, progress):
-        for head, tally in tallies.items():
-            tally.merge(Tally(**piece[str(head)]))
+    run: Any = {"named": isinstance(what, Task), "chat": chat, "batch_size": batch_size, "progress": progress}
     return {
         "experiment": f"trace/{name}",
-        **_told(reader, tallies),
+        **told(reader, first_writers(reader, units, job, **run)),
         "model": scope.name,
         "seed": seed,
         "provenance": provenance(**about, n=len(units)),
     }
 
 
-Rows = Callable[[Reader, Encoding, Recorded], tuple[Float[Tensor, "n h k"], Float[Tensor, "n h"]]]
+def first_writers(
+    reader: Reader,
+    units: Sequence[Unit],
+    job: Job,
+    *,
+    named: bool = False,
+    chat: bool = False,
+    batch_size: int = TEXTS,
+    progress: bool | None = None,
+) -> dict[Head, Tally]:
+    """What each writer gives to the reader's heads, summed over prompts.
 
+    Parameters
+    ----------
+    reader : of the heads.
+    units : prompts of a task, or passages of text with one query each.
+    job : that has begun; what is done is kept in it.
+    named : whether keys are named, as a task does it; otherwise it is the most attended key.
+    chat : whether prompts go into the chat template.
+    batch_size : prompts run together.
+    progress : whether to say how far it is.
+    """
+    words = words_of(units) if named else [f"text {i % _GROUPS}" for i in range(len(units))]
+    sizes = {str(head): 2 + 2 * len(reader.writers(head.layer)) for head in reader.heads}
+    sums = WordSums(words, sizes)
 
-def _runner(
-    reader: Reader, units: Sequence[Unit], words: Sequence[str], rows_of: Rows, chat: bool
-) -> Callable[[list[int]], dict[str, Any]]:
-    def run(indices: list[int]) -> dict[str, Any]:
+    def run(indices: list[int]) -> None:
         encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
         unit_of = [i for i in indices for _ in units[i]]
-        places = encoded.places if rows_of is _named else encoded.everywhere()
-        found = reader.record(encoded.inputs, places)
-        weights, attention = rows_of(reader, encoded, found)
+        found = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
+        weights, attention = (_named if named else _most_attended)(reader, encoded, found)
         own = [words[unit_of[int(e)]] for e in encoded.example]
-        made: dict[str, Any] = {}
+        made = []
         for head, by_query, by_key in marginals(reader, found, weights):
             column = reader.heads.index(head)
-            used = (attention[:, column] >= ATTENDED) | (rows_of is _named)
             total = _totals(reader, found, head, weights[:, column])
             error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
             error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1)).clamp_min(1e-30)
-            tally = Tally()
-            values = {
-                "query": by_query,
-                "key": by_key,
-                "total": total[:, None],
-                "attention": attention[:, column, None],
-            }
-            kept = used.nonzero()[:, 0].tolist()
-            if kept:
-                mine = {name: value[kept] for name, value in values.items()}
-                tally.add([own[i] for i in kept], mine, error=float(error[kept].max()))
-            made[str(head)] = {"counts": tally.counts, "sums": tally.sums, "largest": tally.largest}
-        return made
+            values = torch.cat([total[:, None], attention[:, column, None], by_query, by_key], dim=1)
+            made.append((head, values, error, (attention[:, column] >= ATTENDED) | named))
+        for head, values, error, used in made:  # a batch is added whole, or not at all
+            sums.add(str(head), own, values, error, used)
 
-    return run
+    job.stream("writers", batches_of(units, batch_size), run, progress, sums.tensors())
+    return {
+        head: sums.tally(str(head), {"total": 1, "attention": 1, "query": writers, "key": writers})
+        for head in reader.heads
+        for writers in [len(reader.writers(head.layer))]
+    }
 
 
 def _totals(reader: Reader, found: Recorded, head: Head, weights: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
@@ -143,7 +152,8 @@ def _most_attended(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[
     return relative_weights(signs.flatten(0, 1)).unflatten(0, signs.shape[:2]), top.values
 
 
-def _told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
+def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
+    """The answer, and tables of all heads."""
     heads: list[dict[str, Any]] = []
     writers, check = [], []
     for head, tally in tallies.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkscope.maths.significance import clustered_bootstrap
@@ -83,3 +83,56 @@ class Tally:
             if name.startswith(f"{prefix} ")
         }
         return cls(dict(counts), sums, dict(largest))
+
+
+class WordSums:
+    """Sums by word of several heads at once, in tensors that are as large before the first prompt as after the last.
+
+    Parameters
+    ----------
+    words : all that will come.
+    sizes : of each head's vector, by its name.
+    """
+
+    def __init__(self, words: Sequence[str], sizes: Mapping[str, int]) -> None:
+        self.words = list(dict.fromkeys(words))
+        self._place = {word: i for i, word in enumerate(self.words)}
+        self._sums, self._counts, self._largest = (
+            {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+            for shapes in (
+                {name: (len(self.words), size) for name, size in sizes.items()},
+                {name: (len(self.words),) for name in sizes},
+                {name: (1,) for name in sizes},
+            )
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, for a job to keep."""
+        kinds = {"sum": self._sums, "count": self._counts, "error": self._largest}
+        return {f"{name} {kind}": value for kind, own in kinds.items() for name, value in own.items()}
+
+    def add(
+        self,
+        name: str,
+        words: Sequence[str],
+        values: Float[Tensor, "n v"],
+        error: Float[Tensor, " n"],
+        used: Bool[Tensor, " n"],
+    ) -> None:
+        """Take in the prompts of a batch that count for this head."""
+        used = used.cpu()
+        places = torch.tensor([self._place[word] for word in words])[used]
+        self._sums[name].index_add_(0, places, values.cpu().double()[used])
+        self._counts[name].index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
+        if len(places):
+            self._largest[name].clamp_(min=float(error.cpu()[used].max()))
+
+    def tally(self, name: str, columns: Mapping[str, int]) -> Tally:
+        """One head's, its vector cut into named columns."""
+        there = self._counts[name].nonzero()[:, 0].tolist()
+        parts = self._sums[name].split(list(columns.values()), dim=1)
+        return Tally(
+            {self.words[i]: float(self._counts[name][i]) for i in there},
+            {column: {self.words[i]: part[i] for i in there} for column, part in zip(columns, parts, strict=True)},
+            {"error": float(self._largest[name])} if there else {},
+        )
