@@ -14,8 +14,8 @@ from typing import Any
 from qkscope.analyses.clouds import clouds_of
 from qkscope.analyses.discover.study import counted
 from qkscope.heads import Head
-from qkscope.page import discovered
-from qkscope.page.block import Block, Row, Tables, number
+from qkscope.page import discovered, traced
+from qkscope.page.block import Block, Row, Tables
 from qkscope.runs.result import Result, plain_value
 
 _TOKEN = ("position", "token", "attention", "logit")
@@ -146,27 +146,6 @@ def _points(result: Result) -> Iterator[Block]:
         yield Block("cloud", "Keys and queries in the subspace", words, [], options, "clouds")
 
 
-# ---------------------------------------------------------------------- who wrote it
-
-
-def _graph(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """One picture for each logit that was followed down."""
-    for root in (row for row in rows if row["kind"] == "root"):
-        prompt = [row for row in tables.get("prompt", ()) if row["head"] == root["head"]]
-        key = next((row["token"] for row in prompt if row["position"] == root["towards"]), "the key")
-        unseen = " That is hardly any attention: what is drawn explains little." if root["attention"] < 0.05 else ""
-        words = (
-            f"{root['head']} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the "
-            f"others is {number(root['value'], '.1f')}.{unseen} Solid lines lead down to who wrote the query and the "
-            "key, to the tokens that these writers read, and to who wrote there, as wide as their share of the logit; "
-            "the rest is not drawn. Dashed lines lead to why a head looked where it did, which is a logit of its own "
-            "(main: writers with a fifth of it). Point at a place for its numbers; click it to follow it."
-        )
-        own = [row for row in rows if row["head"] == root["head"]]
-        title = f"Who wrote the query and the key of {root['head']}"
-        yield Block("graph", _titled(title, name, "graph"), words, own, {"prompt": prompt}, name, leads=True)
-
-
 # ---------------------------------------------------------------------- the lists
 
 TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = (
@@ -179,7 +158,8 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"head", "directions", "features", "mass", "logit_share", "diagonal", "verdict"}, discovered.cards),
     ({"head", "layer", "index", "directions", "mass", "logit_share", "carried", "verdict"}, discovered.atlas),
     ({"reader", "side", "writer", "share", "n"}, discovered.reads),
-    ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, _graph),
+    ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, traced.graph),
+    ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, traced.edges),
 )  # fmt: skip
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 

@@ -51,9 +51,10 @@ def trace_result(
     }
     shard = {"tally": kept} if about["shard"] != [0, 1] else {}
     arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
+    told = _answer if len(asked) == 1 else _in_short
     return Trace(
         experiment=f"trace/{task}",
-        answer=with_notes(" ".join(_answer(str(head), tables) for head in asked), about),
+        answer=with_notes(" ".join(told(str(head), tables) for head in asked), about),
         tables=tables,
         arrays=arrays,
         model=about["model"],
@@ -95,6 +96,15 @@ def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
             f" the logit{over}."
         )
     return text
+
+
+def _in_short(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
+    """One head among several: its key's writers, and what is left without them."""
+    check = next(row for row in tables["check"] if row["head"] == head)
+    wanted = {"head": head, "side": "key", "kind": "cut", "by": "share", "replaced": "mean", "norms": "held", "k": 2}
+    cut = next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
+    left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    return f"{head}: key written by {_first_writers(head, 'key', tables['writers'])}{left}."
 
 
 def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:

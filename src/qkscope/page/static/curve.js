@@ -26,7 +26,8 @@
     return found;
   }
 
-  qk.charts.curve = (element, rows) => {
+  qk.charts.curve = (element, rows, options = {}) => {
+    const told = { axis: "dimensions swapped", value: "shift", of: "dimensions", ...options };
     const heads = [...new Set(rows.map((row) => row.head))],
       methods = [...new Set(rows.map((row) => row.method))],
       look = looks(methods),
@@ -43,6 +44,7 @@
           methods.filter((name) => shown.has(name)),
           look,
           Math.min(width, 560),
+          told,
         ),
       ),
     );
@@ -90,7 +92,7 @@
         }),
       );
   };
-  function lines(rows, methods, look, width) {
+  function lines(rows, methods, look, width, told) {
     const [left, right, top, bottom, height] = [40, 12, 10, 34, 240];
     const sizes = [...new Set(rows.map((row) => row.k))].sort((a, b) => a - b);
     rows = rows.filter((row) => methods.includes(row.method) && known(row.shift));
@@ -100,8 +102,8 @@
     const y = (value) => top + (height - top - bottom) * (1 - (value - low) / (high - low));
     const svg = draw(
       "svg",
-      { width, height, role: "img", "aria-label": "Shift against the number of dimensions swapped" },
-      draw("text", { class: "soft", x: left, y: height - 2 }, "dimensions swapped"),
+      { width, height, role: "img", "aria-label": `${told.value} against the number of ${told.of}` },
+      draw("text", { class: "soft", x: left, y: height - 2 }, told.axis),
     );
     for (const value of ticks(low, high, 4))
       svg.append(
@@ -144,10 +146,14 @@
             r: 9,
             fill: "transparent",
             ...pointed([
-              [`${qk.pretty(method)}, ${row.k} dimensions`],
-              ["shift", `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`],
-              ["right key", fixed(row.orig_after)],
-              ["target", fixed(row.target_after)],
+              [`${qk.pretty(method)}, ${row.k} ${told.of}`],
+              [told.value, `${fixed(row.shift)} [${fixed(row.low)}, ${fixed(row.high)}]`],
+              ...(known(row.orig_after)
+                ? [
+                    ["right key", fixed(row.orig_after)],
+                    ["target", fixed(row.target_after)],
+                  ]
+                : []),
             ]),
           }),
         );
