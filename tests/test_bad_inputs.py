@@ -19,6 +19,7 @@ from bad_inputs import CALLS, COMMANDS, write_files
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import merge
+from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Answers, Key
 from qkscope.nano.train import train_nano
@@ -60,7 +61,7 @@ def place(fits, model, tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(("arguments", "says"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
 def test_a_bad_command_gets_a_sentence(place, monkeypatch, capsys, arguments, says):
     before = sorted(place.rglob("*"))
-    takes_model = arguments[0] in ("heads", "decompose", "discover", "atlas", "sparsity", "svd")
+    takes_model = arguments[0] in ("heads", "decompose", "discover", "atlas", "sparsity", "svd", "trace")
     nowhere = ["--model", "/nowhere/model"] if takes_model and "--model" not in arguments else []
     monkeypatch.setattr(
         sys, "argv", ["qkscope", *arguments, *nowhere]
@@ -93,6 +94,10 @@ def names(model, tmp_path_factory) -> dict[str, object]:
     scope.name = "MODEL"
     other = Scope.load(write_tiny_llama(tmp_path_factory.mktemp("other") / "model", seed=1), device="cpu")
     texts = [f"The hat is in Box {a} . The jam is in Box {b} . The hat" for a in "ABCDEF" for b in "ABCDEF"]
+    options = {"contrasts": ["order"], "batch_size": 8}
+    pre = qk.decompose(scope, task, "L1H3", 8, space="pre_rope", **options)["order", "L1H3"]
+    vocabulary = scope.model.config.vocab_size
+    jetmoe = Scope.from_model(tiny_model("jetmoe", vocab_size=vocabulary), scope.tokenizer, check=False)
     fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
@@ -101,6 +106,7 @@ def names(model, tmp_path_factory) -> dict[str, object]:
         "np": np, "other": other, "Key": Key, "Answers": Answers, "ranking": qk.find_heads(scope, task, 4),
         "own": qk.singular_basis(scope, ["L1H3"], cache=False), "texts": texts, "small": qk.Moments("L0H0", ["a"], 4),
         "q": torch.ones(2, 1, 4), "k": torch.ones(2, 1, 2, 4), "labels": {"a": torch.tensor([[1, -1], [1, -1]])},
+        "pre": pre, "narrow": qk.Subspace.from_delta(torch.eye(3)), "jetmoe": jetmoe,
         "train_retrieval": train_retrieval, "train_superposition": train_superposition, "train_nano": train_nano,
     }  # fmt: skip
 

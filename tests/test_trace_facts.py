@@ -14,6 +14,7 @@ from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.prompt import record_prompt
 from qkscope.analyses.trace.rows import task_rows
 from qkscope.capture.writers import Reader
+from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import METRICS, Edge, edge_masks
@@ -272,6 +273,16 @@ def test_each_query_of_a_prompt_counts(nano):
     found, plain = traced(nano, twice, "L1H0"), traced(nano, task, "L1H0")
     assert found.tables["check"][0]["n"] == 2 * N
     assert found.tables["check"][0]["logit"] == pytest.approx(plain.tables["check"][0]["logit"], rel=1e-5)
+
+
+@pytest.mark.parametrize("head", ["L1H0", "all"])
+def test_a_task_without_right_keys_is_refused(nano, head):
+    def draw(use, contrast, n):
+        return [(qk.Example.mark("hat : O jam : Z jam :", keys={"O": {"mine": 1}, "Z": {"mine": -1}}),)] * n
+
+    task = qk.tasks.Task("mine", {"mine": qk.tasks.Contrast("mine", "this / that")}, draw)
+    with pytest.raises(BadInput, match="its keys labelled answer, and this one has none"):
+        traced(nano, task, head)
 
 
 def test_one_prompt_is_enough_and_has_no_interval(nano):

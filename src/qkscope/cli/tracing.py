@@ -45,29 +45,29 @@ def trace(
     """
     if (prompt is None) == (not sources):
         raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
+    one = {"query": query, "key": key, "versus": versus}
+    if prompt is None and any(value is not None for value in one.values()):
+        raise BadInput("--query, --key and --versus are for one prompt: name it with --prompt.")
+    if n < 1 or depth < 0:
+        raise BadInput(f"--n is at least 1, but got {n}." if n < 1 else f"--depth is at least 0, but got {depth}.")
+    _check_heads(heads, feature)
     what = _what(sources or [], prompt, form, size, seed, chat)
-    if feature is not None and ":" not in feature:
-        raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {feature!r}.")
     from qkscope.analyses.trace.trace import trace as run
-    from qkscope.heads import parse_heads
     from qkscope.page.report import report_html
     from qkscope.runs.folder import check_folder
     from qkscope.runs.job import Job
     from qkscope.runs.shards import parse_shard
+    from qkscope.tasks.task import Task
 
     share = (0, 1) if shard is None else parse_shard(shard)
-    if shard is not None and (out is None or prompt is not None):
-        raise BadInput("--shard is for tasks, and leaves its part in a folder: name one with --out.")
-    if heads != "all":
-        parse_heads(heads)
+    if shard is not None and (out is None or heads == "all" or not isinstance(what, Task)):
+        raise BadInput("--shard is for a task and heads that are named, and leaves its part in a folder: name it all.")
     if out is not None:
         check_folder(out, "trace")
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"depth": depth, "whole": whole, "batch_size": batch_size, "seed": seed, "shard": share}
     if prompt is not None:
-        asked |= {"query": query, "key": key, "versus": versus, "chat": chat}
-    elif (query, key, versus) != (None, None, None):
-        raise BadInput("--query, --key and --versus are for one prompt: name it with --prompt.")
+        asked |= {**one, "chat": chat}
     if feature is not None:
         asked["feature"] = _feature(feature, heads, scope)
     if out is None:
@@ -80,6 +80,26 @@ def trace(
         job.clear()
     if not as_json:
         shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
+
+
+def _check_heads(heads: str, feature: str | None) -> None:
+    """What can be known of heads and a feature before a model is loaded."""
+    from qkscope.analyses.fit_folder import read_job
+    from qkscope.analyses.trace.trace import check_layers
+    from qkscope.heads import parse_heads
+
+    parsed = [] if heads == "all" else parse_heads(heads)
+    check_layers(parsed)
+    if feature is None:
+        return
+    folder, _, contrast = feature.rpartition(":")
+    if not folder:
+        raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {feature!r}.")
+    job = read_job(folder)
+    if len(parsed) != 1 or str(parsed[0]) not in job["heads"]:
+        raise BadInput(f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads.")
+    if contrast not in job["contrasts"]:
+        raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
 
 
 def _what(sources: list[str], prompt: str | None, form: str, size: int | None, seed: int, chat: bool) -> Any:

@@ -51,6 +51,8 @@ def trace_many(
     reader, job = Reader(scope, heads), job or Job()
     if isinstance(what, Task):
         units, chat, about, name = what.choose(n), what.chat, made_from(scope, what), what.name
+    elif not what:
+        raise BadInput("there are no texts: give at least one.")
     else:
         order = torch.randperm(len(what), generator=torch.Generator().manual_seed(derived_seed(seed, "texts")))
         examples = text_examples(scope, [what[i] for i in order.tolist()[:n]], queries=1, seed=seed)

@@ -121,7 +121,7 @@ class PromptTrace:
             raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
         best = max(others, key=lambda i: float(self.attention[i]))
         self.key = best if key is None else self._checked(key)
-        against = [i for i in others if i != self.key] if versus is None else [self._checked(versus)]
+        against = [i for i in others if i != self.key] if versus is None else [self._checked(versus, "versus")]
         if versus is not None and against == [self.key]:
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.against = against
@@ -130,8 +130,8 @@ class PromptTrace:
         self.weights[self.key] += 1
         self.others = others
 
-    def _checked(self, place: int) -> int:
-        place = checked_place(place, len(self.asked.tokens), "key")
+    def _checked(self, place: int, what: str = "key") -> int:
+        place = checked_place(place, len(self.asked.tokens), what)
         if place > self.asked.query and place not in self.seen:
             raise BadInput(
                 f"token {place} stands after the query (token {self.asked.query}), and this model looks back only:"

@@ -125,10 +125,17 @@ def trace(
 
 def _checked_heads(scope: Scope, head: Any) -> list[Head]:
     heads = [one for one in scope.parse(head) if head != "all" or one.layer > 0]
+    if not heads:
+        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
+    check_layers(heads)
+    return heads
+
+
+def check_layers(heads: Sequence[Head]) -> None:
+    """Refuse heads that nobody but the embedding writes for."""
     for one in heads:
         if one.layer == 0:
             raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
-    return heads
 
 
 def _refuse(what: str, **given: Any) -> None:
