@@ -74,7 +74,7 @@ def trace(
     query, key : tokens of one prompt, by place, from the end where negative; by default its last token, and the token
         that the head attends to most besides the first.
     versus : the token that the key is compared with; by default all others that the query sees, but the first.
-    depth : how many levels down the graph of one prompt goes.
+    depth : how many levels down the graph of one prompt (of a task: of its first) goes.
     feature : look inside this subspace alone: its projector is put between query and key.
     whole : whether whole heads are taken out of the running model, too (of a task).
     draws : random writers of the same layers beside those chosen.
@@ -112,7 +112,7 @@ def trace(
         found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
     elif isinstance(what, Task):
         _refuse("a task", query=query, key=key, versus=versus, chat=chat)
-        options = _Options(n, whole, draws, batch_size, seed, shard, progress)
+        options = _Options(n, whole, depth, draws, batch_size, seed, shard, progress)
         found = _trace_task(scope, what, heads, projectors, options, job or Job())
     elif isinstance(what, str | Example):
         asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
@@ -164,6 +164,7 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
 class _Options:
     n: int
     whole: bool
+    depth: int
     draws: int
     batch_size: int
     seed: int
@@ -194,7 +195,8 @@ def _trace_task(
             run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
             more["whole"] += job.once(f"whole {h}", run)
     if options.shard[0] == 0:
-        more |= job.once("sources", partial(_sources, reader, units, chosen, task.chat, dict(projectors)))
+        run = partial(_sources, reader, units, chosen, task.chat, dict(projectors), options.depth)
+        more |= job.once(f"sources {options.depth}", run)
     asked = {h: test.asked for h, test in tests.items()}
     about = {
         **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
@@ -206,7 +208,12 @@ def _trace_task(
 
 
 def _sources(
-    reader: Reader, units: Sequence[Any], chosen: Mapping[Head, Chosen], chat: bool, projectors: dict[Head, Tensor]
+    reader: Reader,
+    units: Sequence[Any],
+    chosen: Mapping[Head, Chosen],
+    chat: bool,
+    projectors: dict[Head, Tensor],
+    depth: int,
 ) -> dict[str, list[dict[str, Any]]]:
     """Which tokens the first writers read, on some prompts; and one prompt's graph."""
     made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
@@ -222,7 +229,8 @@ def _sources(
         right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
         others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
         query = int(one.places.query[0])
-        drawn = trace_graph(reader, one, head, query, right[0], others=others, projector=projectors.get(head))
+        options: Any = {"others": others, "depth": depth, "projector": projectors.get(head)}
+        drawn = trace_graph(reader, one, head, query, right[0], **options)
         made["graph"] += drawn.rows
         made["prompt"] += drawn.prompt
     return made
