@@ -195,8 +195,8 @@ def _trace_task(
             run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
             more["whole"] += job.once(f"whole {h}", run)
     if options.shard[0] == 0:
-        run = partial(_sources, reader, units, chosen, task.chat, dict(projectors), options.depth)
-        more |= job.once(f"sources {options.depth}", run)
+        follow = partial(_sources, reader, units, chosen, task.chat, dict(projectors), options.depth)
+        more |= job.once(f"sources {options.depth}", follow)
     asked = {h: test.asked for h, test in tests.items()}
     about = {
         **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
