@@ -14,7 +14,7 @@ from typing import Any
 from qkscope.analyses.clouds import clouds_of
 from qkscope.analyses.discover.study import counted
 from qkscope.heads import Head
-from qkscope.page import discovered, traced
+from qkscope.page import asked, discovered, traced
 from qkscope.page.block import Block, Row, Tables
 from qkscope.runs.result import Result, plain_value
 
@@ -85,11 +85,18 @@ def _curve(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
 
 
 def _tokens(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    parts = [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
+    if not parts:
+        words = "The prompt as it reads, filled by the head's attention. The last token asks."
+        at = next(
+            (row["position"] for row in rows if row["position"] in {p["key"] for p in tables.get("parts", ())}), None
+        )
+        yield Block("tokens", _titled("Where it looks", name, "attention"), words, rows, {"parts": [], "key": at}, name)
+        return
     words = (
         "The prompt as it reads. Under each token: the parts of its attention logit, up for and down against; grey is "
         "what no feature explains. The last token asks."
     )
-    parts = [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
     yield Block("tokens", _titled("One prompt, split", name, "tokens"), words, rows, {"parts": parts}, name)
 
 
@@ -160,12 +167,17 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"reader", "side", "writer", "share", "n"}, discovered.reads),
     ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, traced.graph),
     ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, traced.edges),
+    (asked.SAID, asked.said),
+    (asked.PARTS, asked.parts),
+    (asked.CUTS, asked.cuts),
+    (asked.OUTPUT, asked.output),
 )  # fmt: skip
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
 SCRIPTS = {
     "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
     "cards": ["spectra.js", "cards.js"], "atlas": ["map.js", "cards.js", "atlas.js"], "cloud": ["cloud.js"],
-    "graph": ["graph.js"], "reads": ["reads.js"],
+    "graph": ["graph.js"], "reads": ["reads.js"], "said": ["why.js"], "parts": ["why.js"], "tests": ["why.js"],
+    "output": ["why.js"],
 }  # fmt: skip
 """What draws each kind of block."""

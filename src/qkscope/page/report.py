@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent
 _ROWS = 200  # of a table written out; the chart's and the folder's data are whole
 _HEIGHTS = {
     "map": 420, "swaps": 720, "curve": 460, "tokens": 480, "spectra": 640, "cards": 760, "atlas": 1400, "cloud": 740,
-    "reads": 1000,
+    "reads": 1000, "said": 300, "parts": 440, "tests": 380, "output": 360, "graph": 620,
 }  # fmt: skip
 """Pixels of a chart in a notebook, until it says how many it takes."""
 _GROWS = (

@@ -27,9 +27,9 @@ def graph(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
         )
         own = [row for row in rows if row["head"] == root["head"]]
         title = f"Who wrote the query and the key of {root['head']}"
-        yield Block(
-            "graph", title if name == "graph" else f"{title} ({name})", words, own, {"prompt": prompt}, name, leads=True
-        )
+        title = title if name == "graph" else f"{title} ({name})"
+        leads = "said" not in tables  # where words lead, the picture comes last
+        yield Block("graph", title, words, own, {"prompt": prompt}, name, leads)
 
 
 _EDGES = (

@@ -176,7 +176,7 @@
     element.classList.add("split");
   };
 
-  qk.charts.tokens = (element, rows, { parts }) => {
+  qk.charts.tokens = (element, rows, { parts, key = null }) => {
     const bar = make("div", { class: "choices" }),
       place = make("div", {}),
       below = make("div", { "aria-live": "polite" });
@@ -190,17 +190,20 @@
       parts,
       onlook: (i) => qk.split(below, rows[i], parts, view.colours, largest),
     });
-    bar.append(
-      ...qk.choose(
-        "coloured by",
-        ["attention", ...parts],
-        "attention",
-        (name) => view.show(name),
-        qk.pretty,
-        view.colours,
-      ),
-    );
+    if (parts.length)
+      bar.append(
+        ...qk.choose(
+          "coloured by",
+          ["attention", ...parts],
+          "attention",
+          (name) => view.show(name),
+          qk.pretty,
+          view.colours,
+        ),
+      );
     const best = rows.reduce((found, row, i) => (row.attention > rows[found].attention ? i : found), 0);
-    view.look(best);
+    const asked = rows.findIndex((row) => row.position === key);
+    if (asked >= 0) view.mark({ [asked]: "key" });
+    view.look(asked >= 0 ? asked : best);
   };
 })();

@@ -1,0 +1,190 @@
+"""Why: its parts sum, its row and its runs are the model's own, and what cannot be answered is said in one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import qkscope as qk
+from qkscope.analyses.trace.one import Asked
+from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.parts import part_rows, singular_terms
+from qkscope.analyses.why.probe import Probe
+from qkscope.capture.families import tiny_model
+from qkscope.capture.scope import Scope
+from qkscope.cli import app
+from qkscope.examples import Example
+from qkscope.heads import Head
+
+PROMPT = "hat: O\njam: Z\ncat: B\njam:"
+IDS = Example(ids=(5, 9, 3, 7, 11, 4, 9))
+FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return qk.Scope.load("nano:mixed")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request):
+    return Scope.from_model(tiny_model(request.param), check=False)
+
+
+def last_head(scope):
+    return Head(scope.n_layers - 1, 1)
+
+
+def sums(rows):
+    found = {}
+    for row in rows:
+        found[row["by"], row["side"]] = found.get((row["by"], row["side"]), 0) + row["value"]
+    return found
+
+
+# ---------------------------------------------------------------------- facts
+
+
+def test_parts_of_each_way_sum_to_the_logit(nano):
+    one = Probe(nano, PROMPT).head("L2H3")
+    feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
+    rows = part_rows(one, {"mine": feature})
+    found = sums(rows)
+    ways = {("writers", "key"), ("writers", "query"), ("singular", "both"), ("features", "query")}
+    assert set(found) == ways
+    assert all(value == pytest.approx(one.total, abs=1e-4) for value in found.values())
+    assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
+    residual = [row["value"] for row in rows if row["part"] == "rest" and row["by"] == "features"]
+    assert residual == [pytest.approx(0, abs=1e-4)]  # features leave their own residual, and nothing besides
+
+
+def test_singular_terms_sum_to_the_logit_by_themselves(tiny):
+    one = Probe(tiny, IDS).head(last_head(tiny))
+    terms = singular_terms(one)
+    if terms is None:
+        assert tiny.facts.family in ("gpt_neox", "gemma2")
+        return
+    size = max(map(abs, terms))
+    assert sum(terms) == pytest.approx(one.total, abs=2e-4 * max(size, 1))
+
+
+def test_writers_are_those_of_trace(nano):
+    found = qk.why(nano, PROMPT, "L2H3", draws=2)
+    traced = qk.trace(nano, PROMPT, "L2H3", draws=2)
+    assert found.tables["writers"] == traced.tables["writers"]
+    by_name = {(row["side"], row["writer"]): row["value"] for row in traced.tables["writers"]}
+    for row in found.tables["parts"]:
+        if row["by"] == "writers" and row["part"] != "rest":
+            assert row["value"] == pytest.approx(by_name[row["side"], row["part"]], abs=1e-5)
+
+
+def test_the_row_is_the_models_and_cutting_nothing_changes_nothing(tiny):
+    probe, head = Probe(tiny, IDS), last_head(tiny)
+    one = probe.head(head)
+    tiny.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        true = tiny.model(**one.asked.inputs, output_attentions=True)
+    row = true.attentions[head.layer][0, head.index, one.asked.query]
+    assert torch.allclose(one.attention, row, atol=1e-5)
+    assert torch.allclose(one.cut({}), row, atol=1e-5)
+    assert torch.allclose(one.with_keys({one.key: torch.zeros(tiny.d_head)}), row, atol=1e-5)
+    output = Output(probe.reader, one.asked)
+    assert torch.allclose(output.logits, true.logits[0, one.asked.query], atol=1e-4)
+
+
+def test_without_the_attention_is_what_a_run_with_that_logit_masked_gives(nano):
+    """By hand: the head's output with the key's weight shared out among the others, put before the matrix W_O."""
+    probe, head = Probe(nano, PROMPT), Head.parse("L1H0")
+    one = probe.head(head)
+    output = Output(probe.reader, one.asked)
+    values = output.seen.values[head.layer]
+    shape = nano.facts.layers[head.layer]
+    v = values[head.kv(shape.n_heads // shape.n_kv_heads)].float()
+    left = one.attention.clone()
+    left[one.key] = 0
+    mixed = (left / left.sum()) @ v[: len(left)]
+
+    def replaced(_module, args):
+        heads = args[0].clone()
+        heads[0, one.asked.query].unflatten(0, (-1, nano.d_head))[head.index] = mixed
+        return (heads, *args[1:])
+
+    hook = probe.reader.blocks[head.layer].output.register_forward_pre_hook(replaced)
+    with torch.no_grad():
+        by_hand = nano.model(**one.asked.inputs).logits[0, one.asked.query]
+    hook.remove()
+    (found,) = output.removed([(head, one.key)])
+    assert torch.allclose(found, by_hand, atol=1e-4)
+    assert not torch.allclose(found, output.logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_straight_to_the_logits_is_the_unembedding_behind_the_held_norm(family):
+    scope = Scope.from_model(tiny_model(family), check=False)
+    head, model = last_head(scope), scope.model
+    probe = Probe(scope, IDS)
+    one = probe.head(head)
+    inner = model.model if family == "llama" else model.transformer
+    norm = inner.norm if family == "llama" else inner.ln_f
+    W_O = (
+        inner.layers[head.layer].self_attn.o_proj.weight
+        if family == "llama"
+        else inner.h[head.layer].attn.c_proj.weight.T
+    )
+    kept = {}
+    hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, one.asked.query]))
+    output = Output(probe.reader, one.asked)
+    hook.remove()
+    shape = scope.facts.layers[head.layer]
+    v = output.seen.values[head.layer][head.kv(shape.n_heads // shape.n_kv_heads), one.key].float()
+    own = slice(head.index * scope.d_head, (head.index + 1) * scope.d_head)
+    written = W_O[:, own] @ (one.attention[one.key] * v)
+    with torch.no_grad():
+        if family == "llama":
+            sigma = (kept["x"].pow(2).mean() + norm.variance_epsilon).rsqrt()
+            scaled = written * sigma * norm.weight
+        else:
+            sigma = (kept["x"].var(unbiased=False) + norm.eps).rsqrt()
+            scaled = (written - written.mean()) * sigma * norm.weight
+        by_hand = model.get_output_embeddings().weight @ scaled
+    assert torch.allclose(output.from_key(one), by_hand - by_hand.mean(), atol=1e-4)
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+def test_every_family_is_answered(tiny):
+    found = qk.why(tiny, IDS, last_head(tiny), draws=2)
+    assert {"attention", "parts", "writers", "cuts", "output"} <= set(found.tables)
+    assert sums(found.tables["parts"])["writers", "key"] == pytest.approx(found.tables["check"][0]["logit"], abs=1e-3)
+    assert found.tables["check"][0]["sum_error"] < 1e-4
+    assert str(found).count("\n") <= 12
+
+
+def test_without_a_head_the_heads_that_push_the_next_token_are_told(tiny):
+    found = qk.why(tiny, IDS)
+    asked = Asked.of(tiny, IDS, None, False)
+    with torch.no_grad():
+        true = tiny.model(**asked.inputs).logits[0, asked.query].softmax(-1)
+    assert found.tables["heads"][0]["before"] == pytest.approx(float(true.max()), abs=1e-5)
+    assert repr(str(int(true.argmax()))) in found.answer
+    sizes = [abs(row["direct"]) for row in found.tables["heads"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(found.tables["said"]) == len(sizes)
+
+
+def test_a_head_of_the_first_layer_reads_the_embedding(nano):
+    found = qk.why(nano, PROMPT, "L0H1", draws=2)
+    assert "embedding" in str(found)
+    assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
+
+
+def test_json_has_the_tables():
+    done = CliRunner().invoke(
+        app, ["why", "hat: O\\njam: Z\\njam:", "--head", "L1H0", "--model", "nano:mixed", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert {"attention", "parts", "writers", "cuts", "output"} <= set(json.loads(done.stdout)["tables"])
