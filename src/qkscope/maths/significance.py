@@ -179,6 +179,8 @@ def _interaction_part(
     return left[..., 0, :] - left[..., 1, :]
 
 
+_DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
+
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 
 
@@ -205,9 +207,13 @@ def clustered_bootstrap(
     sums = flat.new_zeros(clusters, flat.shape[1]).index_add(0, cluster, flat)
     sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(clusters, (draws, clusters), generator=generator).to(flat.device)
-    counts = flat.new_zeros(draws, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))
-    means = (counts @ sums) / (counts @ sizes)[:, None]
+    found = []
+    for start in range(0, draws, _DRAWS_AT_ONCE):
+        some = min(_DRAWS_AT_ONCE, draws - start)
+        picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
+        counts = flat.new_zeros(some, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))
+        found.append((counts @ sums) / (counts @ sizes)[:, None])
+    means = torch.cat(found)
     tail = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype, device=flat.device)
     if clusters < 2:
         means = torch.full_like(means, torch.nan)
