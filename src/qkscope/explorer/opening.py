@@ -38,7 +38,7 @@ def view(
     folder : a run folder; its page is drawn anew from its data where it has none that was drawn here.
     live : whether to look into a model instead.
     model : what to look into: the fit's model by default, or the embedded one.
-    fit : a folder that decompose wrote, for its features; without it a head is fitted when asked.
+    fit : a folder that decompose, discover or atlas wrote, for what it knows of heads; none is needed.
     port : of the live page, up to 65535; 0 is any that is free.
     browser : whether to open the reader's browser.
     say : told the address before it is opened or served.
@@ -103,14 +103,11 @@ def _pictures(folder: Path) -> dict[str, bytes]:
 
 
 def _serve(model: str | None, fit: str | Path | None, port: int, browser: bool, say: Callable[[str], object]) -> str:
-    from qkscope.analyses.fit_folder import read_job, task_of
-    from qkscope.analyses.swap import check_swappable
-
     if fit is not None:
-        job = read_job(fit)
-        check_swappable(job["space"], downstream=True)
-        task_of(job, fit)
-        model = model or str(job["model"])
+        from qkscope.explorer.features import model_of
+
+        there = model_of(fit)
+        model = model or there
     from qkscope.capture.scope import Scope
     from qkscope.explorer.server import Explorer
     from qkscope.explorer.session import Session

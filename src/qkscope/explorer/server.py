@@ -24,8 +24,8 @@ from qkscope.runs.result import plain_value
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_SHARED = ("page.css", "base.js", "colours.js", "map.js", "prompt.js")  # the report's own
-_OWN = {"": "index.html", "explorer.css": "explorer.css", "explorer.js": "explorer.js"}
+_SHARED = ("page.css", "base.js", "colours.js", "map.js", "cards.js")  # the report's own
+_OWN = {"": "index.html"} | {name: name for name in ("explorer.css", "tokens.js", "answer.js", "explorer.js")}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 20  # bytes of a question
 _DIGITS = len(str(_LARGEST))
@@ -48,7 +48,8 @@ class Explorer(ThreadingHTTPServer):
         self.files = {name: (asset(name), _type(name)) for name in _SHARED}
         self.files |= {name: ((_STATIC / own).read_text(encoding="utf-8"), _type(own)) for name, own in _OWN.items()}
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            "look": session.look, "split": session.split, "swap": session.swap, "fit": session.fit,
+            "look": session.look, "why": session.why, "change": session.change, "fit": session.fit,
+            "save": session.save,
         }  # fmt: skip
         try:
             super().__init__(("127.0.0.1", port), _Handler)

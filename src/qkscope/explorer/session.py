@@ -1,68 +1,47 @@
-"""What the live page asks of a model: a prompt's attention, its split among features, and what a swap does.
+"""What the live page asks of a model: where heads look, why one looks there, and what if it did not.
 
-One prompt is captured once, at every head; splits and swaps then need no second pass, but for the patched run that says
-what the model would answer. The last token asks. Answers are plain values, ready for JSON.
+A prompt is run once and every token can ask (`qkscope.explorer.looked`); answers name the token that asks, the head and
+the key, and changes are words (`qkscope.explorer.what_if`), so that the page's address is the whole state. Answers are
+plain values, ready for JSON.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from qkscope import tasks
-from qkscope.analyses.attribute import split_logits, token_rows
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import Fit, load
-from qkscope.analyses.fit_folder import read_job, task_of
-from qkscope.analyses.swap import check_swappable, default_features
-from qkscope.capture.encode import Encoding
-from qkscope.capture.files import cache_dir
-from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture, Places
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.trace.one import PromptTrace
+from qkscope.analyses.why.probe import Probe, reader_of
+from qkscope.analyses.why.why import why
+from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
+from qkscope.explorer.answers import Answer
+from qkscope.explorer.features import FITTED_ON, Features
+from qkscope.explorer.looked import Looked, Row
+from qkscope.explorer.what_if import Change, WhatIf
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
-from qkscope.maths import methods
-from qkscope.maths.bases import Projector, joint_basis
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import SwapRows, swapped_keys
-from qkscope.runs.folder import file_name
+from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
 
-PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
+PROMPT = "When Mary and John went to the store, John gave a drink to"
+EXAMPLES = (PROMPT, "hat: O\njam: Z\ncat: B\npen: K\njam:", "The war lasted from the year 1743 to the year 17")
 _LONGEST = 2048  # tokens
 _CHARACTERS = 64 * _LONGEST
-_KEPT = 2  # prompts whose keys stay in memory
-_SHOWN = 8  # next tokens
-_DRAWS = 20
-_FITTED_ON = 40  # prompts, for a head that is fitted while one waits
-_FACTS = ("position", "token", "attention", "logit")
-_FIRST = {"smollm2-135m": "L18H6"}  # where the embedded model's boxes are found
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """One prompt, captured at every head: all its tokens as keys of the last one."""
-
-    encoding: Encoding
-    places: Places
-    capture: Capture
-    texts: list[str]
-
-
-def _rows(capture: Capture, head: Head, features: Mapping[str, Subspace], texts: Sequence[str]) -> list[dict[str, Any]]:
-    return token_rows(capture, head, split_logits(capture, head, features), texts)
+_KEPT = 2200  # tokens of all prompts that stay in memory
+_DRAWS, _RUN = 20, 8  # random changes beside one, and how many of them run through the model
+_CHANGES = 20
+_TRIED, _SHORT, _MATTER = 32, 256, 5  # heads whose attention is hidden in turn, up to how many tokens, and those told
 
 
 @checked_class
@@ -72,113 +51,133 @@ class Session:
     def __init__(self, scope: Scope, fit: Fit | None = None, task: Task | None = None, folder: str = "") -> None:
         if scope.tokenizer is None:
             raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
-        self.scope, self.folder, self._decode = scope, folder, scope.tokenizer.decode
-        self._task = task or tasks.binding(entities=9, form="list", seed=0)
-        self._contrasts = default_features(list(self._task.contrasts) if fit is None else fit.contrasts)
-        self._features: dict[Head, dict[str, Subspace]] = {}
+        self.scope = scope
+        self.features = Features(task, folder) if fit is None else Features.of_fit(fit, task, folder)
         self._lock = threading.Lock()
-        self._capture = lru_cache(_KEPT)(self._captured)
-        if fit is not None:
-            check_swappable(fit.space, downstream=True)
-            for head in fit.heads:
-                self._features[head] = {name: fit[name, head] for name in self._contrasts}
+        self._kept: dict[str, Looked] = {}
+        self._answered: tuple[tuple[Any, ...], Answer] | None = None
+        try:
+            self._no_writers = ""
+            reader_of(scope)
+        except BadInput as error:  # the rest can be shown all the same
+            self._no_writers = str(error)
 
     @classmethod
     def load(cls, scope: Scope, folder: str | Path | None = None) -> Session:
-        """With the features of a fit folder, or with none yet."""
-        if folder is None:
-            return cls(scope)
-        return cls(scope, load(folder, scope), task_of(read_job(folder), folder), str(folder))
+        """With what a folder of decompose, discover or atlas knows, or with nothing yet."""
+        made = cls(scope)
+        if folder is not None:
+            made.features = Features.read(folder, scope)
+        return made
 
     # ------------------------------------------------------------------ what is asked
 
     def describe(self) -> dict[str, Any]:
-        """The model, its heads, and what was fitted already."""
-        fitted = [str(head) for head in list(self._features)]  # another request may be fitting one more
-        first = _FIRST.get(self.scope.name, str(self.scope.heads()[-1]))
+        """The model, its heads, and what is known of them already."""
+        known = self.features
         return {
-            "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()], "fitted": fitted,
-            "head": fitted[0] if fitted else first, "prompt": PROMPT, "longest": self._longest, "folder": self.folder,
-            "task": self._task.name, "fitted_on": _FITTED_ON, "quick": self.scope.name in _FIRST,
+            "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()],
+            "fitted": [str(head) for head in list(known.of)],  # another request may be fitting one more
+            "said": {str(head): words for head, words in known.said.items() if words},
+            "prompt": PROMPT, "examples": EXAMPLES, "longest": self._longest, "folder": known.folder,
+            "task": known.task.name, "fitted_on": FITTED_ON, "no_writers": self._no_writers,
         }  # fmt: skip
 
-    def look(self, prompt: str) -> dict[str, Any]:
-        """Tokens, the attention of every head from the last one (a byte each), and the likeliest next tokens."""
+    def look(self, prompt: str, query: int | None = None) -> dict[str, Any]:
+        """Tokens, the attention of every head from one of them (a byte each), and the likeliest next tokens.
+
+        ``matter`` are heads with much attention on another token than the first, those first without whose attention
+        the next token changes most: where to look first.
+        """
         with self._lock:
             start = time.perf_counter()
-            known = self._capture(prompt)
-            shares = (known.capture.attention()[0] * 255).round().to(torch.uint8)
+            known = self._looked(prompt)
+            at = len(known.tokens) - 1 if query is None else query
+            known.asked(at)
+            captured = known.captured(at)
+            attention = captured.attention()[0, :, : at + 1]
+            matter, logits = self._matter(known, captured, attention, at)
             return {
-                "tokens": known.texts,
-                "attention": base64.b64encode(shares.numpy().tobytes()).decode(),
-                "next": self._next(known.capture),
+                "tokens": known.tokens,
+                "query": at,
+                "attention": _bytes(attention),
+                "matter": matter,
+                "next": self._next([logits]),
                 "seconds": time.perf_counter() - start,
             }
 
-    def split(self, prompt: str, head: str, features: Sequence[str] | None = None) -> dict[str, Any]:
-        """One head's logits split among features; all that were fitted there, if none are named."""
-        with self._lock:
-            at, known = self.scope.check(head), self._capture(prompt)
-            chosen = self._chosen(at, features)
-            rows = _rows(known.capture, at, chosen, known.texts)
-            there = {name: subspace.rank for name, subspace in self._features.get(at, {}).items()}
-            parts = [name for name in rows[0] if name not in _FACTS]
-            return {"head": str(at), "rows": rows, "parts": parts, "features": there, "chosen": list(chosen)}
-
-    def swap(self, prompt: str, head: str, a: int, b: int, features: Sequence[str] | None = None) -> dict[str, Any]:
-        """Exchange two tokens' coordinates in some features (their whole keys, if there are none) and let it run on."""
+    def why(self, prompt: str, query: int, head: str, key: int | None = None) -> dict[str, Any]:
+        """Why a head looks from one token at another: parts of the logit, writers, a test of them, and what it does."""
         with self._lock:
             start = time.perf_counter()
-            at, known = self.scope.check(head), self._capture(prompt)
-            for place in (a, b):
-                if not 0 <= place < len(known.texts):
-                    raise BadInput(f"the prompt has no token {place}: choose from 0 to {len(known.texts) - 1}.")
-            if a == b:
-                raise BadInput("a token cannot be swapped with itself: choose two.")
-            chosen = self._chosen(at, features)
-            d = self.scope.d_head
-            basis = joint_basis([s.basis("key") for s in chosen.values()]) if chosen else torch.eye(d)
-            after = self._patched(known, at, a, b, Projector.orthogonal(basis))
-            random = self._random(known.capture, at, a, b, basis.shape[1])
-            return {
-                "head": str(at), "a": a, "b": b, "rank": basis.shape[1], "features": list(chosen),
-                "rows": _rows(after, at, chosen, known.texts), "random": random,
-                "next": self._next(known.capture, after), "seconds": time.perf_counter() - start,
-            }  # fmt: skip
+            one = self._answer(prompt, query, head, key)
+            removed = self._changed(one, [Change("remove")])
+            return {**one.plain(), "removed": removed, "said": one.words(removed), "python": one.python(),
+                    "seconds": time.perf_counter() - start}  # fmt: skip
+
+    def change(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str]) -> dict[str, Any]:
+        """The head's row with some changes made, all heads after it and the next token, beside random changes."""
+        with self._lock:
+            start = time.perf_counter()
+            if not 0 < len(changes) <= _CHANGES:
+                raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
+            one = self._answer(prompt, query, head, key)
+            found = self._changed(one, [Change.parse(text) for text in changes])
+            return {**found, "changes": list(changes), "seconds": time.perf_counter() - start}
 
     def fit(self, head: str) -> dict[str, Any]:
         """Fit the task's features at one more head; kept in the user's cache."""
         with self._lock:
             at = self.scope.check(head)
-            if at not in self._features:
-                place = cache_dir("explorer", self.scope.weights_hash, self._job(), str(at))
-                fit = decompose(self.scope, self._task, [at], _FITTED_ON, contrasts=self._contrasts, out=place)
-                self._features[at] = {name: fit[name, at] for name in self._contrasts}
-            return {"head": str(at), "features": {name: s.rank for name, s in self._features[at].items()}}
+            self.features.fit(self.scope, at)
+            self._answered = None
+            return {"head": str(at), "features": list(self.features.of[at])}
+
+    def save(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+        """One offline page of the answer."""
+        from qkscope.page.report import report_html
+
+        with self._lock:
+            one = self._answer(prompt, query, head, key)
+            results: list[Result] = []
+            if one.trace is not None:
+                results.append(why(self.scope, prompt, one.head, query, key, probe=Probe(self.scope, prompt)))
+            for texts in (["remove"], list(changes)):
+                if texts:
+                    results.append(one.result(self._changed(one, [Change.parse(text) for text in texts]), texts))
+        return {"html": report_html(results, title=f"why {one.head}"), "name": f"why-{one.head}.html"}
 
     # ------------------------------------------------------------------ how it is answered
 
-    def _job(self) -> str:
-        """What else a fit depends on, for its place in the cache: another size, form or file is another fit."""
-        task = self._task
-        asked = [
-            task.name,
-            dict(task.asked),
-            task.seed,
-            task.chat,
-            self._contrasts,
-            _FITTED_ON,
-            self.scope.tokenizer_hash,
-            str(self.scope.model.dtype),
-        ]
-        return f"{file_name(task.name)}-{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]}"
+    def _matter(
+        self, known: Looked, captured: Capture, attention: Float[Tensor, "h t"], query: int
+    ) -> tuple[list[dict[str, Any]], Float[Tensor, " v"]]:
+        """Heads without whose attention to their first key the next token changes, and its logits as they are."""
+        top = _elsewhere(attention).max(dim=1)
+        chosen = top.values.argsort(descending=True)[: _TRIED if len(known.tokens) <= _SHORT else _TRIED // 4].tolist()
+        rows: list[Row | None] = [None]
+        for i in chosen:
+            logits = captured.rows().of_head(i).logits()[0, 0].clone()
+            logits[int(top.indices[i])] = -torch.inf
+            rows.append((captured.heads[i], logits))
+        run = known.run(query, rows).logits
+        moved = moved_by(run)
+        order = sorted(range(len(chosen)), key=lambda j: -moved[j])[:_MATTER]
+        found = [(chosen[j], moved[j]) for j in order]
+        return [
+            {"head": str(captured.heads[i]), "key": int(top.indices[i]), "attention": float(top.values[i]), "moved": m}
+            for i, m in found
+        ], run[0]
 
     @property
     def _longest(self) -> int:
         limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
         return min(_LONGEST, limit) if isinstance(limit, int) and limit > 0 else _LONGEST
 
-    def _captured(self, prompt: str) -> _Prompt:
+    def _looked(self, prompt: str) -> Looked:
+        if prompt in self._kept:
+            self._kept[prompt] = self._kept.pop(prompt)  # the newest last
+            return self._kept[prompt]
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         if len(prompt) > _CHARACTERS:
@@ -187,52 +186,86 @@ class Session:
             prompt.encode()
         except UnicodeEncodeError:
             raise BadInput("the prompt holds half of a character: type it again.") from None
-        encoding = self.scope.encode([prompt])
-        ids, places = encoding.inputs["input_ids"][0].tolist(), encoding.everywhere()
-        if len(ids) > self._longest:
-            raise BadInput(f"the prompt has {len(ids)} tokens: at most {self._longest} are looked at here.")
-        capture = self.scope.capture_inputs(encoding.inputs, places=places, logits=True).to("cpu")
-        return _Prompt(encoding, places, capture, [self._decode([i]) for i in ids])
+        found = Looked.look(self.scope, None if self._no_writers else reader_of(self.scope), prompt, self._longest)
+        while self._kept and sum(len(one.tokens) for one in self._kept.values()) + len(found.tokens) > _KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[prompt] = found
+        return found
 
-    def _chosen(self, head: Head, features: Sequence[str] | None) -> dict[str, Subspace]:
-        """Features by name (``lexical``, or ``lexical@L18H6``); all that were fitted at the head, if none are named."""
-        there = self._features.get(head, {})
-        if features is None:
-            return dict(there)
-        chosen = {}
-        for given in features:
-            name, _, where = given.partition("@")
-            if where and Head.parse(where) != head:
-                raise BadInput(f"feature {name!r} belongs to {where}, not to {head}: name features of one head.")
-            if name not in there:
-                raise BadInput(f"nothing was fitted for {name!r} at {head}: there is {', '.join(there) or 'nothing'}.")
-            chosen[name] = there[name]
-        return chosen
+    def _answer(self, prompt: str, query: int, head: str, key: int | None) -> Answer:
+        """One head at one token; the last one asked about is kept."""
+        at, known = self.scope.check(head), self._looked(prompt)
+        asked = known.asked(query)
+        if key is None:
+            row = known.captured(query).attention()[0, list(self.scope.heads()).index(at), : query + 1]
+            key = int(_elsewhere(row[None]).argmax())
+        if not 0 <= key <= query:
+            raise BadInput(f"token {key} is not before the token that asks: choose from 0 to {query}.")
+        name = (prompt, query, at, key)
+        if self._answered is not None and self._answered[0] == name:
+            return self._answered[1]
+        captured, recorded = known.captured(query), known.recorded(query)
+        trace = None
+        if known.reader is not None and recorded is not None:
+            trace = PromptTrace(known.reader, recorded, asked, at, key)
+        own = self.features.of.get(at, {})
+        bases: dict[str, tuple[Tensor, Tensor]] = {}
+        for label, one in own.items():
+            turned = [self._turned(known, query, at, b) if one.framed else b for b in (one.query, one.key)]
+            bases[label] = turned[0], turned[1]
+        what_if = WhatIf(captured, at, key, trace, {n: b[1] for n, b in bases.items()}, known.tokens)
+        made = Answer(known, asked, prompt, what_if, trace, {n: b[0] for n, b in bases.items()}, self.features)
+        self._answered = name, made
+        return made
 
-    def _patched(self, known: _Prompt, head: Head, a: int, b: int, projector: Projector) -> Capture:
-        """The head as it is when the two tokens' keys have changed places in the subspace, and the model runs on."""
-        row = known.capture.rows().of_head(known.capture.heads.index(head))
-        one, other = (row.keys_of_heads(torch.tensor([place]))[0, 0] for place in (a, b))
-        pair = torch.stack(swapped_keys(one, other, projector))
-        edit = Edit.keys(head, torch.tensor([[a, b]]), pair[None])
-        inputs, places = known.encoding.inputs, known.places
-        return self.scope.capture_inputs(inputs, places=places, heads=[head], logits=True, edits=[edit]).to("cpu")
+    def _turned(self, known: Looked, query: int, head: Head, basis: Float[Tensor, "d r"]) -> Float[Tensor, "d r"]:
+        """A basis of the query's frame, as the dot product at this token sees it."""
+        call, offset = known.calls[head.layer], self.scope.facts.layers[head.layer].offset
+        if call.rotary is None or offset is None:
+            return basis
+        row, at = torch.zeros(1, dtype=torch.long), torch.tensor([[query]])
+        return call.rotary.turn(basis.T[None, :, None].float(), row, at, offset)[0, :, 0].T
 
-    def _random(self, capture: Capture, head: Head, a: int, b: int, rank: int) -> dict[str, float]:
-        """Attention on the two tokens when random subspaces of the same size are swapped: the mean over draws."""
-        row = capture.rows().of_head(capture.heads.index(head))
-        rows = SwapRows(row, torch.tensor([a]), torch.tensor([b]), torch.zeros(1), [head])
-        effect = rows.swap(methods.random([head], self.scope.d_head, _DRAWS, 0)(rank))
-        return {"a": float(effect.orig_after.mean()), "b": float(effect.target_after.mean()), "draws": _DRAWS}
+    def _changed(self, one: Answer, changes: Sequence[Change]) -> dict[str, Any]:
+        """What some changes do, beside random ones."""
+        what_if, query = one.what_if, one.asked.query
+        row = what_if.changed(changes)
+        beside = what_if.random(changes, _DRAWS)
+        after = what_if.attend(row)[: query + 1]
+        run = one.looked.run(query, [None, (one.head, row), *beside[:_RUN]])
+        moved = moved_by(run.logits)
+        own = [float(what_if.attend(logits)[one.key]) for head, logits in beside if head == one.head]
+        verdict = what_if.judge(changes, float(after[one.key]), own)
+        return one.outcome(changes, verdict, after.tolist(), own, moved) | {
+            "all": _bytes(run.attention[1]),
+            "next": self._next([run.logits[0], run.logits[1]]),
+        }
 
-    def _next(self, before: Capture, after: Capture | None = None) -> list[dict[str, Any]]:
+    def _next(self, logits: Sequence[Float[Tensor, " v"]], shown: int = 8) -> list[dict[str, Any]]:
         """The likeliest next tokens, before and after."""
-        runs = [
-            run.logits[0].float().softmax(-1) for run in (before, after) if run is not None and run.logits is not None
-        ]
-        best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(_SHOWN).indices.tolist()))
+        runs = [one.softmax(-1) for one in logits]
+        best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(min(shown, len(p))).indices.tolist()))
         best.sort(key=lambda i: -max(float(p[i]) for p in runs))
+        assert self.scope.tokenizer is not None
+        decode = self.scope.tokenizer.decode
         return [
-            {"token": self._decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if after else None}
-            for i in best[:_SHOWN]
+            {"token": decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if len(runs) > 1 else None}
+            for i in best[:shown]
         ]
+
+
+def _elsewhere(attention: Float[Tensor, "h t"]) -> Float[Tensor, "h t"]:
+    """Attention with that on the first token taken away: many heads rest there."""
+    elsewhere = attention.clone()
+    elsewhere[:, 0] = -1
+    return elsewhere
+
+
+def moved_by(logits: Float[Tensor, "b v"]) -> list[float]:
+    """How much of the first row's probability each other row has elsewhere (total variation)."""
+    chances = logits.softmax(-1)
+    return ((chances[1:] - chances[:1]).abs().sum(-1) / 2).tolist()
+
+
+def _bytes(attention: Float[Tensor, "h t"]) -> str:
+    return base64.b64encode((attention * 255).round().to(torch.uint8).numpy().tobytes()).decode()

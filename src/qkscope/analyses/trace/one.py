@@ -8,7 +8,7 @@ row is then made anew. Random writers of the same layers stand beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -248,18 +248,23 @@ class PromptTrace:
     def _turned(self, side: Side, parts: Float[Tensor, "c d"]) -> Float[Tensor, "c d"]:
         """Vectors with the rotation of the query's, or the key's, place."""
         slot = 0 if side == "query" else 1 + self.key
-        at = self.found.slots([0, slot])
+        at = replace(self.found, columns=self.found.columns[:, [0, slot]])  # a rotation asks for places alone
         return self.reader.turn(at, self.head.layer, parts[None, :, None], side)[0, :, 0]
 
     # ------------------------------------------------------------------ cuts
 
-    def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
-        """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
-        moved = {}
+    def away(self, writers: Mapping[str, Sequence[int]]) -> dict[str, Float[Tensor, " d"]]:
+        """By side, what cutting some writers takes from the vector: their parts less the means, at its place."""
+        moved: dict[str, Tensor] = {}
         for side in SIDES:
             chosen = list(writers.get(side, ()))
             away = (self.parts[side] - self.parts[f"mean_{side}"])[chosen].sum(0, keepdim=True)
             moved[side] = self._turned(side, away)[0]
+        return moved
+
+    def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
+        """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
+        moved = self.away(writers)
         rows = self.captured.rows().of_head(self.column)
         assert rows.kv_of_head is not None
         keys = rows.k[0, rows.kv_of_head[0]].clone()

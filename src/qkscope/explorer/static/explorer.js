@@ -1,42 +1,36 @@
 "use strict";
-// Type a prompt, pick a head, hover a token, swap two. The server answers in JSON; all text goes in as text.
+// Type a prompt; any token asks, any head answers, a click on a token says why, and what if not. The address is the
+// whole state. The server answers in JSON; all text goes in as text.
 (() => {
-  const { make, map, choose, fixed, visible, piece, isDark } = qk;
+  const { make, map, choose, fixed, visible, percent, isDark } = qk;
   const $ = (id) => document.getElementById(id);
+  const MODES = { key: "looked at", query: "asks", swap: "swapped with it" };
+  const state = { prompt: "", query: null, head: null, key: null, changes: [], features: "" };
   let model = null,
-    prompt = "",
-    seen = null,
-    grid = null,
+    seen = null, // what look found
+    found = null, // the answer
+    changed = null, // what the changes do
     view = null,
-    head = "",
-    rows = [],
-    parts = [],
-    shown = "attention";
-  let watched = -1,
-    picked = [],
-    chosen = null,
-    there = {},
-    swapped = null,
-    drawn = null,
-    asked = 0,
-    turn = 0; // answers to an older question, or to an older swap, are not shown
+    grid = null,
+    mode = "key",
+    by = "writers",
+    painted = "attention",
+    watched = -1,
+    turn = 0; // answers to an older question are not shown
 
   async function ask(what, question) {
     document.body.classList.add("busy");
     try {
       const answer = await fetch(
         `api/${what}`,
-        question
-          ? { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question) }
-          : {},
+        question ? { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question) } : {},
       );
       const value = await answer.json();
       if (!answer.ok) throw new Error(value.error);
       $("error").hidden = true;
       return value;
     } catch (error) {
-      const gone = error instanceof TypeError ? "qkscope does not answer any more: start it again." : error.message;
-      $("error").textContent = gone;
+      $("error").textContent = error instanceof TypeError ? "qkscope does not answer any more: start it again." : error.message;
       $("error").hidden = false;
       throw error;
     } finally {
@@ -44,325 +38,400 @@
     }
   }
   const quietly = (promise) => promise.catch(() => {});
-  const busy = (text) => {
-    $("state").textContent = text;
-  };
+  const busy = (text) => ($("state").textContent = text);
+  const about = () => ({ prompt: state.prompt, query: state.query, head: state.head, key: state.key });
 
-  async function look() {
-    const now = performance.now(),
-      mine = ++asked;
+  // ------------------------------------------------------------------ the address
+  function write() {
+    const given = { p: state.prompt, q: state.query, h: state.head, k: state.key };
+    if (state.changes.length) given.c = state.changes.join(";");
+    history.replaceState(null, "", `#${new URLSearchParams(given)}`);
+  }
+  function read() {
+    const given = new URLSearchParams(location.hash.slice(1)),
+      place = (name) => (/^\d+$/.test(given.get(name) || "") ? Number(given.get(name)) : null);
+    if (!given.get("p")) return null;
+    return { prompt: given.get("p"), query: place("q"), head: given.get("h"), key: place("k"), changes: (given.get("c") || "").split(";").filter(Boolean) };
+  }
+
+  // ------------------------------------------------------------------ questions
+  // one after the other: where heads look, why this one looks there, what the changes do
+  async function look(prompt, { query = null, head = null, key = null, changes = [] } = {}) {
+    const mine = ++turn,
+      start = performance.now();
     busy("looking");
     $("look").disabled = true;
     try {
-      const text = $("prompt").value,
-        found = await ask("look", { prompt: text });
-      if (mine !== asked) return;
-      prompt = text;
-      const raw = atob(found.attention),
-        bytes = new Uint8Array(raw.length);
-      for (let i = 0; i < raw.length; i += 1) bytes[i] = raw.charCodeAt(i);
-      seen = { ...found, bytes };
-      picked = [];
-      swapped = null;
-      watched = -1;
+      const asked = query === null ? { prompt } : { prompt, query };
+      const next = await ask("look", asked);
+      if (mine !== turn) return;
+      const fresh = !seen || prompt !== state.prompt;
+      seen = { ...next, bytes: bytes(next.attention) };
+      Object.assign(state, { prompt, query: next.query });
+      if ($("prompt").value !== prompt && fresh) $("prompt").value = prompt;
+      edited();
       $("seen").hidden = false;
-      await take(head || model.head);
-      busy(`${seen.tokens.length} tokens, ${((performance.now() - now) / 1000).toFixed(2)} s`);
+      if (fresh) drawTokens();
+      const first = next.matter[0];
+      await why(head || first.head, head ? key : first.key, changes);
+      busy(`${seen.tokens.length} tokens, ${((performance.now() - start) / 1000).toFixed(2)} s`);
     } finally {
       $("look").disabled = false;
       if ($("state").textContent === "looking") busy("");
     }
   }
-
-  // one head: its split, its features
-  async function take(next, features = null) {
-    const mine = ++asked,
-      question = { prompt, head: next };
-    turn += 1;
-    if (features) question.features = features;
-    const found = await ask("split", question);
-    if (mine !== asked) return;
-    if (next !== head) {
-      swapped = null;
-      picked = [];
+  async function why(head, key, changes = []) {
+    const mine = ++turn,
+      question = { prompt: state.prompt, query: state.query, head };
+    if (key !== null) question.key = key;
+    const next = await ask("why", question);
+    if (mine !== turn) return;
+    found = next;
+    changed = null;
+    watched = -1;
+    Object.assign(state, { head: next.head, key: next.key, changes: [] });
+    if (!ways().includes(by)) by = ways()[0] || "writers";
+    if (changes.length) return change(changes);
+    draw();
+  }
+  async function change(changes) {
+    const mine = ++turn;
+    if (!changes.length) {
+      changed = null;
+      state.changes = [];
+      return draw();
     }
-    head = found.head;
-    drawn = seen;
-    rows = found.rows;
-    parts = found.parts;
-    there = found.features;
-    chosen = found.chosen;
-    if (!["attention", ...parts].includes(shown)) shown = "attention";
-    $("head").textContent = head;
-    if (watched < 0 || watched >= rows.length)
-      watched = rows.reduce((best, row, i) => (row.attention > rows[best].attention ? i : best), 0);
-    drawFeatures();
-    drawTokens();
-    drawMap();
-    drawSwap();
-    drawNext();
-    if (Object.keys(there).length) fitted(head);
-  }
-  // a dot on the map, whoever had it fitted
-  function fitted(name) {
-    if (model.fitted.includes(name)) return;
-    model.fitted.push(name);
-    grid.mark(model.fitted);
-  }
-
-  function drawMap() {
-    if (drawn !== seen) return; // the tokens on the page are still the last prompt's
-    const size = seen.tokens.length,
-      at = new Map(model.heads.map((name, i) => [name, i]));
-    const value = (row) => Math.sqrt(seen.bytes[at.get(row.head) * size + watched] / 255);
-    const lines = (row) => [
-      [row.head],
-      ["attention on it", (seen.bytes[at.get(row.head) * size + watched] / 255).toFixed(2)],
-    ];
-    $("watched").textContent = piece(seen.tokens[watched]);
-    if (grid && grid.of === seen) return grid.repaint(value);
-    grid = map($("map"), {
-      rows: model.heads.map((name) => ({ head: name })),
-      value,
-      lines,
-      marked: model.fitted,
-      picked: head,
-      title: "attention (√)",
-      onpick: (next) => quietly(take(next)),
-    });
-    grid.of = seen;
-  }
-
-  function drawFeatures() {
-    const names = Object.keys(there),
-      place = $("features"),
-      focused = [...place.children].indexOf(document.activeElement);
-    $("split").classList.toggle("attention-only", !names.length);
-    if (!names.length) {
-      const button = make(
-        "button",
-        { type: "button", id: "fit", onclick: () => quietly(fit()) },
-        `Fit ${model.task} features at ${head}`,
-      );
-      return place.replaceChildren(
-        make("span", { class: "of" }, "No features were fitted at this head: its whole keys are swapped."),
-        button,
-      );
-    }
-    const colours = qk.partColours(parts.length ? parts : names);
-    place.replaceChildren(
-      make("span", { class: "of" }, "features"),
-      ...names.map((name) =>
-        make(
-          "button",
-          {
-            type: "button",
-            "aria-pressed": String(chosen.includes(name)),
-            onclick() {
-              const next = chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name];
-              swapped = null;
-              picked = [];
-              quietly(take(head, next));
-            },
-          },
-          make("span", { class: "swatch", style: { background: colours[name] || "var(--line)" } }),
-          `${name} · ${there[name]} dimensions`,
-        ),
-      ),
-    );
-    if (focused >= 0) place.children[focused].focus({ preventScroll: true });
-  }
-  async function fit() {
-    const button = $("fit"),
-      at = head,
-      mine = asked;
-    button.disabled = true;
-    button.textContent = `Fitting on ${model.fitted_on} prompts …`;
+    busy("changing");
     try {
-      await ask("fit", { head: at });
-      fitted(at);
-      if (mine === asked) await take(at); // else the reader went on to something else
+      const next = await ask("change", { ...about(), changes });
+      if (mine !== turn) return;
+      changed = { ...next, bytes: bytes(next.all) };
+      state.changes = changes;
     } finally {
-      button.disabled = false;
+      if (mine === turn) busy("");
+      if (found) draw();
     }
+    busy(`changed in ${changed.seconds.toFixed(2)} s`);
   }
+  const toggle = (text) => quietly(change(state.changes.includes(text) ? state.changes.filter((each) => each !== text) : [...state.changes, text]));
+  const ways = () => [...new Set(found.parts.map((row) => row.by))];
+  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 
+  // ------------------------------------------------------------------ drawing
+  function draw() {
+    write();
+    const row = changed ? changed.row : found.row;
+    $("asker").textContent = view.text(state.query);
+    $("asks-from").textContent = `token ${state.query}`;
+    $("head").textContent = state.head;
+    $("key").textContent = view.text(state.key);
+    view.paint(row, state.query, state.key);
+    view.show(state.key);
+    drawSink();
+    drawKeys();
+    drawMap();
+    drawMatter();
+    drawWhy();
+    drawChanges();
+    drawNext();
+  }
   function drawTokens() {
-    const largest = Math.max(1e-9, ...parts.flatMap((name) => rows.map((row) => Math.abs(row[name]))));
-    const current = swapped ? swapped.rows : rows,
-      focused = $("tokens").contains(document.activeElement);
-    view = qk.prompt($("tokens"), {
-      rows: current,
-      parts,
-      shown,
+    const focused = view && view.focused();
+    view = qk.tokens($("tokens"), {
+      texts: seen.tokens,
+      strip: $("strip"),
       onlook(i) {
         watched = i;
-        qk.split($("split"), current[i], parts, view ? view.colours : qk.partColours(parts), largest);
         requestAnimationFrame(drawMap);
       },
-      onpick: (i) => quietly(pick(i)),
+      onpick: (i, shift) => quietly(pick(i, shift ? "query" : mode)),
     });
-    $("colour").replaceChildren(
-      ...(parts.length
-        ? choose(
-            swapped ? "coloured by (after the swap)" : "coloured by",
-            ["attention", ...parts],
-            shown,
-            (name) => {
-              shown = name;
-              view.show(name);
-            },
-            qk.pretty,
-            view.colours,
-          )
-        : []),
-    );
-    view.look(watched);
-    if (focused) $("tokens").firstChild.focus({ preventScroll: true });
-    marks();
+    if (focused) view.focus();
+    grid = null;
   }
-  const marks = () => view.mark(Object.fromEntries(picked.map((i, j) => [i, "AB"[j]])));
-
-  async function pick(i) {
-    if (drawn !== seen) return;
-    const mine = ++turn;
-    if (swapped || picked.length === 2) {
-      picked = [];
-      swapped = null;
-      drawTokens();
+  async function pick(i, how) {
+    if (how === "query") {
+      setMode("key");
+      return look(state.prompt, { query: i, head: state.head });
     }
-    picked = picked.includes(i) ? picked.filter((each) => each !== i) : [...picked, i];
-    marks();
-    drawSwap();
-    if (picked.length < 2) return drawNext();
-    const now = performance.now(),
-      question = { prompt, head, a: picked[0], b: picked[1] };
-    if (chosen.length || Object.keys(there).length) question.features = chosen;
-    busy("swapping");
-    try {
-      const found = await ask("swap", question);
-      if (mine !== turn) return $("state").textContent === "swapping" ? busy("") : undefined;
-      swapped = found;
-    } catch (error) {
-      if (mine !== turn) throw error;
-      picked = [];
-      marks();
-      busy("");
-      throw error;
+    if (i > state.query) {
+      $("error").textContent = `${view.text(i)} stands after the token that asks, which sees only what is before it. Shift-click makes it the one that asks.`;
+      $("error").hidden = false;
+      return undefined;
     }
-    busy(`swapped in ${((performance.now() - now) / 1000).toFixed(2)} s`);
-    drawTokens();
-    drawSwap();
-    drawNext();
+    $("error").hidden = true;
+    if (how === "swap") {
+      setMode("key");
+      return change([...state.changes, `swap ${i}${state.features ? ` ${state.features}` : ""}`]);
+    }
+    return why(state.head, i);
   }
-
-  const pair = (label, values, words, largest = 1) => [
-    make("div", { class: "label" }, label),
-    make(
-      "div",
-      { class: "two" },
-      ...values.map(([kind, value]) => make("i", { class: kind, style: { width: `${(100 * value) / largest}%` } })),
-    ),
-    make("div", { class: "value" }, words),
-  ];
-  function drawSwap() {
-    $("undo").hidden = !picked.length;
-    const what =
-      chosen && chosen.length
-        ? `their ${chosen.join(" and ")} coordinates`
-        : Object.keys(there).length
-          ? "no feature is chosen: their whole keys"
-          : "their whole keys";
-    if (!swapped) {
-      $("how").textContent = picked.length
-        ? `${piece(seen.tokens[picked[0]])} is chosen. Click the token to exchange with it (${what}).`
-        : `Click two tokens above to exchange ${what} at ${head}, and see where its attention goes.`;
-      return $("moved").replaceChildren();
-    }
-    const { a, b, random, rank, features } = swapped;
-    $("how").textContent =
-      `${features.length ? features.join(" and ") : "The whole key"} (${rank} dimensions) exchanged between ` +
-      `${piece(seen.tokens[a])} and ${piece(seen.tokens[b])} at ${head}. Attention before, after, and after the same ` +
-      `with ${random.draws} random subspaces of that size.`;
-    const legend = make(
-      "div",
-      { class: "legend" },
-      ...["before", "after", "random"].map((name) => make("span", {}, make("span", { class: `swatch ${name}` }), name)),
+  function setMode(next) {
+    mode = next;
+    $("mode").replaceChildren(
+      ...choose("a click picks the token that is", ["key", "query", "swap"], mode, (name) => (mode = name), (name) => MODES[name]),
+      make("span", { class: "hint" }, "shift-click: asks"),
     );
-    $("moved").replaceChildren(
-      legend,
-      make(
-        "div",
-        { class: "pairs" },
-        ...[
-          ["A", a, random.a],
-          ["B", b, random.b],
-        ].flatMap(([mark, i, control]) =>
-          pair(
-            `${mark}  ${visible(seen.tokens[i])}`,
-            [
-              ["before", rows[i].attention],
-              ["after", swapped.rows[i].attention],
-              ["random", control],
-            ],
-            `${fixed(rows[i].attention)} → ${fixed(swapped.rows[i].attention)}, random ${fixed(control)}`,
-          ),
+  }
+  function drawSink() {
+    const first = found.row[0],
+      now = changed ? ` → ${percent(changed.row[0])}` : "";
+    $("sink").textContent = state.key === 0 ? "" : `On the first token, where heads rest: ${percent(first)}${now}.`;
+  }
+  // the keys that get most, the first token aside
+  function drawKeys() {
+    const count = view.long ? 10 : 4,
+      worth = found.row.map((value, i) => Math.max(value, changed ? changed.row[i] : 0));
+    const best = [...worth.keys()].filter((i) => i > 0).sort((a, b) => worth[b] - worth[a]).slice(0, count);
+    $("keys").replaceChildren(
+      qk.pairs(
+        best.map((i) => ({
+          label: `${view.text(i)}${view.long ? `  ${i}` : ""}`,
+          values: [[changed ? "before" : "after", found.row[i]], ...(changed ? [["after", changed.row[i]]] : [])],
+          words: changed ? `${percent(found.row[i])} → ${percent(changed.row[i])}` : percent(found.row[i]),
+          onclick: () => quietly(pick(i, "key")),
+        })),
+      ),
+    );
+  }
+  const pale = (share) => `color-mix(in srgb, var(--original) ${(100 * Math.min(1, share)).toFixed(1)}%, var(--wash))`;
+  const apart = (share) =>
+    `color-mix(in srgb, ${share < 0.5 ? "var(--target)" : "var(--original)"} ${Math.min(100, 200 * Math.abs(share - 0.5)).toFixed(1)}%, var(--wash))`;
+  function drawMap() {
+    if (!found) return;
+    const size = state.query + 1,
+      at = new Map(model.heads.map((name, i) => [name, i])),
+      key = watched >= 0 ? watched : state.key;
+    const was = (row) => seen.bytes[at.get(row.head) * size + key] / 255,
+      now = (row) => changed.bytes[at.get(row.head) * size + key] / 255,
+      difference = painted === "difference" && changed;
+    const value = difference ? (row) => now(row) - was(row) : (row) => Math.sqrt(was(row));
+    $("watched").textContent = view.text(key);
+    $("painted").hidden = !changed;
+    const look = [value, difference ? "change" : "√ attention", difference ? [-0.5, 0.5] : [0, 1], difference ? apart : pale];
+    if (!grid) {
+      grid = map($("map"), {
+        rows: model.heads.map((name) => ({ head: name })),
+        value,
+        title: look[1],
+        range: look[2],
+        paint: look[3],
+        lines: (row) => [
+          [row.head],
+          [`attention on ${$("watched").textContent}`, fixed(seen.bytes[at.get(row.head) * (state.query + 1) + (watched >= 0 ? watched : state.key)] / 255)],
+          ...(model.said[row.head] ? [[`looks at ${model.said[row.head]}`, ""]] : []),
+        ],
+        marked: model.fitted,
+        picked: state.head,
+        onpick: (next) => quietly(why(next, null)),
+      });
+    } else {
+      grid.repaint(...look);
+      grid.pick(state.head);
+    }
+    const order = [...at.keys()].sort((a, b) => Math.abs(value({ head: b })) - Math.abs(value({ head: a }))).slice(0, 5);
+    const said = (name) => (difference ? fixed(value({ head: name })) : fixed(was({ head: name })));
+    $("best").replaceChildren(
+      make("span", { class: "of" }, difference ? "most changed" : "most"),
+      ...order.map((name) =>
+        make("button", { type: "button", "aria-pressed": String(name === state.head), onclick: () => quietly(why(name, key)) }, `${name} ${said(name)}`),
+      ),
+    );
+  }
+  function drawMatter() {
+    $("matter").replaceChildren(
+      make("span", { class: "of", title: "probability of the next token that moves when the head may not look there" }, "matter most for the next token"),
+      ...seen.matter.map((row) =>
+        make(
+          "button",
+          { type: "button", "aria-pressed": String(row.head === state.head && row.key === state.key), onclick: () => quietly(why(row.head, row.key)) },
+          `${row.head} → ${view.text(row.key)} ${percent(row.moved)}`,
         ),
       ),
+    );
+  }
+  function drawPainted() {
+    $("painted").replaceChildren(
+      ...choose("coloured by", ["attention", "difference"], painted, (name) => {
+        painted = name;
+        drawMap();
+      }, (name) => (name === "difference" ? "what the changes do" : "attention before")),
+    );
+  }
+
+  function drawWhy() {
+    const said = found.said;
+    $("said").replaceChildren(...["where", "wrote", "test", "does"].filter((name) => said[name]).map((name) => make("p", {}, said[name])));
+    $("verdict").replaceChildren(qk.badge(said.verdict));
+    const known = found.about ? `${model.folder}: ${state.head} looks at ${found.about}.` : model.no_writers;
+    $("known").textContent = known;
+    $("known").hidden = !known;
+    $("texts").replaceChildren(...found.texts.map(qk.passage));
+    $("by").replaceChildren(
+      ...choose(`the logit of ${view.text(state.key)} over the other keys, ${fixed(found.logit)}, split by`, ways(), by, (name) => {
+        by = name;
+        drawParts();
+      }, (name) => ({ singular: "singular vectors" })[name] || name),
+    );
+    drawParts();
+    const fitted = Object.keys(found.fitted).filter((name) => name !== "discovered").length;
+    $("fit").hidden = fitted > 0;
+    $("fit").textContent = `Fit ${model.task} features at ${state.head}`;
+  }
+  function drawParts() {
+    const place = $("parts");
+    const own = found.parts.filter((row) => row.by === by);
+    if (by !== "writers") {
+      const bars = make("div", { class: "bars" });
+      place.replaceChildren(bars);
+      const rows = own.map((row) => ({ name: row.part, value: row.value, share: row.share }));
+      return qk.waterfall(bars, rows, found.logit, by === "features" ? qk.partColours(rows.map((row) => row.name)) : {});
+    }
+    const side = (name, title) => {
+      const bars = make("div", { class: "bars" }, make("div", { class: "side" }, title));
+      const rows = own.filter((row) => row.side === name).map((row) => {
+        const text = `cut ${name} ${row.part}`,
+          cut = state.changes.includes(text);
+        return {
+          name: writer(row.part),
+          value: row.value,
+          share: row.share,
+          button:
+            row.part === "rest" || row.part === "bias"
+              ? null
+              : make("button", { type: "button", "aria-pressed": String(cut), "data-cut": text, onclick: () => toggle(text) }, cut ? "restore" : "cut"),
+        };
+      });
+      if (rows.length) qk.waterfall(bars, rows, found.logit);
+      return rows.length ? bars : null;
+    };
+    const both = [side("key", `who wrote the key, at ${view.text(state.key)}`), side("query", `who wrote the query, at ${view.text(state.query)}`)];
+    const focused = place.contains(document.activeElement) ? document.activeElement.dataset.cut : null;
+    place.replaceChildren(make("div", { class: "two-sides" }, ...both.filter(Boolean)));
+    if (focused) [...place.querySelectorAll("button")].find((each) => each.dataset.cut === focused)?.focus({ preventScroll: true });
+  }
+  const writer = (name) => (/^M\d/.test(name) ? `${name} (MLP)` : name);
+
+  function drawChanges() {
+    const key = view.text(state.key),
+      names = Object.keys(found.fitted),
+      hidden = state.changes.includes("remove");
+    $("offers").replaceChildren(
+      make("button", { type: "button", id: "remove", "aria-pressed": String(hidden), onclick: () => toggle("remove") }, `hide ${key} from ${state.head}`),
+      make("button", { type: "button", id: "swap", onclick: () => setMode("swap") }, `swap ${key} with …`),
+      ...(names.length
+        ? choose("in", ["", ...names], state.features, (name) => (state.features = name), (name) => name || "its whole key")
+        : []),
+      make("span", { class: "hint" }, "or cut a writer above"),
+    );
+    const words = (text) => {
+      const swap = /^swap (\d+)(?: (.*))?$/.exec(text);
+      if (swap) return `${key} ⇄ ${view.text(Number(swap[1]))} (${swap[2] || "whole key"})`;
+      return text === "remove" ? `${key} hidden from ${state.head}` : text.replace(/^cut (\w+) /, "cut from the $1: ");
+    };
+    $("changes").replaceChildren(
+      ...state.changes.map((text) =>
+        make("span", { class: "made-change" }, words(text), make("button", { type: "button", "aria-label": `undo ${words(text)}`, onclick: () => toggle(text) }, "×")),
+      ),
+    );
+    for (const name of ["undo", "clear"]) $(name).disabled = !state.changes.length;
+    if (!changed) return $("moved").replaceChildren(make("p", { class: "words" }, "Nothing is changed. Every change acts on this head's attention at this token alone; the model then runs on."));
+    const bars = [["before", changed.before], ["after", changed.after], ...(changed.random === null ? [] : [["random", changed.random]])];
+    return $("moved").replaceChildren(
+      make("p", {}, qk.badge(changed.verdict), ` ${changed.said}`),
+      qk.legend(["before", "before"], ["after", "after"], ...(changed.random === null ? [] : [["random", "random ones of the same size"]])),
+      qk.pairs([{ label: key, values: bars, words: `${percent(changed.before)} → ${percent(changed.after)}${changed.random === null ? "" : `, random ${percent(changed.random)}`}` }]),
     );
   }
   function drawNext() {
-    const next = swapped ? swapped.next : seen.next,
-      largest = Math.max(...next.flatMap((row) => [row.before, row.after ?? 0]));
+    const shown = changed || found.removed,
+      largest = Math.max(...shown.next.flatMap((row) => [row.before, row.after]));
+    $("likely").textContent = `Probability of the token after ${view.text(state.query)}: as it is, and ${changed ? "with the changes" : `without ${state.head}'s attention to ${view.text(state.key)}`}.`;
     $("answers").replaceChildren(
-      make(
-        "div",
-        { class: "pairs" },
-        ...next.flatMap((row) =>
-          pair(
-            visible(row.token),
-            [["before", row.before], ...(row.after === null ? [] : [["after", row.after]])],
-            row.after === null ? fixed(row.before, 3) : `${fixed(row.before, 3)} → ${fixed(row.after, 3)}`,
-            largest,
-          ),
-        ),
+      qk.pairs(
+        shown.next.map((row) => ({
+          label: visible(row.token),
+          values: [["before", row.before], ["after", row.after]],
+          words: `${percent(row.before)} → ${percent(row.after)}`,
+        })),
+        largest,
       ),
     );
-    $("likely").textContent = swapped
-      ? "Probability of the next token, before and after the swap at this one head."
-      : "Probability of the next token.";
   }
 
+  // ------------------------------------------------------------------ what can be pressed
+  function edited() {
+    const stale = Boolean(seen) && $("prompt").value !== state.prompt;
+    document.body.classList.toggle("stale", stale);
+    $("stale").hidden = !stale;
+    $("prompt").rows = Math.min(6, $("prompt").value.split("\n").length + Math.floor($("prompt").value.length / 130));
+  }
+  async function save() {
+    const page = await ask("save", { ...about(), changes: state.changes }),
+      address = URL.createObjectURL(new Blob([page.html], { type: "text/html" }));
+    make("a", { href: address, download: page.name }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 10000);
+    $("done").textContent = `saved ${page.name}`;
+  }
+  async function fit() {
+    const head = state.head;
+    $("fit").disabled = true;
+    $("fit").textContent = `Fitting on ${model.fitted_on} prompts …`;
+    try {
+      await ask("fit", { head });
+      if (!model.fitted.includes(head)) model.fitted.push(head);
+      if (grid) grid.mark(model.fitted);
+      by = "features";
+      if (head === state.head) await why(head, state.key, state.changes);
+    } finally {
+      $("fit").disabled = false;
+    }
+  }
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    quietly(look());
+    quietly(look($("prompt").value));
   });
+  $("prompt").addEventListener("input", edited);
   $("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-      event.preventDefault();
-      quietly(look());
-    }
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    quietly(look($("prompt").value));
   });
-  $("undo").addEventListener("click", () => {
-    turn += 1;
-    picked = [];
-    swapped = null;
-    drawTokens();
-    drawSwap();
-    drawNext();
+  $("examples").addEventListener("change", (event) => {
+    const text = model.examples[Number(event.target.value)];
+    event.target.value = "";
+    $("prompt").value = text;
+    quietly(look(text));
   });
+  $("undo").addEventListener("click", () => quietly(change(state.changes.slice(0, -1))));
+  $("clear").addEventListener("click", () => quietly(change([])));
+  $("save").addEventListener("click", () => quietly(save()));
+  $("fit").addEventListener("click", () => quietly(fit()));
+  $("python").addEventListener("click", () =>
+    navigator.clipboard.writeText(found.python).then(
+      () => ($("done").textContent = "copied"),
+      () => ($("done").textContent = "the browser does not let a page copy: copy the address instead"),
+    ),
+  );
   $("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     document.dispatchEvent(new Event("qk-theme"));
+    if (found) view.paint(changed ? changed.row : found.row, state.query, state.key);
+  });
+  addEventListener("hashchange", () => {
+    const given = read();
+    if (given) quietly(look(given.prompt, given));
   });
   quietly(
     (async () => {
       model = await ask("model");
-      $("model").textContent =
-        `${model.model} · ${model.heads.length} heads${model.folder ? ` · ${model.folder}` : ""}`;
-      $("prompt").value = model.prompt;
-      await look();
-      if (model.quick && $("fit")) await fit();
+      $("model").textContent = `${model.model} · ${model.heads.length} heads${model.folder ? ` · ${model.folder}` : ""}`;
+      $("examples").append(...model.examples.map((text, i) => make("option", { value: i }, visible(text).slice(0, 60))));
+      setMode("key");
+      drawPainted();
+      const given = read() || { prompt: model.prompt };
+      $("prompt").value = given.prompt;
+      await look(given.prompt, given);
     })(),
   );
 })();

@@ -3,7 +3,7 @@
 (() => {
   const { draw, make, number, fixed, viridis, tip, near, redraw, choose, pretty } = qk;
 
-  qk.map = (element, { rows, value, lines, marked = [], range = [0, 1], title = "", onpick = null, picked = null }) => {
+  qk.map = (element, { rows, value, lines, marked = [], range = [0, 1], title = "", onpick = null, picked = null, paint = viridis }) => {
     const at = new Map();
     let layers = 0,
       heads = 0;
@@ -20,7 +20,7 @@
       svg = null,
       outline = null;
     const colour = (row) =>
-      value(row) === null ? "var(--wash)" : viridis((value(row) - range[0]) / (range[1] - range[0] || 1));
+      value(row) === null ? "var(--wash)" : paint((value(row) - range[0]) / (range[1] - range[0] || 1));
     const render = (width) => {
       const left = 38,
         top = 18,
@@ -75,7 +75,7 @@
         right = w - 4,
         y = top + heads * cell + 24;
       for (let i = 0; i < bar; i += 2)
-        svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: viridis(i / bar) }));
+        svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: paint(i / bar), class: "shade" }));
       svg.append(
         draw("text", { class: "soft low", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
         draw("text", { class: "soft high", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
@@ -153,11 +153,20 @@
     };
     const again = redraw(element, render);
     return {
-      repaint(changed, words = title, ends = range) {
+      repaint(changed, words = title, ends = range, shade = paint) {
         [value, title, range] = [changed, words, ends];
         svg.querySelector(".scale").textContent = title;
         ["low", "high"].forEach((end, i) => (svg.querySelector(`.${end}`).textContent = number(range[i], 2)));
+        if (shade !== paint) {
+          paint = shade;
+          const bar = [...svg.querySelectorAll(".shade")];
+          bar.forEach((each, i) => each.setAttribute("fill", paint(i / bar.length)));
+        }
         for (const [key, rect] of cells) rect.setAttribute("fill", colour(at.get(key)));
+      },
+      pick(head) {
+        current = head;
+        frame(outline, head.slice(1).replace("H", ","));
       },
       mark(changed) {
         marked = changed;
