@@ -32,7 +32,7 @@ def test_the_ten_minute_start_runs_as_written(capsys, tmp_path, monkeypatch):
         exec(compile(block, "start.md", "exec"), names)  # the block is ours, from the file under test
     printed = capsys.readouterr().out
     for said in (
-        "30 9 64",
+        "L18H6 at ':' (token 13) attends to ' Z' (token 6)",
         "prefers the right key",
         "lexical at L18H6: rank",
         "Swapping both at L18H6",
@@ -40,6 +40,25 @@ def test_the_ten_minute_start_runs_as_written(capsys, tmp_path, monkeypatch):
     ):
         assert said in printed
     assert (tmp_path / "report.html").stat().st_size < 8e6
+
+
+def test_pictures_are_there_and_small():
+    taken = set()
+    for page in DOCS.rglob("*.md"):
+        for picture in re.findall(r"!\[[^\]]*\]\((figures/[^)]+)\)", page.read_text()):
+            assert (DOCS / picture).is_file(), f"{page.name} shows {picture}, which is not there"
+            taken.add(picture)
+    shot = [DOCS / one for one in taken if one.startswith(("figures/gallery", "figures/start", "figures/contrast"))]
+    assert len(shot) > 8
+    assert max(one.stat().st_size for one in shot) < 150e3
+    assert sum(one.stat().st_size for one in shot) < 1.5e6
+
+
+def test_every_page_is_on_the_front_page():
+    listed = set(re.findall(r"^[\w/-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
+    assert listed == {
+        str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md") if "_build" not in p.parts
+    } - {"index"}
 
 
 def test_the_reference_names_every_command_as_it_is():
