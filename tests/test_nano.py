@@ -343,3 +343,10 @@ def test_the_command_writes_what_it_says(tmp_path):
     refused = subprocess.run([*command, "--device", "abacus"], capture_output=True, text=True)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
+
+
+def test_a_missing_first_token_is_said_of_prompts_and_not_of_the_self_check(own_cache, caplog):
+    scope = qk.Scope.load("nano:mixed")
+    assert "first token" not in caplog.text
+    scope.encode([qk.Example(ids=[5, 6, 7])])
+    assert "expects ['<s>'] as the first token" in caplog.text

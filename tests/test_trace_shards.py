@@ -76,6 +76,12 @@ def test_the_same_command_again_writes_the_same(folders, monkeypatch):
     assert close(first["tables"], again["tables"])
 
 
+def test_the_answer_to_why_is_written_again_too(monkeypatch, tmp_path):
+    for _ in range(2):
+        assert run(monkeypatch, "why", "hat : O jam : Z jam :", "--head", "L1H0", "--model", "nano:mixed",
+                   "--out", tmp_path / "why") == 0  # fmt: skip
+
+
 def test_a_missing_or_doubled_shard_is_refused(folders, monkeypatch, capsys, tmp_path):
     for shards in ((0, 1), (0, 1, 1), (0, 0, 1, 2)):
         assert run(monkeypatch, "merge", *(folders / f"s{i}" for i in shards), "--out", tmp_path / "merged") == 2

@@ -55,10 +55,9 @@ def why(
         if everything:
             shell.print_tables("why", found.tables, everything)
     if out is not None:
-        from qkscope.page.report import write_report
+        from qkscope.page.report import report_html
 
-        found.write(out)
-        write_report(out / "report.html", found)
+        found.write(out, files={"report.html": report_html([found])})
     if not as_json:
         asked = {"model": model, "device": device, "dtype": dtype}
         if head is None:
