@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+TALLEST = 1040  # pixels of a picture: an atlas goes on for pages
 PART = re.compile(
     r"```python\n(?P<code>.*?)```"
     r"|<!-- printed -->\n.*?<!-- /printed -->"
@@ -113,7 +114,8 @@ def _shoot(url: str, selector: str, picture: Path) -> None:
         page.wait_for_timeout(500)
         box = page.locator("section" if selector == "top" else selector).first.bounding_box(timeout=5000)
         top, bottom = 0 if selector == "top" else box["y"] - 8, box["y"] + box["height"] + 8
-        page.screenshot(path=picture, full_page=True, clip={"x": 16, "y": top, "width": 968, "height": bottom - top})
+        clip: Any = {"x": 16, "y": top, "width": 968, "height": min(bottom - top, TALLEST)}
+        page.screenshot(path=picture, full_page=True, clip=clip)
         browser.close()
     Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
 
