@@ -136,6 +136,21 @@ COMMANDS: list[tuple[list[str], str]] = [
     ([*_ONE, "hat: A jam: B", "--query", "2", "--key", "4"], "token 4 stands after the query (token 2)"),
     ([*_ONE, "hat: A jam: B", "--key", "2", "--versus", "2"], "token 2 cannot be compared with itself"),
     ([*_ONE, "hat: A", "--heads", "L9H0"], "L9H0 does not exist"),
+    # ------------------------------------------------------------ why
+    (["why", ""], "the prompt is empty"),
+    (["why", "hat:", "--head", "18.6"], "is not a head"),
+    (["why", "hat: O", "--head", "L9H9", "--model", "nano:mixed"], "L9H9"),
+    (["why", "hat", "--head", "L1H0", "--model", "MODEL"], "the prompt has one token"),
+    (["why", "hat: O", "--query", "7", "--model", "nano:mixed"], "query 7 is out of range"),
+    (["why", "hat: O", "--query", "0", "--model", "nano:mixed"], "the query is the first token"),
+    (["why", "hat: O", "--head", "L1H0", "--key", "9", "--model", "nano:mixed"], "key 9 is out of range"),
+    (
+        ["why", "hat: O", "--head", "L1H0", "--query", "1", "--key", "2", "--model", "nano:mixed"],
+        "token 2 stands after the query",
+    ),
+    (["why", "hat: O", "--key", "1", "--model", "nano:mixed"], "a key is asked about with a head"),
+    (["why", "hat:", "--out", "FULL"], "holds other files than a run"),
+    (["why", "hat:", "--fit", "none"], "none is not a folder that decompose wrote"),
     # ------------------------------------------------------------ papers, toys, bench, demo, pages
     (["reproduce", "lee2025", "fig2"], "there is no paper 'lee2025'"),
     (["reproduce", "lee2026", "fig99"], "has no figure 'fig99'"),

@@ -165,10 +165,14 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
     assert len(stored["claims"]) == 5
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "random_both" in page
-    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens"):
+    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens", "said", "parts", "tests", "output", "graph"):
         assert f'class="block {kind}"' in page
     assert (tmp_path / "demo" / "figures" / "swap.png").is_file()
     assert stored["answer"].split(":")[0] in page
+    said = done.stdout.splitlines()
+    assert len(said) <= 40
+    assert any(line.startswith("Why, of one prompt: L18H6 at ':' (token 17) attends to ' Z'") for line in said)
+    assert said[-1].startswith("Next: qkscope why ")
 
 
 def test_json_goes_to_stdout_alone():

@@ -108,10 +108,19 @@ def test_swap_shows_each_feature_beside_its_controls_and_says_that_it_rewrites_t
     assert len(tables(everything)) >= 2
 
 
-def test_explain_sparsity_and_svd_print_one_small_table(qkscope, fitted, tmp_path):
-    prompt = r"The hat is in Box O. The jam is in Box Z. The hat is in Box"
+def test_explain_is_why_with_the_folders_features(qkscope, fitted):
+    prompt, head = r"The hat is in Box O. The jam is in Box Z. The hat is in Box", "L1H0"
+    printed = qkscope("explain", fitted[0], prompt, "--head", head)
+    assert printed == qkscope("why", prompt, "--fit", fitted[0], "--head", head)
+    assert "by features: " in printed
+    assert len(printed.splitlines()) <= 14
+    assert printed.splitlines()[-1] == f"Next: qkscope view --live --fit {fitted[0]}"
+    first = qkscope("explain", fitted[0], prompt)
+    assert first == qkscope("why", prompt, "--fit", fitted[0])
+
+
+def test_sparsity_and_svd_print_one_small_table(qkscope, tmp_path):
     for arguments in (
-        ["explain", fitted[0], prompt],
         ["svd", "--model", "nano:mixed"],
         ["sparsity", "ioi", "--model", "nano:mixed", "-n", 8, "--draws", 4, "--out", tmp_path / "ioi"],
         ["reproduce", "--list"],

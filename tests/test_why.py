@@ -10,12 +10,15 @@ from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope.analyses.trace.one import Asked
+from qkscope.analyses.trace.texts import token_texts
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows, singular_terms
 from qkscope.analyses.why.probe import Probe
+from qkscope.analyses.why.why import _answer
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.cli import app
+from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 
@@ -27,6 +30,11 @@ FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
 @pytest.fixture(scope="module")
 def nano():
     return qk.Scope.load("nano:mixed")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return qk.Scope.load("smollm2-135m")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -57,8 +65,10 @@ def test_parts_of_each_way_sum_to_the_logit(nano):
     assert set(found) == ways
     assert all(value == pytest.approx(one.total, abs=1e-4) for value in found.values())
     assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
-    residual = [row["value"] for row in rows if row["part"] == "rest" and row["by"] == "features"]
-    assert residual == [pytest.approx(0, abs=1e-4)]  # features leave their own residual, and nothing besides
+    assert [row["part"] for row in rows if row["by"] == "features"] == ["mine", "rest"]
+    by_token = qk.attribute(nano, PROMPT, "L2H3", {"mine": feature}).tables["split"]
+    mine = sum(float(one.weights[row["key"]]) * row["value"] for row in by_token if row["part"] == "mine")
+    assert next(row["value"] for row in rows if row["part"] == "mine") == pytest.approx(mine, abs=1e-4)
 
 
 def test_singular_terms_sum_to_the_logit_by_themselves(tiny):
@@ -188,3 +198,54 @@ def test_json_has_the_tables():
     )
     assert done.exit_code == 0, done.output
     assert {"attention", "parts", "writers", "cuts", "output"} <= set(json.loads(done.stdout)["tables"])
+
+
+def test_a_number_of_tokens_is_too_small_or_too_large(nano):
+    with pytest.raises(BadInput, match="empty"):
+        qk.why(nano, "")
+    with pytest.raises(BadInput, match="tokens"):
+        qk.why(nano, "hat: O " * 4000, "L1H0")
+    found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
+    assert "no other token to compare" in str(found)
+    assert "graph" not in found.tables
+
+
+def test_a_family_that_cannot_be_traced_says_so():
+    scope = Scope.from_model(tiny_model("jetmoe"), check=False)
+    with pytest.raises(BadInput, match="no one matrix adds up its heads' outputs"):
+        qk.why(scope, IDS, "L0H0")
+
+
+def test_a_head_that_rests_on_the_first_token_says_so(nano):
+    """One whose attention is there, made so: its row is replaced before it is put into words."""
+    one = Probe(nano, PROMPT).head("L1H0")
+    one.attention = torch.full_like(one.attention, 0.001)
+    one.attention[0] = 0.98
+    answer = _answer(one, one.cut_rows(2, 0))
+    assert "rests on the first token (98%)" in answer
+    assert "has most, 0.1%" in answer
+
+
+def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
+    ids = smollm2.tokenizer.encode("a 🧿 b", add_special_tokens=False)
+    texts = token_texts(smollm2, ids)
+    assert "".join(texts) == "a 🧿 b"
+    at = next(i for i, text in enumerate(texts) if "🧿" in text)
+    assert texts[at + 1] == ""
+    found = qk.why(smollm2, Example(ids=tuple(ids[: at + 1])), "L3H1", draws=2)  # ends inside it
+    assert "part of a character" in found.answer
+    found = qk.why(smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2)
+    assert f"token {at + 1} (inside a character)" in found.answer
+    told = json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
+    assert "\ufffd" not in told
+
+
+def test_the_prompt_of_the_readme_is_answered_without_a_fit(smollm2):
+    found = qk.why(smollm2, PROMPT, "L18H6")
+    assert "attends to ' Z' (token 6), 94%" in found.answer
+    strongest = [row["part"] for row in found.tables["parts"] if (row["by"], row["side"]) == ("writers", "key")]
+    assert {"L17H8", "L16H0"} <= set(strongest[:3])
+    cut = next(row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] == 2)
+    assert (set(cut["writers"].split(", ")), cut["verdict"]) == ({"L17H8", "L16H0"}, "supported")
+    assert cut["after"] < 0.05 < 0.5 < cut["random_low"]
+    assert found.tables["output"][0]["token"] == " Z"

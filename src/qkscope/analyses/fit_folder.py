@@ -299,6 +299,13 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     """What a fit folder was made from."""
     path = Path(folder) / JOB
     if not path.is_file():
+        other = path.with_name(RESULTS)
+        if other.is_file():
+            kind = str(read_json(other).get("experiment", "another verb"))
+            raise BadInput(
+                f"{folder} is not a folder that decompose wrote, but a run of {kind}: name the folder of a fit, or "
+                "make one with qkscope decompose … --out ANOTHER."
+            )
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
     job = read_json(path, _FIELDS)
     named = all(isinstance(name, str) for name in [*job["heads"], *job["contrasts"]])

@@ -1,4 +1,4 @@
-"""Contrasts: rank heads, fit features, swap them, explain a prompt."""
+"""Contrasts: rank heads, fit features, swap them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -205,42 +205,3 @@ def _check_fitted(heads: str | None, asked: Mapping[str, Any], folder: Path) -> 
     for head in [] if heads is None else parse_heads(heads):
         if str(head) not in asked["heads"]:
             raise BadInput(f"{folder} was not fitted at {head}: there is {', '.join(asked['heads'])}.")
-
-
-@shell.app.command()
-def explain(
-    folder: shell.Fitted,
-    prompt: Annotated[str, typer.Argument(help="The prompt; its last token asks. \\n is a line break.")],
-    head: Annotated[str | None, typer.Option("--head", help="One of the fitted heads; the first.")] = None,
-    split: Annotated[str, typer.Option("--split", help="sequential (the paper's), average or oblique.")] = "sequential",
-    device: shell.Device = None,
-    dtype: shell.Dtype = None,
-    everything: shell.All = False,
-    as_json: shell.Json = False,
-) -> None:
-    """Split the attention logits of one prompt, token by token, among the fitted features."""
-    from qkscope.analyses.attribute import attribute
-    from qkscope.analyses.fit import load
-    from qkscope.analyses.fit_folder import read_job, task_of
-    from qkscope.analyses.swap import check_swappable
-    from qkscope.heads import Head
-    from qkscope.maths.attribution import Split
-
-    asked = read_job(folder)
-    _check_fitted(None if head is None else str(Head.parse(head)), asked, folder)
-    check_swappable(asked["space"])
-    if split not in get_args(Split):
-        raise BadInput(f"--split is one of {', '.join(get_args(Split))}, but got {split!r}.")
-    if not prompt:
-        raise BadInput("the prompt is empty: give at least one character.")
-    task_of(asked, folder)
-    scope = shell.load_scope(asked["model"], device, dtype)
-    fit = load(folder, scope)
-    options: Any = {"split": split, "chat": fit.chat}
-    parts = attribute(scope, prompt.replace("\\n", "\n"), head or fit.heads[0], fit, **options)
-    if as_json:
-        shell.print_json(parts.to_json())
-        return
-    shell.say(parts.show() if everything else parts.answer)
-    shell.print_tables("explain", parts.tables, everything)
-    shell.print_end(then=shell.command("view", live=True, fit=folder))

@@ -1,7 +1,6 @@
 """The main job on the embedded model: find the heads that answer "which box?", take them apart, and test it causally.
 
-Find, decompose, swap, explain - the twenty lines of the README, with their claims. Words for finding, fitting and
-testing are disjoint.
+Find, decompose, swap, and ask why of one prompt, with claims. Words for finding, fitting and testing are disjoint.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.swap import SIZES, swap
+from qkscope.analyses.why.why import Why, why
 from qkscope.capture.scope import Scope
 from qkscope.page.figures import draw_verbs
 from qkscope.page.report import report_html
@@ -28,8 +28,8 @@ _HEADS = 3
 Rows = Mapping[Any, Mapping[str, Any]]
 
 
-def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Result, dict[str, str | bytes]]:
-    """Run the main job on ``n`` prompts for each step; returns the result and its files (page and figures)."""
+def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Result, Why, dict[str, str | bytes]]:
+    """Run the main job on ``n`` prompts for each step; returns the result, why of a prompt, and the files."""
     start = time.perf_counter()
     scope = Scope.load(model)
     task = tasks.binding(entities=9, form="list", seed=seed)
@@ -44,6 +44,7 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
     with doing("swapping them on held-out prompts"):
         swaps = swap(scope, task.test(n), fit, heads, sizes=sizes, clouds=True)
     parts = attribute(scope, PROMPT, heads[0], fit)
+    asked = why(scope, PROMPT, heads[0], features=fit, seed=seed)
     swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}
     result = Result(
         experiment="demo",
@@ -54,6 +55,7 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
             "swap": swaps.table(),
             "curve": swaps.tables["curve"],
             "tokens": parts.tables["tokens"],
+            "why": [{"line": asked.answer}, *asked.tables["said"]],
         },
         claims=_claims(
             next(row for row in best if row["head"] == heads[0]),
@@ -67,8 +69,8 @@ def demo(model: str = "smollm2-135m", *, n: int = 96, seed: int = 0) -> tuple[Re
         seconds=time.perf_counter() - start,
         provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=seed),
     )
-    page = report_html([replace(result, tables={}), ranking, fit, swaps, parts], title="demo")
-    return result, {"report.html": page, **draw_verbs(ranking, swaps, parts)}
+    page = report_html([replace(result, tables={}), ranking, fit, swaps, parts, asked], title="demo")
+    return result, asked, {"report.html": page, **draw_verbs(ranking, swaps, parts)}
 
 
 def _answer(head: str, rows: Rows) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import All, Json, Out, Seed, app, command, print_end, print_json, print_result, print_rows
+from qkscope.cli.shell import All, Json, Out, Seed, app, command, print_end, print_json, print_result, print_rows, say
 
 
 @app.command()
@@ -18,20 +18,23 @@ def demo(
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Run the main job on the embedded model: find heads, take them apart, test it causally, explain a prompt.
+    """Run the main job on the embedded model: find heads, take them apart, test it causally, and say why of a prompt.
 
     It takes half a minute, so that nothing is kept of one that is stopped.
     """
     from qkscope.runs.folder import check_folder
 
     check_folder(out, "demo")
+    from qkscope.cli.demo import PROMPT
     from qkscope.cli.demo import demo as run_demo
 
-    result, files = run_demo(n=n)
+    result, asked, files = run_demo(n=n)
     print_result(result, as_json, everything)
+    if not as_json:
+        say(f"\nWhy, of one prompt: {asked}")
     result.write(out, files=files)
     if not as_json:
-        print_end(out, then=command("view", out))
+        print_end(out, then=command("why", PROMPT.replace("\n", "\\n")))
 
 
 @app.command()

@@ -175,14 +175,6 @@ def _of_swaps(rows: Rows) -> dict[str, Source]:
     }  # fmt: skip
 
 
-def _of_tokens(rows: Rows) -> dict[str, Source]:
-    parts = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
-    return {
-        "token": lambda row: f"{row['position']} {row['token']!r}", "attention": "attention", "logit": "logit",
-        **{name: name for name in parts},
-    }  # fmt: skip
-
-
 def _by(column: str, largest: bool = True) -> Callable[[Rows], Rows]:
     return lambda rows: sorted(rows, key=lambda row: row[column] or 0.0, reverse=largest)
 
@@ -259,10 +251,6 @@ VIEWS: Mapping[str, Sequence[View]] = {
         ),
         View("swap", _of_swaps, _SWAPPED, _swapped),
     ],
-    "explain": [View(
-        "tokens", _of_tokens, "The tokens with most attention; the parts after the logit add up to it.",
-        _by("attention"),
-    )],
     "svd": [View(
         "rows",
         {"head": "head", "top": "top", "median": "median", "last": "last", "effective rank": "effective_rank",

@@ -39,7 +39,8 @@ def cuts(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
         "Attention on the key with its strongest writers cut: each one's part takes its mean over the prompt's other"
         " tokens. The band is what random writers of the same layers leave, the line what there was. Exchanged: the"
         " parts change places with another token's, and the attention there is drawn. Supported: the attention moves by"
-        " more than a quarter, and further than with any of the random ones. Not here: it does not."
+        " more than a quarter, and further than with any of the random ones. Not here: it does not. Unattended: under"
+        " 5% was there to move. Vacuous: all writers were exchanged, which shows nothing."
     )
     swaps = [row for row in tables.get("swaps", ()) if "other_after" in row]
     yield Block("tests", "Is it so", words, rows, {"swaps": swaps}, name)

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.sources import Direction, Trail
@@ -92,7 +93,7 @@ def trace_graph(
     row = torch.zeros(1, dtype=torch.long, device=ids.device)
     at = Places.everywhere(row, row + query, encoded.inputs["attention_mask"])
     trail, scope = Trail(reader, encoded.inputs, at), reader.scope
-    texts = [scope.tokenizer.decode([i]) if scope.tokenizer else str(i) for i in ids[0].tolist()]
+    texts = token_texts(scope, ids[0].tolist())
     attention = trail.attention(head, row + query + 1)[0, 0].tolist()
     seen = _seen(trail, head, query)
     if key not in seen:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, writer_layers
+from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.scope import Scope
@@ -65,25 +66,6 @@ def checked_place(place: int, length: int, what: str) -> int:
     if not -length <= place < length:
         raise BadInput(f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}.")
     return place % length
-
-
-def token_texts(scope: Scope, ids: Sequence[int]) -> list[str]:
-    """What each token reads as; a character cut in pieces is shown at its first piece, whole."""
-    if scope.tokenizer is None:
-        return [str(i) for i in ids]
-    texts: list[str] = []
-    at = 0
-    while at < len(ids):
-        end = at + 1
-        text = scope.tokenizer.decode(ids[at:end])
-        while text.endswith("�") and end < len(ids) and end - at < 8:
-            end += 1
-            text = scope.tokenizer.decode(ids[at:end])
-        if text.endswith("�"):  # no character after all
-            end, text = at + 1, scope.tokenizer.decode(ids[at : at + 1])
-        texts += [text, *[""] * (end - at - 1)]
-        at = end
-    return texts
 
 
 class PromptTrace:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope.analyses.trace.one import Asked, PromptTrace
+from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
 from qkscope.capture.projection import is_norm
@@ -104,7 +105,7 @@ class Output:
 
     def token(self, i: int) -> str:
         """What a token of the vocabulary reads as."""
-        return str(self.scope.tokenizer.decode([i])) if self.scope.tokenizer else str(i)
+        return token_texts(self.scope, [i])[0]
 
     # ------------------------------------------------------------------ the straight way
 

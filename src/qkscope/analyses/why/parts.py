@@ -15,7 +15,7 @@ from torch import Tensor
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.trace.one import PromptTrace
 from qkscope.errors import BadInput
-from qkscope.maths.attribution import SplitSide, part_name, split_query, split_rows
+from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.maths.singular import singular_coordinates
 from qkscope.maths.subspace import Subspace
 
@@ -23,7 +23,9 @@ SHOWN = 8  # parts of each split that are named; the others are its rest
 REST = "rest"
 
 
-def part_rows(one: PromptTrace, features: Mapping[str, Subspace] | None = None) -> list[dict[str, Any]]:
+def part_rows(
+    one: PromptTrace, features: Mapping[str, Subspace] | None = None, split: Split = "sequential"
+) -> list[dict[str, Any]]:
     """The table ``parts`` of one head, query and key."""
     made = []
     for side, values in one.marginals().items():
@@ -32,7 +34,7 @@ def part_rows(one: PromptTrace, features: Mapping[str, Subspace] | None = None) 
     if terms is not None:
         made += _rows(one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both")
     if features:
-        made += _rows(one, "features", _featured(one, features), "query", shown=len(features) + 1)
+        made += _rows(one, "features", _featured(one, features, split), "query", shown=len(features))
     return made
 
 
@@ -51,12 +53,13 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
     return (one.scale * alpha * gamma).flatten().tolist()
 
 
-def _featured(one: PromptTrace, features: Mapping[str, Subspace]) -> dict[str, float]:
+def _featured(one: PromptTrace, features: Mapping[str, Subspace], split: Split) -> dict[str, float]:
     ordered = sorted(features.items(), key=lambda item: item[1].rank)
     q = one.captured.q[0, one.column].float()
     weighted = one.weighted_keys().to(q)
     bases: dict[str, Tensor] = {part_name(name): subspace.basis("query") for name, subspace in ordered}
-    return {name: float(part @ weighted) * one.scale for name, part in split_query(q, bases).items()}
+    queries = split_query(q, bases, split)  # what no feature explains is the rest
+    return {name: float(queries[name] @ weighted) * one.scale for name in bases}
 
 
 def _rows(

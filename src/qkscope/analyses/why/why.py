@@ -25,6 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -57,6 +58,7 @@ def why(
     depth: Natural = 1,
     draws: Count = 20,
     seed: Natural = 0,
+    split: Split = "sequential",
     probe: Probe | None = None,
 ) -> Why:
     """Say why a head attended to a token of a prompt.
@@ -73,6 +75,7 @@ def why(
     depth : levels of the graph of writers and what they read.
     draws : random writers beside each cut and swap.
     seed : of them.
+    split : among features: ``sequential``, ``average`` over all orders, or ``oblique``.
     probe : of this prompt, where there is one already, so that it is not run again.
 
     Returns
@@ -98,7 +101,8 @@ def why(
         told = _which_heads(probe, output)
     else:
         one = probe.head(head, query, key)
-        told = _one_head(one, output, _features(one, features, scope), depth, draws, seed)
+        parts = part_rows(one, _features(one, features, scope), split)
+        told = _one_head(one, output, parts, depth, draws, seed)
     answer, lines, tables = told
     return Why(
         experiment="why",
@@ -125,17 +129,19 @@ def _features(one: PromptTrace, features: Any, scope: Scope) -> dict[str, Subspa
     if features is None:
         return {}
     chosen, space = features_of(features, one.head)
-    if space != "post_rope":
-        raise BadInput(f"the features were fitted in {space}: why splits by features fitted in post_rope.")
+    check_space(space)
     for name, subspace in chosen.items():
         check_same_model(subspace.about, scope, f"feature {name!r}")
     return chosen
 
 
-def _one_head(
-    one: PromptTrace, output: Output, features: Mapping[str, Subspace], depth: int, draws: int, seed: int
-) -> Told:
-    parts = part_rows(one, features)
+def check_space(space: str) -> None:
+    """Refuse features that were fitted in a space of their own."""
+    if space != "post_rope":
+        raise BadInput(f"the features were fitted in {space}, and why splits in post_rope: qk.attribute takes these.")
+
+
+def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int) -> Told:
     cuts = one.cut_rows(draws, seed)
     other = other_token(one)
     swaps = [swap_row(one, other, draws=draws, seed=seed)] if other is not None and cuts else []
@@ -160,7 +166,8 @@ def _one_head(
 
 
 def _token(one: PromptTrace, i: int) -> str:
-    return f"{one.asked.tokens[i]!r} (token {i})"
+    text = one.asked.tokens[i]
+    return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
 
 
 def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
@@ -175,12 +182,14 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
         return f"{asking} does not attend to {_token(one, one.key)}: {attention:.1%} of its attention is there."
     cut = _cut(cuts)
     if cut is None:
-        return f"{asking} attends to {_token(one, one.key)} ({attention:.0%}): only the embedding writes before it."
-    moved = {"supported": "it is what it looks for", "not here": "that is not what holds it there"}[cut["verdict"]]
-    return (
-        f"{asking} attends to {_token(one, one.key)} ({attention:.0%}) for what {cut['writers'].replace(', ', ' and ')}"
-        f" wrote there: without that {cut['after']:.0%} is left, so {moved}."
-    )
+        return (
+            f"{asking} attends to {_token(one, one.key)}, {attention:.0%}: only the embedding writes before this head."
+        )
+    named, left = cut["writers"].replace(", ", " and "), f"{cut['after']:.0%} is left"
+    where = f"{asking} attends to {_token(one, one.key)}, {attention:.0%}"
+    if cut["verdict"] == "supported":
+        return f"{where}, for what {named} wrote there: without that {left}."
+    return f"{where}. {named} gave most to its key, but without that {left}: they do not hold it there."
 
 
 def _where(one: PromptTrace) -> str:
@@ -201,15 +210,19 @@ def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
         own = [p for p in parts if p["by"] == by and p["side"] == side]
         named = [p for p in own if p["part"] != REST][:3]
         if named:
-            rest = 1 - sum(p["share"] for p in named)
-            said.append(f"{name}: {', '.join(_share(p) for p in named)}, rest {rest:.0%}")
+            rest = one.total - sum(p["value"] for p in named)
+            said.append(
+                f"{name}: {', '.join(_share(p['part'], p['value'], one) for p in named)}, {_share(REST, rest, one)}"
+            )
     others = len(one.against)
-    over = f"the mean of {others} others" if others > 1 else "the other"
-    return f"What matched: a logit of {one.total:.1f} over {over}. By {'; by '.join(said)}."
+    over = {0: ", with no other token to compare", 1: " over the other token"}.get(
+        others, f" over the mean of {others} others"
+    )
+    return f"What matched: a logit of {one.total:.1f}{over}. By {'; by '.join(said)}."
 
 
-def _share(part: Mapping[str, Any]) -> str:
-    return f"{part['part']} {part['share']:.0%}"
+def _share(name: str, value: float, one: PromptTrace) -> str:
+    return f"{name} {value / one.total:.0%}" if one.total else f"{name} {value:+.1f}"
 
 
 def _written(one: PromptTrace, graph: Sequence[Mapping[str, Any]]) -> str:
@@ -265,7 +278,7 @@ def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
         text += f" (without its next key: {best['without_other']:.1%})"
     direct = [row for row in pushed if row["direct"] is not None]
     if direct:
-        most = [best, *sorted(direct, key=lambda row: -row["direct"])][:3]
+        most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
         named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
         text += f"; straight to the logits it gives {named}"
     return text + "."
@@ -288,8 +301,8 @@ def _which_heads(probe: Probe, output: Output) -> Told:
             "without_key": float(changed[best]),
         })  # fmt: skip
     lines = [
-        f"{row['head']} looks at {row['token']!r} ({row['attention']:.0%}; first token {row['first']:.0%}), pushes"
-        f" {row['direct']:+.1f}; without it {row['without_key']:.1%}."
+        f"{row['head']} looks at {row['token']!r} ({row['attention']:.0%}; first token {row['first']:.0%}); it pushes"
+        f" by {row['direct']:+.1f}. Without that attention: {row['without_key']:.1%}."
         for row in rows
     ]
     answer = (
