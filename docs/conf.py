@@ -17,6 +17,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "qkscope"
 html_math_renderer = "mathml"  # MathJax would come from elsewhere, and a page from disk would show bare TeX
+html_static_path, html_css_files = ["_static"], ["math.css"]
 autodoc_typehints = "none"
 autodoc_mock_imports: list[str] = []
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+WIDEST = 84  # characters of a line that the theme shows without scrolling
 TALLEST = 1040  # pixels of a picture: an atlas goes on for pages
 PART = re.compile(
     r"```python\n(?P<code>.*?)```"
@@ -95,9 +96,11 @@ def _said(command: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Long lines as a terminal folds them, but at words; tables are narrower."""
+    """Long sentences as a terminal folds them, but at words; rows of a table stay as they are."""
     return "\n".join(
-        textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) if len(line) > 110 else line
+        textwrap.fill(line, WIDEST, subsequent_indent="    ", break_on_hyphens=False)
+        if len(line) > WIDEST and "   " not in line.strip()
+        else line
         for line in text.splitlines()
     )
 
