@@ -21,6 +21,7 @@ from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.runs.result import Result
 
 PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 IDS = Example(ids=(5, 9, 3, 7, 11, 4, 9))
@@ -249,3 +250,11 @@ def test_the_prompt_of_the_readme_is_answered_without_a_fit(smollm2):
     assert (set(cut["writers"].split(", ")), cut["verdict"]) == ({"L17H8", "L16H0"}, "supported")
     assert cut["after"] < 0.05 < 0.5 < cut["random_low"]
     assert found.tables["output"][0]["token"] == " Z"
+
+
+def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
+    Result("discover/heads", {}, answer="").write(tmp_path / "found")
+    for arguments in (["explain", str(tmp_path / "found"), "hat:"], ["why", "hat:", "--fit", str(tmp_path / "found")]):
+        done = CliRunner().invoke(app, arguments)
+        assert isinstance(done.exception, BadInput)
+        assert "but a run of discover/heads: name the folder of a fit" in str(done.exception)

@@ -303,8 +303,8 @@ def read_job(folder: str | Path) -> dict[str, Any]:
         if other.is_file():
             kind = str(read_json(other).get("experiment", "another verb"))
             raise BadInput(
-                f"{folder} is not a folder that decompose wrote, but a run of {kind}: name the folder of a fit, or "
-                "make one with qkscope decompose … --out ANOTHER."
+                f"{folder} is not a folder that decompose wrote, but a run of {kind}: name the folder of a fit; "
+                "qkscope view shows this one."
             )
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
     job = read_json(path, _FIELDS)
