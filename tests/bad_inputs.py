@@ -359,7 +359,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.view("FULL", model="MODEL")', "model, fit and port are for the live page: ask for it"),
     ('qk.view("FULL", live=True)', "the live page looks into a model"),
     ("qk.view(live=True, port=99999)", "port is from 0 to 65535, but got 99999."),
-    ('qk.view(live=True, fit="none")', "none is not a folder that decompose wrote"),
+    ('qk.view(live=True, fit="none")', "none holds no features: name a folder that decompose, discover or atlas wrote"),
     ('qk.write_report("report.html")', "there is nothing to report"),
     ('qk.write_report("report.html", {"tables": {}})', "results of write_report should be a Result (as the"),
     ('qk.write_report("FULL", fit)', "FULL is a folder"),

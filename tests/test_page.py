@@ -390,7 +390,7 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
         (["--live", "runs"], "the live page looks into a model"),
         (["--model", "x", "runs"], "are for the live page"),
         (["--live", "--port", "70000"], "port is from 0 to 65535"),
-        (["--live", "--fit", "/nowhere"], "is not a folder that decompose wrote"),
+        (["--live", "--fit", "/nowhere"], "holds no features"),
     ],
 )
 def test_view_refuses_in_a_sentence(arguments, says):

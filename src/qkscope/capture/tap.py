@@ -41,8 +41,8 @@ class Call:
 
     A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
     (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
-    computed again from this record. `biases` names what else the call adds to its logits: the probe refuses a model
-    where there is any.
+    computed again from this record. One that knows the output of every head itself puts it into `output`. `biases`
+    names what else the call adds to its logits: the probe refuses a model where there is any.
     """
 
     module: nn.Module
@@ -58,6 +58,7 @@ class Call:
     biases: tuple[str, ...] = ()
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
+    output: Float[Tensor, "b s h e"] | None = None
     set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -200,7 +201,9 @@ def tap(
             for visit in visits:
                 visit(call)
             output, weights = run(module, query, key, value, attention_mask, **kwargs)
-            if call.redo:
+            if call.output is not None:
+                output = call.output.to(output.dtype)
+            elif call.redo:
                 heads = sorted(call.redo)
                 output = output.clone()
                 output[:, :, heads] = call.attend(heads).to(output.dtype)

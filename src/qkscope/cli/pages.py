@@ -14,11 +14,15 @@ from qkscope.cli.shell import Json, app, print_json, say
 @app.command()
 def view(
     folder: Annotated[Path | None, typer.Argument(help="A run folder, as demo, decompose or reproduce write.")] = None,
-    live: Annotated[bool, typer.Option("--live", help="Look into a model: type prompts, split, swap.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Look into a model: ask why of any token, cut, swap, hide.")
+    ] = False,
     model: Annotated[
         str | None, typer.Option("--model", help="With --live: hub id, folder, .gguf file, or smollm2-135m.")
     ] = None,
-    fit: Annotated[Path | None, typer.Option("--fit", help="With --live: features of a folder of decompose.")] = None,
+    fit: Annotated[
+        Path | None, typer.Option("--fit", help="With --live: what decompose, discover or atlas wrote.")
+    ] = None,
     port: Annotated[int, typer.Option("--port", help="With --live: a fixed port; any free one by default.")] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address, open nothing.")] = False,
 ) -> None:

@@ -100,7 +100,7 @@ class Answer:
     # ------------------------------------------------------------------ in words
 
     def _token(self, place: int) -> str:
-        return repr(self.asked.tokens[place])
+        return quoted(self.asked.tokens[place])
 
     def words(self, removed: Mapping[str, Any]) -> dict[str, str]:
         """The answer in sentences: where it looks, who wrote that, whether it is so, and what it does."""
@@ -118,7 +118,7 @@ class Answer:
         top = max(removed["next"], key=lambda row: row["before"])
         beside = f" (the layer's other heads: at most {max(removed['beside']):.0%})" if removed["beside"] else ""
         said["does"] = (
-            f"Without this attention the next token {top['token']!r} goes from {top['before']:.0%} to"
+            f"Without this attention the next token {quoted(top['token'])} goes from {top['before']:.0%} to"
             f" {top['after']:.0%}; {removed['moved']:.0%} of the probability moves{beside}."
         )
         return said
@@ -215,6 +215,16 @@ class Answer:
                 changes=list(changes),
             ),
         )
+
+
+def quoted(token: str) -> str:
+    """A token as a sentence names it.
+
+    >>> quoted(" Mary"), quoted(" ")
+    ('“Mary”', '“␣”')
+    """
+    shown = token.strip() or token.replace(" ", "␣")
+    return f"“{shown}”".replace("\n", "↵").replace("\t", "⇥")
 
 
 _MEANS = {

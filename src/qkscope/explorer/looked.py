@@ -186,19 +186,7 @@ class Looked:
             base = self.calls[call.layer]
             for compare in visits:
                 compare(call)  # type: ignore[operator]
-            before = (base.k[:, :, :query], base.v[:, :, :query])
-            call.k, call.v = (
-                torch.cat([old.expand(size, -1, -1, -1), new], dim=2)
-                for old, new in zip(before, (call.k, call.v), strict=True)
-            )
-            call.mask = self._mask(base, query)[..., : query + 1].expand(size, -1, -1, -1)
-            call.redo = set(range(call.q.shape[1]))
-            for i, row in enumerate(rows):
-                if row is not None and row[0].layer == call.layer:
-                    none = torch.full((size, 1, query + 1), torch.nan, device=call.q.device)
-                    set_here = call.set_logits.setdefault(row[0].index, none)
-                    set_here[i, 0] = row[1][: query + 1].to(set_here)
-            kept[call.layer] = _attention(call)
+            kept[call.layer], call.output = _attend(call, base, self._mask(base, query)[0, :, 0, : query + 1], rows)
 
         at = Places(*(torch.arange(size), torch.zeros(size, dtype=torch.long)), *[torch.zeros(size, 0).long()] * 2)
         at = replace(at, key_mask=at.key_mask.bool()).to(self.scope.device)
@@ -222,15 +210,26 @@ class Looked:
         return Changed(attention, torch.cat([one.logits for one in made if one.logits is not None]))
 
 
-def _attention(call: Call) -> Float[Tensor, "b h t"]:
-    """Every head's attention in a call of one query."""
-    size = call.q.shape[1] // call.k.shape[1]
-    keys = call.k.float().repeat_interleave(size, dim=1) if size > 1 else call.k.float()
-    logits = call.cap(call.scale * torch.einsum("bhd,bhtd->bht", call.q[:, :, 0].float(), keys))
-    for head, others in call.set_logits.items():
-        logits[:, head] = torch.where(others[:, 0].isnan(), logits[:, head], others[:, 0])
-    assert call.mask is not None
-    logits = logits + call.mask[:, :, 0]
+def _attend(
+    call: Call, base: Call, mask: Float[Tensor, "m t"], rows: Sequence[Row | None]
+) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b 1 h e"]]:
+    """Attention and output of every head in a call of one token, after the keys and values of those before it.
+
+    Those are the same in every row, so that they are not copied.
+    """
+    query = mask.shape[-1] - 1
+    q = call.q[:, :, 0].float().unflatten(1, (call.k.shape[1], -1))
+    before = torch.einsum("bgmd,gtd->bgmt", q, base.k[0, :, :query].float())
+    own = torch.einsum("bgmd,bgd->bgm", q, call.k[:, :, 0].float())[..., None]
+    logits = call.cap(call.scale * torch.cat([before, own], dim=-1)).flatten(1, 2)
+    for i, row in enumerate(rows):
+        if row is not None and row[0].layer == call.layer:
+            logits[i, row[0].index] = row[1][: query + 1].to(logits)
+    logits = logits + mask
     if call.sinks is not None:
         logits = torch.cat([logits, call.sinks.float().view(1, -1, 1).expand(len(logits), -1, 1)], dim=-1)
-    return torch.softmax(logits, dim=-1)[..., : call.k.shape[2]]
+    weights = torch.softmax(logits, dim=-1)[..., : query + 1]
+    each = weights.unflatten(1, (call.v.shape[1], -1))
+    out = torch.einsum("bgmt,gte->bgme", each[..., :query], base.v[0, :, :query].float())
+    out = out + each[..., query:] * call.v[:, :, 0, None].float()
+    return weights, out.flatten(1, 2)[:, None]

@@ -31,7 +31,7 @@
       ...rows.flatMap((row, i) => [
         make("div", { class: "label", title: row.title || "" }, row.name),
         track(...steps[i], colours[row.name]),
-        make("div", { class: "value" }, `${fixed(row.value)}${row.share === null || row.share === undefined ? "" : ` · ${Math.round(100 * row.share)}%`}`),
+        make("div", { class: "value" }, `${fixed(row.value)}${row.share === null || row.share === undefined ? "" : ` · ${fixed(100 * row.share, 0)}%`}`),
         row.button || make("span", {}),
       ]),
       make("div", { class: "label sum" }, "together"),

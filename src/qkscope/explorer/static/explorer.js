@@ -4,6 +4,8 @@
 (() => {
   const { make, map, choose, fixed, visible, percent, isDark } = qk;
   const $ = (id) => document.getElementById(id);
+  const WAYS = { "writers key": "writers of the key", "writers query": "writers of the query", singular: "singular vectors", features: "features" },
+    ORDER = Object.keys(WAYS);
   const MODES = { key: "looked at", query: "asks", swap: "swapped with it" };
   const state = { prompt: "", query: null, head: null, key: null, changes: [], features: "" };
   let model = null,
@@ -13,7 +15,7 @@
     view = null,
     grid = null,
     mode = "key",
-    by = "writers",
+    by = "writers key",
     painted = "attention",
     watched = -1,
     turn = 0; // answers to an older question are not shown
@@ -90,7 +92,7 @@
     changed = null;
     watched = -1;
     Object.assign(state, { head: next.head, key: next.key, changes: [] });
-    if (!ways().includes(by)) by = ways()[0] || "writers";
+    if (!ways().includes(by)) by = ways()[0] || "";
     if (changes.length) return change(changes);
     draw();
   }
@@ -114,7 +116,8 @@
     busy(`changed in ${changed.seconds.toFixed(2)} s`);
   }
   const toggle = (text) => quietly(change(state.changes.includes(text) ? state.changes.filter((each) => each !== text) : [...state.changes, text]));
-  const ways = () => [...new Set(found.parts.map((row) => row.by))];
+  const ways = () => [...new Set(found.parts.map(way))].sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
+  const way = (row) => (row.by === "writers" ? `writers ${row.side}` : row.by);
   const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 
   // ------------------------------------------------------------------ drawing
@@ -205,10 +208,11 @@
     const was = (row) => seen.bytes[at.get(row.head) * size + key] / 255,
       now = (row) => changed.bytes[at.get(row.head) * size + key] / 255,
       difference = painted === "difference" && changed;
-    const value = difference ? (row) => now(row) - was(row) : (row) => Math.sqrt(was(row));
+    const gained = (row) => now(row) - was(row);
+    const value = difference ? (row) => Math.sign(gained(row)) * Math.sqrt(Math.abs(gained(row))) : (row) => Math.sqrt(was(row));
     $("watched").textContent = view.text(key);
     $("painted").hidden = !changed;
-    const look = [value, difference ? "change" : "√ attention", difference ? [-0.5, 0.5] : [0, 1], difference ? apart : pale];
+    const look = [value, difference ? "√ change" : "√ attention", difference ? [-1, 1] : [0, 1], difference ? apart : pale];
     if (!grid) {
       grid = map($("map"), {
         rows: model.heads.map((name) => ({ head: name })),
@@ -230,7 +234,7 @@
       grid.pick(state.head);
     }
     const order = [...at.keys()].sort((a, b) => Math.abs(value({ head: b })) - Math.abs(value({ head: a }))).slice(0, 5);
-    const said = (name) => (difference ? fixed(value({ head: name })) : fixed(was({ head: name })));
+    const said = (name) => (difference ? fixed(gained({ head: name })) : fixed(was({ head: name })));
     $("best").replaceChildren(
       make("span", { class: "of" }, difference ? "most changed" : "most"),
       ...order.map((name) =>
@@ -266,12 +270,18 @@
     const known = found.about ? `${model.folder}: ${state.head} looks at ${found.about}.` : model.no_writers;
     $("known").textContent = known;
     $("known").hidden = !known;
-    $("texts").replaceChildren(...found.texts.map(qk.passage));
+    $("texts").replaceChildren(
+      ...found.texts.map((row) => {
+        const own = qk.passage(row);
+        own.append(make("button", { type: "button", onclick: () => quietly(look(row.text, { head: state.head })) }, "look at it"));
+        return own;
+      }),
+    );
     $("by").replaceChildren(
-      ...choose(`the logit of ${view.text(state.key)} over the other keys, ${fixed(found.logit)}, split by`, ways(), by, (name) => {
+      ...choose(`its logit over the other keys, ${fixed(found.logit)}, by`, ways(), by, (name) => {
         by = name;
         drawParts();
-      }, (name) => ({ singular: "singular vectors" })[name] || name),
+      }, (name) => WAYS[name]),
     );
     drawParts();
     const fitted = Object.keys(found.fitted).filter((name) => name !== "discovered").length;
@@ -279,35 +289,25 @@
     $("fit").textContent = `Fit ${model.task} features at ${state.head}`;
   }
   function drawParts() {
-    const place = $("parts");
-    const own = found.parts.filter((row) => row.by === by);
-    if (by !== "writers") {
-      const bars = make("div", { class: "bars" });
-      place.replaceChildren(bars);
-      const rows = own.map((row) => ({ name: row.part, value: row.value, share: row.share }));
-      return qk.waterfall(bars, rows, found.logit, by === "features" ? qk.partColours(rows.map((row) => row.name)) : {});
-    }
-    const side = (name, title) => {
-      const bars = make("div", { class: "bars" }, make("div", { class: "side" }, title));
-      const rows = own.filter((row) => row.side === name).map((row) => {
-        const text = `cut ${name} ${row.part}`,
-          cut = state.changes.includes(text);
-        return {
-          name: writer(row.part),
-          value: row.value,
-          share: row.share,
-          button:
-            row.part === "rest" || row.part === "bias"
-              ? null
-              : make("button", { type: "button", "aria-pressed": String(cut), "data-cut": text, onclick: () => toggle(text) }, cut ? "restore" : "cut"),
-        };
-      });
-      if (rows.length) qk.waterfall(bars, rows, found.logit);
-      return rows.length ? bars : null;
-    };
-    const both = [side("key", `who wrote the key, at ${view.text(state.key)}`), side("query", `who wrote the query, at ${view.text(state.query)}`)];
-    const focused = place.contains(document.activeElement) ? document.activeElement.dataset.cut : null;
-    place.replaceChildren(make("div", { class: "two-sides" }, ...both.filter(Boolean)));
+    const place = $("parts"),
+      side = by.split(" ")[1],
+      bars = make("div", { class: "bars" }),
+      focused = place.contains(document.activeElement) ? document.activeElement.dataset.cut : null;
+    const rows = found.parts.filter((row) => way(row) === by).map((row) => {
+      const text = `cut ${side} ${row.part}`,
+        cut = state.changes.includes(text),
+        cuttable = side && row.part !== "rest" && row.part !== "bias";
+      return {
+        name: side ? writer(row.part) : row.part,
+        value: row.value,
+        share: row.share,
+        button: cuttable
+          ? make("button", { type: "button", "aria-pressed": String(cut), "data-cut": text, onclick: () => toggle(text) }, cut ? "restore" : "cut")
+          : null,
+      };
+    });
+    place.replaceChildren(bars);
+    if (rows.length) qk.waterfall(bars, rows, found.logit, by === "features" ? qk.partColours(rows.map((row) => row.name)) : {});
     if (focused) [...place.querySelectorAll("button")].find((each) => each.dataset.cut === focused)?.focus({ preventScroll: true });
   }
   const writer = (name) => (/^M\d/.test(name) ? `${name} (MLP)` : name);
@@ -322,7 +322,7 @@
       ...(names.length
         ? choose("in", ["", ...names], state.features, (name) => (state.features = name), (name) => name || "its whole key")
         : []),
-      make("span", { class: "hint" }, "or cut a writer above"),
+      make("span", { class: "hint" }, "or cut a writer"),
     );
     const words = (text) => {
       const swap = /^swap (\d+)(?: (.*))?$/.exec(text);
@@ -346,7 +346,7 @@
   function drawNext() {
     const shown = changed || found.removed,
       largest = Math.max(...shown.next.flatMap((row) => [row.before, row.after]));
-    $("likely").textContent = `Probability of the token after ${view.text(state.query)}: as it is, and ${changed ? "with the changes" : `without ${state.head}'s attention to ${view.text(state.key)}`}.`;
+    $("likely").textContent = `Probability of what comes after “${view.text(state.query)}”: as it is, and ${changed ? "with the changes" : `without ${state.head}'s attention to ${view.text(state.key)}`}.`;
     $("answers").replaceChildren(
       qk.pairs(
         shown.next.map((row) => ({
