@@ -364,7 +364,9 @@
     const stale = Boolean(seen) && $("prompt").value !== state.prompt;
     document.body.classList.toggle("stale", stale);
     $("stale").hidden = !stale;
-    $("prompt").rows = Math.min(6, $("prompt").value.split("\n").length + Math.floor($("prompt").value.length / 130));
+    const wide = Math.max(20, $("prompt").clientWidth / 9.5),
+      lines = $("prompt").value.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / wide)), 0);
+    $("prompt").rows = lines > 12 ? 3 : Math.min(6, lines);
   }
   async function save() {
     const page = await ask("save", { ...about(), changes: state.changes }),
