@@ -50,6 +50,10 @@ def trace(
         raise BadInput("--query, --key and --versus are for one prompt: name it with --prompt.")
     if n < 1 or depth < 0:
         raise BadInput(f"--n is at least 1, but got {n}." if n < 1 else f"--depth is at least 0, but got {depth}.")
+    if prompt is not None and heads == "all":
+        raise BadInput(
+            "a prompt is traced at heads that are named: say --heads L18H6, or ask which matter: qkscope why."
+        )
     _check_heads(heads, feature)
     what = _what(sources or [], prompt, form, size, seed, chat)
     from qkscope.analyses.trace.trace import trace as run

@@ -271,8 +271,9 @@ class PromptTrace:
         return rows.attention((keys @ rows.q[0, 0] * self.scale)[None, None])[0, 0]
 
     def strongest(self, side: str, size: int) -> list[int]:
-        """The writers with the largest parts, biases aside."""
-        return first_by(self.marginals()[side], size)
+        """The writers that speak most for the key, biases aside; those against it are no reason to look there."""
+        values = self.marginals()[side]
+        return [i for i in first_by(values, size, signed=True) if float(values[i]) > 0]
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their layers: a row for each side and number."""
@@ -282,6 +283,8 @@ class PromptTrace:
             for size in sizes:
                 sides: Sequence[str] = SIDES if side == "both" else (side,)
                 chosen = {one: self.strongest(one, size) for one in sides}
+                if any(len(own) < size for own in chosen.values()):
+                    continue
                 row = self.cut(chosen)
                 beside = [
                     self.cut(
@@ -301,9 +304,16 @@ class PromptTrace:
                     "random": float(random.mean()), "random_low": float(random.min()),
                     "random_high": float(random.max()), "first": float(row[0]), "top": top,
                     "top_token": self.asked.tokens[top], "draws": draws,
-                    "verdict": verdict(float(self.attention[self.key]), float(row[self.key]), random),
+                    "verdict": self._verdict(float(row[self.key]), random),
                 })  # fmt: skip
         return made
+
+    def _verdict(self, after: float, random: Float[Tensor, " draws"]) -> str:
+        """What a cut shows; without other tokens to take a mean over, nothing."""
+        before = float(self.attention[self.key])
+        if before >= ATTENDED and not set(self.others) - {self.key, self.asked.query}:
+            return "vacuous"
+        return verdict(before, after, random)
 
     # ------------------------------------------------------------------ tables
 
@@ -346,6 +356,8 @@ class PromptTrace:
 
 def verdict(before: float, after: float, random: Float[Tensor, " draws"]) -> str:
     """Whether cutting writers took the attention away: ``supported``, ``not here``, or ``unattended`` before any cut.
+
+    Supported is what takes away more than a quarter of it, and more than any of the random cuts.
 
     >>> others = torch.tensor([0.7, 0.8])
     >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others)
