@@ -223,7 +223,7 @@ VIEWS: Mapping[str, Sequence[View]] = {
         View(
             "writers",
             {"head?": "head", "side": "side", "writer": "writer", "value": ("value", "low", "high"), "share": "share"},
-            "value: what this writer gives to the logit of the key over the others; of a task with a 95% interval by word.",
+            "value: what this writer gives to the logit of the key over the others; 95% interval by word, of a task.",
             _first_writers,
         ),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 from qkscope.analyses.attribute import features_of
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model
+from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import REST, part_rows
@@ -30,7 +31,7 @@ from qkscope.maths.subspace import Subspace
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
-HEADS = 5
+HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
 _AWAY = 0.95  # with so much attention on the first token a head rests
 
 
@@ -158,7 +159,8 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "prompt": [] if drawn is None else drawn.prompt,
         "check": [{"head": str(one.head), "sum_error": one.error, "logit": one.total}],
     }
-    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *_is_it_so(cuts, swaps), _does(pushed)]
+    tested = _is_it_so(cuts, swaps) if float(one.attention[one.key]) >= ATTENDED else []
+    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _LEGEND]
     return _answer(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
 
 
@@ -187,8 +189,13 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
         )
     named, left = cut["writers"].replace(", ", " and "), f"{cut['after']:.0%} is left"
     where = f"{asking} attends to {_token(one, one.key)}, {attention:.0%}"
+    if first > attention:
+        where += f" (though most, {first:.0%}, rests on the first token)"
     if cut["verdict"] == "supported":
-        return f"{where}, for what {named} wrote there: without that {left}."
+        part = "" if cut["after"] < attention / 2 else "in part "
+        return f"{where}, {part}for what {named} wrote there: without that {left}."
+    if cut["verdict"] == "vacuous":
+        return f"{where}. {named} gave most to its key; there is no other token to test that with."
     return f"{where}. {named} gave most to its key, but without that {left}: they do not hold it there."
 
 
@@ -197,6 +204,11 @@ def _where(one: PromptTrace) -> str:
     keys = ", ".join(f"{one.asked.tokens[i]!r} {float(one.attention[i]):.0%}" for i in ranked)
     return f"Where it looks: {keys}; the first token has {float(one.attention[0]):.0%}."
 
+
+_LEGEND = (
+    "L16H0 is a head, M9 the MLP of layer 9. Cut: a part takes its mean over the other tokens. Supported: that takes"
+    " more than a quarter away, and more than any random writers do."
+)
 
 _WAYS = (
     ("writers", "key", "writers of the key"), ("writers", "query", "writers of the query"),
@@ -218,7 +230,7 @@ def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
     over = {0: ", with no other token to compare", 1: " over the other token"}.get(
         others, f" over the mean of {others} others"
     )
-    return f"What matched: a logit of {one.total:.1f}{over}. By {'; by '.join(said)}."
+    return f"What matched: a logit of {one.total:.1f}{over}. By {'; by '.join(said)}.{says_cancels(one.writer_rows())}"
 
 
 def _share(name: str, value: float, one: PromptTrace) -> str:
@@ -290,7 +302,7 @@ def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
 def _which_heads(probe: Probe, output: Output) -> Told:
     best = int(output.logits.argmax())
     rows: list[dict[str, Any]] = []
-    found = [probe.head(head, output.query) for head in output.strongest_heads(HEADS)]
+    found = [probe.head(head, output.query) for head in output.strongest_heads(_TRIED)]
     after = output.removed([(one.head, one.key) for one in found]).softmax(-1)
     for one, changed in zip(found, after, strict=True):
         pushed = output.direct(one.head)
@@ -300,13 +312,14 @@ def _which_heads(probe: Probe, output: Output) -> Told:
             "direct": None if pushed is None else float(pushed[best]), "before": float(output.chances[best]),
             "without_key": float(changed[best]),
         })  # fmt: skip
+    rows = sorted(rows, key=lambda row: -abs(row["before"] - row["without_key"]))[:HEADS]
     lines = [
-        f"{row['head']} looks at {row['token']!r} ({row['attention']:.0%}; first token {row['first']:.0%}); it pushes"
-        f" by {row['direct']:+.1f}. Without that attention: {row['without_key']:.1%}."
+        f"{row['head']} looks at {row['token']!r} (token {row['key']}; {row['attention']:.0%}, the first token has"
+        f" {row['first']:.0%}). Without that: {row['without_key']:.1%}; it gives {row['direct']:+.1f} straight to the logit."
         for row in rows
     ]
     answer = (
         f"The next token after {output.asked.tokens[output.query]!r} is {output.token(best)!r}"
-        f" ({float(output.chances[best]):.1%}). The heads that push it most, one way or the other:"
+        f" ({float(output.chances[best]):.1%}). It changes most where these heads may not look at their key:"
     )
     return answer, lines, {"heads": rows}
