@@ -177,7 +177,7 @@ def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
     writers = len(test.asked.writers) - 1
     conditions = [Edge("both", "cut", "share", writers), Edge("both", "keep", "share", 0),
                   Edge("both", "cut", "share", 0), Edge("both", "keep", "share", writers)]  # fmt: skip
-    masks = edge_masks(conditions, test.chosen.scores, [0] * writers)
+    masks = edge_masks(conditions, test.chosen.scores, [("L", 0)] * writers)
     all_cut, none_kept, none_cut, all_kept = edges.replaced(*masks)
     assert torch.equal(all_cut, none_kept)
     assert torch.equal(none_cut, all_kept)

@@ -1,7 +1,7 @@
 """Whole heads taken out of the running model: their outputs replaced before ``W_O``, and MLPs live or held.
 
-Taking a head out changes every later layer, and MLPs may make up for it; with MLPs held at what they put out before,
-what the head itself carried shows.
+Taking a head out changes every later layer. With MLPs held at what they put out before, their answers to the head stay,
+which is no state that the model knows.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import PromptTrace, verdict
-from qkscope.analyses.trace.rows import writer_layers
+from qkscope.analyses.trace.rows import addresses_of
 from qkscope.capture.pick import Capture
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
@@ -154,7 +154,7 @@ class WhatIf:
         """As many changed rows of the same kind and size that name nothing in particular."""
         if all(change.kind == "remove" for change in changes):
             return self._hidden_elsewhere(draws)
-        layers = [] if self.trace is None else writer_layers(self.trace.writers)
+        layers = [] if self.trace is None else addresses_of(self.trace.writers)
         made: list[Row] = []
         for draw in range(draws):
             writers = {}

@@ -32,6 +32,7 @@ EdgeKind = Literal["cut", "keep"]
 SIDES: tuple[EdgeSide, ...] = ("key", "query", "both")
 SIZES = (1, 2, 3, 5, 10)
 RANDOM = "random"
+_NEAREST = 8  # MLPs that may stand in for one
 
 
 def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
@@ -112,16 +113,29 @@ def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> li
     return values.argsort(descending=True)[:size].tolist()
 
 
-def draw_alike(chosen: Sequence[int], layer_of: Sequence[int], seed: int) -> list[int]:
-    """Other writers at random, one for each chosen and of its layer; where a layer has no other, the nearest one's."""
+Address = tuple[str, int]
+"""Of which kind a writer is, and in which layer."""
+
+
+def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int) -> list[int]:
+    """Other writers at random, one for each chosen: of its kind and layer, or of the nearest where there are too few.
+
+    A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in.
+
+    >>> heads = [("L", 0), ("L", 0), ("L", 0), ("M", 0), ("M", 1)]
+    >>> draw_alike([0, 3], heads, seed=0)[1]
+    4
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = []
     for writer in chosen:
-        free = [c for c in range(len(layer_of)) if c not in chosen and c not in drawn]
-        if not free:
+        kind, layer = addresses[writer]
+        free = [c for c in range(len(addresses)) if c not in chosen and c not in drawn]
+        same = [c for c in free if addresses[c][0] == kind] or free
+        if not same:
             break
-        near = min(abs(layer_of[c] - layer_of[writer]) for c in free)
-        alike = [c for c in free if abs(layer_of[c] - layer_of[writer]) == near]
+        far = sorted(abs(addresses[c][1] - layer) for c in same)[: _NEAREST if kind != "L" else 1][-1]
+        alike = [c for c in same if abs(addresses[c][1] - layer) <= far]
         drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
     return drawn
 
@@ -129,7 +143,7 @@ def draw_alike(chosen: Sequence[int], layer_of: Sequence[int], seed: int) -> lis
 def edge_masks(
     edges: Sequence[Edge],
     scores: Mapping[str, Mapping[str, Float[Tensor, " c"]]],
-    layer_of: Sequence[int],
+    addresses: Sequence[Address],
     seed: int = 0,
 ) -> tuple[Bool[Tensor, "x c"], Bool[Tensor, "x c"]]:
     """Which parts of the query, and which of the keys, each condition replaces.
@@ -138,10 +152,10 @@ def edge_masks(
     ----------
     edges : the conditions.
     scores : of each way to choose, by side (``query``, ``key``).
-    layer_of : the layer of each writer but the last, the biases: -1 for the embedding.
+    addresses : kind and layer of each writer but the last, the biases.
     seed : of the random writers.
     """
-    writers = len(layer_of)
+    writers = len(addresses)
     masks = torch.zeros(2, len(edges), writers + 1, dtype=torch.bool)
     for row, edge in enumerate(edges):
         for side, mask in zip(("query", "key"), masks, strict=True):
@@ -150,7 +164,7 @@ def edge_masks(
             own = scores["share" if edge.by == RANDOM else edge.by][side]
             chosen = first_by(own, edge.k, signed=edge.by == "signed")
             if edge.by == RANDOM:
-                chosen = draw_alike(chosen, layer_of, derived_seed(seed, "edges", side, edge.k, edge.draw))
+                chosen = draw_alike(chosen, addresses, derived_seed(seed, "edges", side, edge.k, edge.draw))
             mask[row, chosen] = True
             if edge.kind == "keep":
                 mask[row, :writers] = ~mask[row, :writers]

@@ -28,7 +28,6 @@ from qkscope.runs.job import Job
 from qkscope.tasks.task import Unit
 
 ORDERS = ("share", "signed", "norm", "variance", "patching", "path")
-_PATH_ROWS = 16  # prompts of the slowest rival, which runs every writer by itself
 _BANK = 64  # prompts whose parts may be put into others
 
 
@@ -66,21 +65,19 @@ def choose_writers(
     """One pass over the prompts for choosing."""
     sums = {head: _Sums.of(reader, head) for head in reader.heads}
     batches = batches_of(units, batch_size)
-    banked = set([i for batch in batches for i in batch][:_BANK])
+    generator = torch.Generator().manual_seed(derived_seed(seed, "banked"))
+    banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
 
     def run(indices: list[int]) -> list[dict[str, Tensor]]:
         _, rows = task_rows(reader, units, indices, chat, projectors)
         for one in rows:
-            sums[one.head].add(one)
+            sums[one.head].add(one, path_effects(one, derived_seed(seed, "path", indices[0])))
         return [_bank(one, seed, indices[0]) for one in rows] if banked & set(indices) else []
 
     tensors = {f"{head} {name}": value for head, own in sums.items() for name, value in own.tensors().items()}
     pieces = (job or Job()).stream("choosing", batches, run, progress, tensors)
-    _, first = task_rows(reader, units, batches[0][:_PATH_ROWS], chat, projectors)
-    return {
-        one.head: sums[one.head].chosen([piece[i] for piece in pieces if piece], path_effects(one, seed))
-        for i, one in enumerate(first)
-    }
+    order = sorted(reader.heads, key=lambda head: head.layer)  # as rows come
+    return {head: sums[head].chosen([piece[i] for piece in pieces if piece]) for i, head in enumerate(order)}
 
 
 class _Sums:
@@ -102,6 +99,7 @@ class _Sums:
                 "stream": zeros(writers - 1, d_model),
                 "along": zeros(writers - 1),
                 "gradient": zeros(d_model),
+                "path": zeros(writers),
             }
             for side in SIDES
         }
@@ -118,8 +116,8 @@ class _Sums:
         sides = {f"{side} {name}": value for side, own in self.of_side.items() for name, value in own.items()}
         return {**sides, "pairs": self.pairs}
 
-    def add(self, rows: HeadRows) -> None:
-        """Take in a batch."""
+    def add(self, rows: HeadRows, path: dict[str, Float[Tensor, " c"]]) -> None:
+        """Take in a batch, and the sums over it of what each writer's path does."""
         split = rows.split()
         marginals = dict(zip(SIDES, split.marginals(), strict=True))
         self.pairs += split.pairs().sum(0).double().cpu()
@@ -132,6 +130,7 @@ class _Sums:
             apart = (parts - mean[:, :, None]).square().sum(-1)
             squares = parts.square().sum(-1)
             found = {
+                "path": path[side],
                 "count": shown.sum().reshape(1),
                 "rows": shown.new_tensor([float(len(shown))]),
                 "value": marginals[side].double().sum(0),
@@ -146,7 +145,7 @@ class _Sums:
             for name, value in found.items():
                 own[name] += value.cpu()
 
-    def chosen(self, bank: Sequence[dict[str, Tensor]], path: dict[str, Tensor]) -> Chosen:
+    def chosen(self, bank: Sequence[dict[str, Tensor]]) -> Chosen:
         """Means and orders."""
         scores: dict[str, dict[str, Tensor]] = {order: {} for order in ORDERS}
         mean, stream = {}, {}
@@ -160,7 +159,7 @@ class _Sums:
             scores["variance"][side] = between if side == "query" else own["within"] / rows
             patched = (own["along"] - own["stream"] / count @ own["gradient"]) / rows
             scores["patching"][side] = torch.cat([patched, patched.new_zeros(1)])
-            scores["path"][side] = path[side]
+            scores["path"][side] = own["path"] / rows
         banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
         pairs = (self.pairs / float(self.of_side["query"]["rows"])).float()
         return Chosen(mean, stream, banked, scores, pairs)
@@ -201,9 +200,9 @@ def live_gradients(rows: HeadRows) -> dict[Side, Float[Tensor, "n p d_model"]]:
 
 @torch.no_grad()
 def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
-    """The fall of the relative logit where one writer's part alone comes from another prompt, norms live."""
+    """The fall of the relative logit, summed over prompts, where one part alone is another prompt's, norms live."""
     n, weights = len(rows.signs), relative_weights(rows.signs)
-    generator = torch.Generator().manual_seed(derived_seed(seed, "path"))
+    generator = torch.Generator().manual_seed(seed)
     other = (torch.arange(n) + torch.randint(1, max(n, 2), (n,), generator=generator)) % n
     true = {side: rows.reader.true(rows.found, rows.head, side) for side in SIDES}
     total = rows.total()
@@ -228,6 +227,6 @@ def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
             )
             q = q if rows.projector is None else q @ rows.projector.to(q)
             logit = torch.einsum("xnd,xnkd,nk->xn", q[:, :, 0], k, weights) * rows.scale
-            falls.append((total - logit).mean(1))
+            falls.append((total - logit).sum(1))
         effects[side] = torch.cat([*falls, total.new_zeros(1)]).double().cpu()
     return effects

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.trace.choose import ORDERS, Chosen
-from qkscope.analyses.trace.rows import SIDES, HeadRows, writer_layers
+from qkscope.analyses.trace.rows import SIDES, HeadRows, addresses_of
 from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.writers import Side
 from qkscope.draws import derived_seed, draw_bits
@@ -59,7 +59,7 @@ class EdgeTest:
     def __init__(self, head: Head, writers: Sequence[str], chosen: Chosen, seed: int, draws: int = DRAWS) -> None:
         self.head, self.chosen, self.seed = head, chosen, seed
         self.edges = all_edges(len(writers), draws)
-        self.masks = edge_masks(self.edges, chosen.scores, writer_layers(writers), derived_seed(seed, str(head)))
+        self.masks = edge_masks(self.edges, chosen.scores, addresses_of(writers), derived_seed(seed, str(head)))
         flat = chosen.pairs[:-1, :-1].abs().flatten().argsort(descending=True)[:PAIRS]
         self.asked = Asked.of(head, writers, [divmod(int(i), len(writers) - 1) for i in flat])
         places = {edge: i for i, edge in enumerate(self.asked.cells)}

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, writer_layers
+from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
 from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
@@ -277,7 +277,7 @@ class PromptTrace:
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their layers: a row for each side and number."""
-        layers, made = writer_layers(self.writers), []
+        layers, made = addresses_of(self.writers), []
         sizes = [size for size in CUTS if size < len(layers)]
         for side in ("key", "query", "both"):
             for size in sizes:

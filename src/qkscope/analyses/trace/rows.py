@@ -16,7 +16,7 @@ from qkscope.capture.pick import Capture
 from qkscope.capture.writers import BIAS, EMBEDDING, Parts, Reader, Recorded, Side
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.maths.writers import EdgeRows, WriterSplit, relative_weights
+from qkscope.maths.writers import Address, EdgeRows, WriterSplit, relative_weights
 from qkscope.tasks.task import ANSWER, ASKED, Unit
 
 SIDES: tuple[Side, Side] = ("query", "key")
@@ -98,13 +98,16 @@ def edge_rows(captured: Capture, head: Head, named: Int[Tensor, "n k"], signs: I
     return EdgeRows(rows, named, signs, first, nothing, nothing[:, :, None].expand(-1, -1, named.shape[1], -1))
 
 
-def writer_layers(names: Sequence[str]) -> list[int]:
-    """The layer of each writer but the last (the biases); -1 for the embedding.
+def addresses_of(names: Sequence[str]) -> list[Address]:
+    """Kind and layer of each writer but the last (the biases); the embedding is of a kind of its own, at -1.
 
-    >>> writer_layers(["embedding", "L0H0", "L0H1", "M0", "L12H3", "bias"])
-    [-1, 0, 0, 0, 12]
+    >>> addresses_of(["embedding", "L0H0", "M0", "L12H3", "bias"])
+    [('embedding', -1), ('L', 0), ('M', 0), ('L', 12)]
     """
-    return [-1 if name == EMBEDDING else int(name[1:].split("H")[0].split(".")[0]) for name in names[:-1]]
+    return [
+        (EMBEDDING, -1) if name == EMBEDDING else (name[0], int(name[1:].split("H")[0].split(".")[0]))
+        for name in names[:-1]
+    ]
 
 
 def is_head(writer: str) -> bool:

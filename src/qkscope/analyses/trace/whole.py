@@ -1,7 +1,8 @@
 """Whole heads taken out of the running model, beside their edges: another question, with the model's answer as well.
 
 A head that is taken out puts out its mean over all tokens but the first, at every token, for all readers; an edge is
-its part in one reader alone. MLPs are live (and may make up for it) or held.
+its part in one reader alone. MLPs are live, or held at what they put out before, their answers to the head left
+standing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import Chosen
-from qkscope.analyses.trace.rows import answer_signs, edge_rows, is_head, writer_layers
+from qkscope.analyses.trace.rows import addresses_of, answer_signs, edge_rows, is_head
 from qkscope.analyses.trace.tally import Tally
 from qkscope.capture.ablate import outputs_summed, parts_held, taken_out
 from qkscope.capture.encode import Encoding
@@ -58,7 +59,7 @@ def whole_heads(
         return []
     instead = _mean_outputs(reader, choosing[:MEANS], chat)
     only = [name for name in names[:-1] if is_head(name)]
-    layers = writer_layers([*only, names[-1]])
+    layers = addresses_of([*only, names[-1]])
     tallies: dict[Any, Tally] = {}
     cases = [(size, mlps, kind) for size in range(1, len(heads) + 1) for mlps, kind in _KINDS]
 
@@ -103,7 +104,7 @@ def _rows(head: Head, heads: Sequence[Head], tallies: dict[Any, Tally]) -> list[
         named = ", ".join(map(str, heads[:size])) or "none"
         made.append({
             "head": str(head), "removed": f"{size} others of their layers" if kind == "random" else named,
-            "size": size, "mlps": mlps, "kind": kind, **dict(zip(METRICS[:-1], values, strict=False)),
+            "size": size, "mlps": mlps, "kind": kind, **dict(zip(METRICS, values, strict=False)),
             "low": float(low[accuracy]), "high": float(high[accuracy]),
             "answer_before": before[-1], "answer": values[-1], "n": tally.rows,
             "draws": tally.rows if kind == "random" else 1,
@@ -138,12 +139,12 @@ def _right_tokens(reader: Reader, encoded: Encoding, chat: bool) -> list[list[in
 
 
 def _measure(reader: Reader, head: Head, encoded: Encoding, right: Sequence[Sequence[int]]) -> Float[Tensor, "n m"]:
-    """`METRICS` but the logit of the head, and the probability of the right answer, in a run as it is now."""
+    """`METRICS` of the head, and the probability of the right answer, in a run as it is now."""
     captured = reader.scope.capture_inputs(encoded, places=encoded.everywhere(), heads=[head], logits=True)
     assert captured.logits is not None
     signs = answer_signs(encoded)
     rows = edge_rows(captured, head, encoded.places.keys.masked_fill(~encoded.places.key_mask, 0), signs)
-    found = rows.measure(rows.rows.q[None, :, 0], rows.keys()[None])[0, :, :-1]
+    found = rows.measure(rows.rows.q[None, :, 0], rows.keys()[None])[0]
     chances = captured.logits.softmax(-1)
     answer = torch.stack([chances[i, list(own)].sum() for i, own in enumerate(right)])
     return torch.cat([found, answer[:, None]], dim=1).cpu()

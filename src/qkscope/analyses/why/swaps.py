@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
-from qkscope.analyses.trace.rows import writer_layers
+from qkscope.analyses.trace.rows import addresses_of
 from qkscope.draws import derived_seed
 from qkscope.maths.writers import draw_alike
 
@@ -26,7 +26,7 @@ def other_token(one: PromptTrace) -> int | None:
 
 def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed: int = 0) -> dict[str, Any]:
     """A row of the table ``swaps``: attention on both tokens before and after, beside random writers."""
-    chosen, layers = one.strongest("key", size), writer_layers(one.writers)
+    chosen, layers = one.strongest("key", size), addresses_of(one.writers)
     here, there = one.key_parts([one.key, other])
     away = there - here
     before, after = one.attention, swapped(one, other, away[chosen].sum(0))

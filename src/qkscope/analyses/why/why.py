@@ -32,6 +32,7 @@ from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
 HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
+_LEVEL = 0.1  # a logit that is no higher than the others'
 _AWAY = 0.95  # with so much attention on the first token a head rests
 
 
@@ -177,11 +178,15 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
     asking = f"{one.head} at {_token(one, one.asked.query)}"
     if first > _AWAY and attention < ATTENDED:
         return (
-            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here. Of the rest of its row,"
-            f" {_token(one, one.key)} has most, {attention:.1%}; what follows explains that logit, and no attention."
+            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here. {_token(one, one.key)} has"
+            f" {attention:.1%}; what follows explains that logit, and no attention."
         )
     if attention < ATTENDED:
         return f"{asking} does not attend to {_token(one, one.key)}: {attention:.1%} of its attention is there."
+    if one.key == 0:
+        return f"{asking} gives {attention:.0%} to the first token, which draws attention whatever it says."
+    if abs(one.total) < _LEVEL:
+        return f"{asking} attends to {_token(one, one.key)}, {attention:.0%}, as to other tokens: nothing matched."
     cut = _cut(cuts)
     if cut is None:
         return (
@@ -315,7 +320,7 @@ def _which_heads(probe: Probe, output: Output) -> Told:
     rows = sorted(rows, key=lambda row: -abs(row["before"] - row["without_key"]))[:HEADS]
     lines = [
         f"{row['head']} looks at {row['token']!r} (token {row['key']}; {row['attention']:.0%}, the first token has"
-        f" {row['first']:.0%}). Without that: {row['without_key']:.1%}; it gives {row['direct']:+.1f} straight to the logit."
+        f" {row['first']:.0%}). Without that: {row['without_key']:.1%}; straight to its logit: {row['direct']:+.1f}."
         for row in rows
     ]
     answer = (
