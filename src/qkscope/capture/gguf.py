@@ -85,9 +85,10 @@ def _make(file: Path, folder: Path) -> None:
     header = _read_header(file)
     rules = TokenRules.of(header.fields)
     options: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
-    model, report = AutoModelForCausalLM.from_pretrained(
-        alone, dtype=torch.float32, output_loading_info=True, **options
-    )
+    with _no_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            alone, dtype=torch.float32, output_loading_info=True, **options
+        )
     _check_whole(file, header, model, report)
     tokenizer: Any = None if rules is None else AutoTokenizer.from_pretrained(alone, **options)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised
@@ -142,6 +143,19 @@ def _read_header(file: Path) -> _Header:
         numbers=sum(int(tensor.n_elements) for tensor in tensors.values()),
         stretch=None if stretch is None else torch.tensor(stretch.data),
     )
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """No bar of another library while a file is read, also in logs: we have said that it takes a moment."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    before = reader.tqdm
+    reader.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        reader.tqdm = before
 
 
 def _check_whole(file: Path, header: _Header, model: Any, report: Mapping[str, Any]) -> None:

@@ -276,7 +276,7 @@ class PromptTrace:
         return [i for i in first_by(values, size, signed=True) if float(values[i]) > 0]
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
-        """The strongest writers cut, beside random ones of their layers: a row for each side and number."""
+        """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
         layers, made = addresses_of(self.writers), []
         sizes = [size for size in CUTS if size < len(layers)]
         for side in ("key", "query", "both"):

@@ -271,7 +271,7 @@ def _is_it_so(cuts: Sequence[Mapping[str, Any]], swaps: Sequence[Mapping[str, An
         if cut is not None:
             lines.append(
                 f"Is it so: {cut['writers']} cut from the {side}: {cut['before']:.0%} to {cut['after']:.0%}"
-                f" ({cut['draws']} random ones of their layers: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
+                f" ({cut['draws']} random ones like them: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
                 f" {cut['verdict']}."
             )
     for row in swaps:
