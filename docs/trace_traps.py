@@ -39,7 +39,7 @@ def main() -> None:
     units, found = task.test(N), {}
     for batch in batches_of(units, 32):
         _, (rows,) = task_rows(reader, units, batch, False, {})
-        plain = rows.edges(test._instead(rows, None))
+        plain = rows.edges(test.instead(rows, None))
         keys = plain.rows.k.clone()
         mean = chosen.mean["key"].sum(0)[None, None, None].expand(len(keys), 1, 1, -1)
         at = rows.found.slots([0, 1])

@@ -173,7 +173,7 @@ def test_edits_of_keys_leave_the_first_token_and_those_not_named_as_they_were(me
 
 def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
     test, rows, values = measured
-    edges = rows.edges(test._instead(rows, None))
+    edges = rows.edges(test.instead(rows, None))
     writers = len(test.asked.writers) - 1
     conditions = [Edge("both", "cut", "share", writers), Edge("both", "keep", "share", 0),
                   Edge("both", "cut", "share", 0), Edge("both", "keep", "share", writers)]  # fmt: skip

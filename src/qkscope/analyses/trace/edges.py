@@ -70,7 +70,7 @@ class EdgeTest:
         split = rows.split()
         by_query, by_key = split.marginals()
         pairs = split.pairs()
-        before = rows.edges(self._instead(rows, None))
+        before = rows.edges(self.instead(rows, None))
         nothing = torch.zeros(1, by_key.shape[1], dtype=torch.bool, device=by_key.device)
         whole = before.replaced(nothing, nothing)[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
@@ -94,7 +94,8 @@ class EdgeTest:
     def _which(self, replaced: str, norms: str) -> list[int]:
         return [i for i, e in enumerate(self.edges) if e.replaced == replaced and e.norms == norms]
 
-    def _instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
+    def instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
+        """What parts are replaced by, by side: their means, or the parts of these prompts of the bank."""
         device = rows.signs.device
         if donors is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
@@ -104,7 +105,7 @@ class EdgeTest:
     def _resampled(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> Any:
         places = torch.arange(1 + rows.signs.shape[1])
         drawn = draw_bits(derived_seed(self.seed, "resample"), numbers.cpu()[:, None], places)
-        return rows.edges(self._instead(rows, (drawn % len(self.chosen.bank["query"])).to(rows.signs.device)))
+        return rows.edges(self.instead(rows, (drawn % len(self.chosen.bank["query"])).to(rows.signs.device)))
 
     def _held(self, rows: HeadRows, edges: Any, replaced: str) -> tuple[list[int], Tensor]:
         index = self._which(replaced, "held")
