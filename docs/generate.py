@@ -5,8 +5,9 @@
 docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
 
 ``python docs/generate.py results runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
-folder into docs/results.json and results.md, with its picture unless it is of the preset smoke; a figure that was taken
-from a larger preset keeps it. ``python docs/generate.py commands`` writes the reference of the command line.
+folder into docs/results.json, results.md, results-PAPER.md and the README, with its picture unless it is of the preset
+smoke; a figure that was taken from a larger preset keeps it. ``python docs/generate.py commands`` writes the reference
+of the command line.
 ``python docs/generate.py curve runs/binding`` puts the curve of a run of ``qkscope discover`` into docs/discover.md.
 """
 
@@ -23,6 +24,8 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 PRESETS = ("smoke", "default", "paper")
+SOURCES = ("stated", "implied", "ours")  # as in qkscope.runs.claims, which is not imported to be asked for help
+REASONS = ("refuted", "small model", "other setting", "not run here")
 
 
 def models(rows: list[dict]) -> None:
@@ -96,19 +99,24 @@ def _held(row: dict, value: str, gain: str) -> str:
 
 
 def results(folders: list[Path], hardware: str) -> None:
-    """Every claim of every figure, from the largest preset that was run."""
-    from qkscope.papers.registry import PAPERS
+    """Every claim of every figure and model, from the largest preset that was run."""
+    from qkscope.papers.registry import PAPERS, figure_of
 
     store = DOCS / "results.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
         found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
-        name = found["experiment"]
-        old = known.get(name)
-        if name.split("/")[0] not in PAPERS or (old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"])):
+        paper, _, figure = found["experiment"].partition("/")
+        if paper not in PAPERS:
             continue
-        picture = path.parent / "figures" / f"{name.split('/')[1]}.png"
-        drawn = found["preset"] != "smoke" and picture.exists()
+        asked = made["figure"]["model"]
+        other = "" if asked == figure_of(paper, figure).model else "@" + Path(asked.split()[0]).name
+        name = found["experiment"] + other
+        old = known.get(name)
+        if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
+            continue
+        picture = path.parent / "figures" / f"{figure}.png"
+        drawn = found["preset"] != "smoke" and picture.exists() and not other
         if drawn:
             (DOCS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(picture, DOCS / "figures" / f"{name}.png")
@@ -117,44 +125,138 @@ def results(folders: list[Path], hardware: str) -> None:
             "date": datetime.date.today().isoformat(),
         }  # fmt: skip
     store.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-    _put(DOCS / "results.md", "results", "\n".join(_results_page(known)).strip())
-    _put(DOCS.parent / "README.md", "results", "\n".join(_results_summary(known)))
+    for page, name, text in results_pages(known):
+        _put(page, name, text)
 
 
-def _results_page(known: dict[str, Any]) -> list[str]:
-    from qkscope.papers.registry import PAPERS, figures_of
+def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
+    """What the ledger writes: page, place in it, text."""
+    papers = list(dict.fromkeys(name.split("/")[0] for name in known))
+    counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
+    own = [(DOCS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers]
+    return [
+        (DOCS.parent / "README.md", "results", counts),
+        (DOCS / "results.md", "results", f"{counts}\n\n{failed}"),
+        *own,
+    ]
 
-    claims = [claim for entry in known.values() for claim in entry["claims"]]
-    lines = [f"{sum(claim['holds'] for claim in claims)} of {len(claims)} claims hold, in {len(known)} figures.", ""]
-    for paper in PAPERS:
-        lines += [f"## {paper}", ""]
-        for figure, experiment in figures_of(paper).items():
-            entry = known.get(f"{paper}/{figure}")
-            lines += [f"### {figure}: {_text(experiment.title)}", ""]
-            if entry is None:
-                lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`.", ""]
-                continue
-            where = f"{entry['model']}, " if entry["model"] else ""
-            lines += [
-                _text(entry["answer"]), "",
-                f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
-                "| claim | paper | ours | control | rule | holds |", "| --- | --- | ---: | ---: | --- | --- |",
-                *(f"| {_text(c['claim'])} | {_text(c['paper'])} | {_number(c['ours'])} | {_number(c['control'])} | "
-                  f"`{c['rule']}` | {'yes' if c['holds'] else '**no**'} |" for c in entry["claims"]), "",
-            ]  # fmt: skip
-            if entry["picture"]:
-                lines += [f"![{paper} {figure}](figures/{paper}/{figure}.png)", ""]
+
+def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entries by paper, or by paper and model where it is not the figures' own."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in known.items():
+        experiment, _, other = name.partition("@")
+        whose = experiment.split("/")[0] + (f", {other}" if other else "")
+        found.setdefault(whose, {})[name] = entry
+    return found
+
+
+def _counts(known: dict[str, Any]) -> list[str]:
+    """A sentence, then a line per paper: how many claims hold, by who makes them."""
+    everything = [claim for entry in known.values() for claim in entry["claims"]]
+    said = {source: _counted([c for c in everything if _source(c) == source], " are ties") for source in SOURCES}
+    lines = [
+        f"Of the claims that the papers state, {said['stated']}; of those that they imply, {said['implied']}; of our "
+        f"own, {said['ours']}. A tie: the interval leaves it open.", "",
+        "| paper | figures | stated | implied | ours |", "| --- | ---: | --- | --- | --- |",
+    ]  # fmt: skip
+    for whose, own in _own(known).items():
+        claims = [claim for entry in own.values() for claim in entry["claims"]]
+        cells = [_counted([c for c in claims if _source(c) == source], " ties") for source in SOURCES]
+        lines.append(f"| {whose} | {len(own)} | {' | '.join(cells)} |")
     return lines
 
 
-def _results_summary(known: dict[str, Any]) -> list[str]:
-    """One line per paper, for the README."""
-    lines = ["| paper | figures | claims | hold |", "| --- | ---: | ---: | ---: |"]
-    for paper in dict.fromkeys(name.split("/")[0] for name in known):
-        own = [entry for name, entry in known.items() if name.split("/")[0] == paper]
-        claims = [claim for entry in own for claim in entry["claims"]]
-        lines.append(f"| {paper} | {len(own)} | {len(claims)} | {sum(claim['holds'] for claim in claims)} |")
+def _counted(claims: list[dict], ties: str) -> str:
+    tied = sum(claim["holds"] is None for claim in claims)
+    hold = f"{sum(claim['holds'] is True for claim in claims)} of {len(claims)} hold"
+    return hold + (f", {tied}{ties}" if tied else "")
+
+
+def _reasons(known: dict[str, Any]) -> list[str]:
+    """Why claims that papers state or imply fail."""
+    lines = [f"| {' | '.join(['stated or implied, and failing', *REASONS])} |", "| --- |" + " ---: |" * len(REASONS)]
+    for whose, own in _own(known).items():
+        reasons = [_reason(claim) for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
+        lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |")
     return lines
+
+
+def _source(claim: dict[str, Any]) -> str:
+    from qkscope.runs.claims import Claim
+
+    return Claim.from_json(claim).source
+
+
+def _reason(claim: dict[str, Any]) -> str:
+    return str(claim.get("reason", ""))
+
+
+def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
+    """What fails and why, then every figure with its claims, then the rules that were changed."""
+    from qkscope.papers.registry import figures_of
+
+    own = {
+        name: entry
+        for figure in figures_of(paper)
+        for name, entry in known.items()
+        if name.partition("@")[0] == f"{paper}/{figure}"
+    }
+    rows = [(name.split("/")[1], claim) for name, entry in own.items() for claim in entry["claims"]]
+    lines = ["## What the paper says and we did not find", "",
+             "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
+    for figure, c in rows:
+        if c["holds"] is False and _source(c) != "ours":
+            said, why = (
+                f"{_text(c['paper'])} - {_text(c['claim'])}",
+                ": ".join(filter(None, (_reason(c), c.get("why")))),
+            )
+            lines.append(f"| {figure} | {said} | {_measured(c)} | {_number(c['control'])} | {_text(why)} |")
+    for figure, experiment in figures_of(paper).items():
+        lines += ["", f"## {figure}: {_text(experiment.title)}", ""]
+        entries = {name: entry for name, entry in own.items() if name.partition("@")[0] == f"{paper}/{figure}"}
+        if not entries:
+            lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`."]
+        for name, entry in entries.items():
+            lines += _figure_lines(name, entry)
+    changed = [(figure, claim) for figure, claim in rows if claim.get("changed")]
+    if changed:
+        lines += ["", "## Rules that were changed", "", "| figure | claim | rule | before, and why it changed |",
+                  "| --- | --- | --- | --- |"]  # fmt: skip
+        lines += [
+            f"| {figure} | {_text(c['claim'])} | `{c['rule']}` | {_text(c['changed'])} |" for figure, c in changed
+        ]
+    return lines
+
+
+def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
+    where = f"{entry['model']}, " if entry["model"] else ""
+    lines = [
+        *([f"### On {name.partition('@')[2]}", ""] if "@" in name else []),
+        _text(entry["answer"]), "",
+        f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
+        "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
+        *(f"| {_text(c['claim'])} | {_text(_said(c))} | {_measured(c)} | {_number(c['control'])} | "
+          f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
+    ]  # fmt: skip
+    return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
+
+
+def _said(claim: dict[str, Any]) -> str:
+    return {"stated": claim["paper"], "implied": claim["paper"], "ours": "ours"}[_source(claim)]
+
+
+def _verdict(claim: dict[str, Any]) -> str:
+    if claim["holds"] is None:
+        return "tie"
+    reason = f": {_reason(claim)}" if _reason(claim) else ""
+    return "holds" if claim["holds"] else f"**fails**{reason}"
+
+
+def _measured(claim: dict[str, Any]) -> str:
+    """The number, and its interval where there is one."""
+    ends = [_number(claim.get(end)) for end in ("low", "high")]
+    return _number(claim["ours"]) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
 
 
 def commands() -> None:
@@ -214,8 +316,8 @@ def _number(value: float | None) -> str:
 
 def _put(page: Path, name: str, table: str) -> None:
     text = page.read_text()
-    pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-    page.write_text(re.sub(pattern, lambda match: match[1] + table + match[2], text, flags=re.DOTALL))
+    pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- /{name} -->)"
+    page.write_text(re.sub(pattern, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL))
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ import torch
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope.page.report import write_report
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 BUDGET_MS = 100  # what a reader does not notice
 

@@ -11,8 +11,9 @@ from qkscope import BadInput, cli
 from qkscope.errors import Terminated
 from qkscope.papers import registry
 from qkscope.papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
+from qkscope.runs.claims import Claim
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.result import Result
 
 RUN: list[str] = []
 STOP: list[str] = []

@@ -21,7 +21,8 @@ from qkscope.explorer.opening import page_of
 from qkscope.page.blocks import blocks_of
 from qkscope.page.figures import draw_atlas, draw_discovery
 from qkscope.page.report import report_html, script_json, write_report
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 from tiny_llama import write_tiny_llama
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"

@@ -14,7 +14,8 @@ from qkscope import BadInput, Head
 from qkscope.analyses.find import Ranking
 from qkscope.analyses.fit import Fit
 from qkscope.heads import parse_heads
-from qkscope.runs.result import Claim, Result, rule_holds
+from qkscope.runs.claims import Claim, rule_holds
+from qkscope.runs.result import Result
 
 
 def command(*arguments, **kwargs):
@@ -68,6 +69,26 @@ def test_a_missing_value_never_satisfies_a_rule(missing):
     assert not Claim("c", "p", missing, 1.0, "ours < 5").holds
     assert not Claim("c", "p", missing, 1.0, "ours != 5").holds
     assert Claim("c", "p", 1.0, missing, "ours < 5").holds
+
+
+def test_a_tie_is_what_the_interval_leaves_open():
+    for low, high, holds in ((0.01, 0.2, True), (-0.1, 0.2, None), (None, None, True)):
+        assert Claim("c", "", 0.1, None, "ours > 0", low=low, high=high).holds is holds
+    assert Claim("c", "", -0.1, None, "ours > 0", low=-0.2, high=-0.01).holds is False
+
+
+def test_a_claim_says_whose_it_is_and_why_it_fails():
+    says = {"": "ours", "implied by Fig. 2": "implied", "Fig. 9: negligible": "stated"}
+    assert {paper: Claim("c", paper, 1.0, None, "ours > 0").source for paper in says} == says
+    failing = Claim("c", "Fig. 9: some", -1.0, None, "ours > 0", reason="small model", why="It has 135M weights.")
+    row = failing.to_json()
+    assert (row["holds"], row["reason"], row["why"]) == (False, "small model", "It has 135M weights.")
+    assert Claim.from_json(row) == failing
+    held = Claim("c", "Fig. 9: some", 1.0, None, "ours > 0", reason="small model", why="It has 135M weights.").to_json()
+    assert (held["holds"], held["reason"], held["why"]) == (True, "", "")
+    assert Claim("c", "", None, None, "ours > 0").to_json()["reason"] == "not run here"
+    with pytest.raises(AssertionError, match="is no reason"):
+        Claim("c", "", 1.0, None, "ours > 0", reason="bad luck")
 
 
 @pytest.mark.parametrize("rule", ["__import__('os')", "ours", "theirs > 1", "ours >", "ours.real > 0", "[1][0] > 0"])
@@ -206,7 +227,7 @@ def test_a_result_is_shown_in_one_line_whatever_its_kind():
     assert "\n" not in repr(result)
     for kind in (Fit, Ranking):
         assert repr(kind("x", {"ranks": rows})) == f"<{kind.__name__} x | ranks (3)>"
-    assert repr(claim) == "<Claim more than chance | ours 0.5, control 0.1 | ours > control: True>"
+    assert repr(claim) == "<Claim more than chance | ours 0.5, control 0.1 | ours > control: holds>"
 
 
 def test_a_table_as_a_frame_or_a_sentence(monkeypatch):

@@ -19,9 +19,10 @@ from qkscope.analyses.why.why import Why, why
 from qkscope.capture.scope import Scope
 from qkscope.page.figures import draw_verbs
 from qkscope.page.report import report_html
+from qkscope.runs.claims import Claim
 from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.result import Result
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3

@@ -84,6 +84,7 @@ def reproduce(
     """
     from qkscope.papers.registry import PAPERS, list_experiments
     from qkscope.papers.registry import reproduce as run_reproduce
+    from qkscope.runs.claims import count_claims
 
     if listed:
         rows = list_experiments()
@@ -99,8 +100,7 @@ def reproduce(
     def show(result: Any) -> None:
         results.append(result)
         if not as_json:
-            held = sum(claim.holds for claim in result.claims)
-            said = f"{result.experiment}: {result.answer} {held} of {len(result.claims)} claims hold."
+            said = f"{result.experiment}: {result.answer} {count_claims(result.claims)}."
             print_result(replace(result, answer=said), as_json, everything)
 
     try:

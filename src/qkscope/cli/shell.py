@@ -124,7 +124,7 @@ def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
     if as_json:
         print_json(result.to_json())
         return
-    claims = [claim.to_json() for claim in result.claims]
+    claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     say(result.answer)
     print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
 

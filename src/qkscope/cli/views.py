@@ -209,7 +209,15 @@ _SWAPPED = (
     "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
     "interval; random, key_pca: as many other directions."
 )
-_CLAIMS = View("claims", {"claim": "claim", "ours": "ours", "control": "control", "holds": "holds"})
+_VERDICTS: Mapping[str, Any] = {
+    "claim": "claim", "source": "source", "ours": ("ours", "low", "high"), "control": "control", "verdict": "verdict",
+    "reason": "reason",
+}  # fmt: skip
+_CLAIMS = View(
+    "claims",
+    _VERDICTS,
+    "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
+)
 
 VIEWS: Mapping[str, Sequence[View]] = {
     "trace": [

@@ -33,10 +33,11 @@ from qkscope.errors import BadInput, check_device
 from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import BOS, CONTEXT, PAD, Rows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
+from qkscope.runs.claims import Claim
 from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer, writing
 from qkscope.runs.progress import counting, doing
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Claim, Result, write_result
+from qkscope.runs.result import Result, write_result
 from qkscope.runs.store import read_tensors, write_tensors
 
 STATE = "state.safetensors"

@@ -28,6 +28,7 @@ from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.block import number
 from qkscope.page.blocks import SCRIPTS, blocks_of
+from qkscope.runs.claims import count_claims
 from qkscope.runs.folder import writing
 from qkscope.runs.result import Result, plain_value
 
@@ -169,9 +170,8 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
 
 
 def _held(results: Sequence[Result]) -> str:
-    """How many of the claims hold; nothing where there are none."""
-    claims = [claim.holds for result in results for claim in result.claims]
-    return f"{sum(claims)} of {len(claims)} claims hold" if claims else ""
+    """How many of the claims hold."""
+    return count_claims([claim for result in results for claim in result.claims])
 
 
 def _not_drawn(pictures: Mapping[str, bytes], sections: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:

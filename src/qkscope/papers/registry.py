@@ -26,15 +26,17 @@ from typing import Any, NamedTuple
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import checked_call
 from qkscope.papers.tables import Row
+from qkscope.runs.claims import Claim
 from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
 PAPERS = ("lee2026", "franco2026")
+_TOO_SMALL = "The preset smoke shows that the figure runs; it is too small to decide."
 EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
 
 
@@ -59,7 +61,14 @@ class Settings:
         model: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> Result:
-        """What a run found, under the figure's name; ``about`` is for its provenance."""
+        """What a run found, under the figure's name; ``about`` is for its provenance.
+
+        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run.
+        """
+        said = [claim.claim for claim in claims]
+        assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
+        if self.preset == "smoke":
+            claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
         made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
         name = f"{self.paper}/{self.figure}"
         return Result(name, tables, claims, arrays or {}, self.preset, model, self.seed, answer=answer, provenance=made)

@@ -17,7 +17,8 @@ from qkscope.papers.franco2026.toy.alignment import cosines
 from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, heat_map, least, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 

@@ -29,7 +29,8 @@ from qkscope.papers.franco2026.toy.superposition import (
 )
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _EPSILONS = (0.0, 0.05, 0.1, 0.15, 1.0, 5.0, 10.0, 25.0, 40.0, 55.0)
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")

@@ -37,7 +37,8 @@ from qkscope.page.colours import colours_of
 from qkscope.page.figures import INK, ORIGINAL, REST, new_figure
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
 
 

@@ -19,7 +19,8 @@ from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of, heat_map, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:

@@ -22,7 +22,8 @@ from qkscope.papers.franco2026.toy.superposition import by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of, mean
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _SHOWN = 40  # contexts of a heat map
 

@@ -26,7 +26,8 @@ from qkscope.papers.franco2026.toy.superposition import Pair, by_logit
 from qkscope.papers.franco2026.toy.trained import TrainedToy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 STAYS = 0.95
 _SHOWN = 60  # checkpoints of figure 3

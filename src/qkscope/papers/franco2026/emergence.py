@@ -26,7 +26,8 @@ from qkscope.papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, 
 from qkscope.papers.franco2026.toy.superposition import Toy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 TOLERANCE = 0.99
 _RESAMPLES = 400

@@ -21,7 +21,8 @@ from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_erro
 from qkscope.papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ANTIPODAL = -0.9
 NO_HEAD, _SPARSE = "no head", "no head, p=0.27"

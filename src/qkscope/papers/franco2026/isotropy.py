@@ -20,7 +20,8 @@ from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import revisions_of
 from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dictionary at most
 _DECODERS = ("W_dec", "decoder.weight", "W_D", "dictionary")

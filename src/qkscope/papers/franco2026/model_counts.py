@@ -15,7 +15,8 @@ from qkscope.papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name, slanted
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 
 @figure("franco2026", "fig9", "How many singular vectors reconstruct it", model=NANO)

@@ -28,7 +28,8 @@ from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import WORK, Sweep, swept
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, model_name, slanted
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 from qkscope.tasks.ioi import TEMPLATES
 
 Values = dict[str, Tensor]

@@ -20,7 +20,8 @@ from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope.papers.franco2026.model_sweep import Sweep, swept
 from qkscope.papers.registry import NANO, Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 FOUR = ("previous token", "induction", "S-inhibition", "name mover")
 

@@ -19,7 +19,8 @@ from qkscope.papers.franco2026.toy.measure import before_and_after, divergence_a
 from qkscope.papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, figure_name, files_of, least, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 ROPE = Superposition(
     context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)

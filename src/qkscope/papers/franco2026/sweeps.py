@@ -13,7 +13,8 @@ from qkscope.papers.franco2026.toy.measure import before_and_after
 from qkscope.papers.franco2026.toy.superposition import Superposition
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of, least, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 ALIGNED = 0.99
 _WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4

@@ -24,7 +24,8 @@ from qkscope.papers.franco2026.theory import SILENT_FROM, minimise, orthogonalis
 from qkscope.papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, mean, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0

@@ -17,7 +17,8 @@ from qkscope.papers.lee2026.language import THRESHOLD, ChosenHeads, Session, ses
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 Conditions = dict[str, Row]  # rows of one head
 _SMALL = 4  # dimensions at which the curve is compared

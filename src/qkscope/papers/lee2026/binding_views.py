@@ -23,7 +23,8 @@ from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, figure_name, files_of, model_name, name_axes
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 _WORDS = 9  # lexical labels drawn; more colours cannot be told apart

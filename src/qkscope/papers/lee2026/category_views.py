@@ -26,7 +26,8 @@ from qkscope.papers.lee2026.language import ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name, name_axes
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 

@@ -11,7 +11,8 @@ from qkscope.page.figures import REST, new_figure
 from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, column, files_of, model_name, pick
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _PAIRS = 3  # in a prompt, while the words are varied
 _HEADS = 3

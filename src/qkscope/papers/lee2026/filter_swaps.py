@@ -14,7 +14,8 @@ from qkscope.papers.lee2026.language import Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 from qkscope.tasks.filter import POOLED
 
 _SIZES = (1, 2, 4, 8, 12)

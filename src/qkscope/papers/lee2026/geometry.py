@@ -25,7 +25,8 @@ from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, 
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192

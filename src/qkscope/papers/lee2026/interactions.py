@@ -25,7 +25,8 @@ from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_var
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, column, files_of
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _ROTATIONS = 20
 

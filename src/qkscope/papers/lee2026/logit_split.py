@@ -23,7 +23,8 @@ from qkscope.papers.lee2026.language import session_of
 from qkscope.papers.lee2026.points import Points
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row, files_of, model_name
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 _DRAWS = 20
 

@@ -26,7 +26,8 @@ from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096

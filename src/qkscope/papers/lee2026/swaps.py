@@ -32,7 +32,8 @@ from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Files, Row, files_of
-from qkscope.runs.result import Claim, Result
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
 
 Swap = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
 _DRAWS = 20

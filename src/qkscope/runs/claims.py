@@ -1,0 +1,172 @@
+"""A claim: what the paper says, what we measured, the same number for a control, and the rule that decides.
+
+A rule is text, ``ours > 2 * control``: parsed, not executed, arithmetic and comparisons only. Where the number has an
+interval, the rule is asked at both of its ends too: if they disagree, the data do not tell, and the claim is a tie.
+
+Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where it does. ``implied``:
+the paper needs it, but does not say it (``paper`` begins with that word). ``ours``: we ask it (``paper`` is empty).
+A claim that fails has a reason: ``refuted``, unless something better is argued beside it in one sentence (``why``).
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qkscope.errors import BadInput
+
+SOURCES = ("stated", "implied", "ours")
+REASONS = ("refuted", "small model", "other setting", "not run here")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement with the numbers that decide it.
+
+    Parameters
+    ----------
+    claim : what is said, and what ``ours`` and ``control`` are.
+    paper : what the paper says, after the place where it does, as ``Fig. 9: negligible``; ``implied`` (and by what)
+        where it is only implied; empty where the claim is ours.
+    ours, control : what we measured, and the same number for a control.
+    rule : decides, from ``ours`` and ``control``.
+    low, high : the 95% interval of ``ours``.
+    reason : why it would fail, one of `REASONS`.
+    why : the argument for that reason, in one sentence.
+    changed : what the rule was before, and why it is another now.
+
+    Examples
+    --------
+    >>> Claim("both move more than either", "Fig. 9: larger", 0.02, None, "ours > 0", low=-0.01, high=0.05)
+    <Claim both move more than either | ours 0.02, control None | ours > 0: tie>
+    """
+
+    claim: str
+    paper: str
+    ours: float | None
+    control: float | None
+    rule: str
+    low: float | None = None
+    high: float | None = None
+    reason: str = "refuted"
+    why: str = ""
+    changed: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.reason in REASONS, f"{self.reason!r} is no reason: take one of {', '.join(REASONS)}"
+
+    def __repr__(self) -> str:
+        """One line: the claim, its numbers, and whether its rule holds."""
+        return f"<Claim {self.claim} | ours {self.ours}, control {self.control} | {self.rule}: {self.verdict}>"
+
+    @property
+    def source(self) -> str:
+        """Who says so: ``stated``, ``implied`` or ``ours``."""
+        if self.paper in ("", "not in the paper"):
+            return "ours"
+        return "implied" if self.paper.startswith("implied") else "stated"
+
+    @property
+    def holds(self) -> bool | None:
+        """Computed from the rule, never typed in; None is a tie, which the interval of ours leaves open."""
+        return rule_verdict(self.rule, self.ours, self.control, self.low, self.high)
+
+    @property
+    def verdict(self) -> str:
+        """``holds``, ``tie`` or ``fails``."""
+        return {True: "holds", None: "tie", False: "fails"}[self.holds]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``reason`` and ``why`` are empty unless it fails."""
+        fails = self.holds is False
+        reason = "not run here" if _missing(self.ours) else self.reason
+        return {
+            "claim": self.claim, "source": self.source, "paper": self.paper, "ours": self.ours, "low": self.low,
+            "high": self.high, "control": self.control, "rule": self.rule, "holds": self.holds,
+            "reason": reason if fails else "", "why": self.why if fails else "", "changed": self.changed,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Claim:
+        """A claim as a run folder holds it; folders of earlier versions know no intervals and no reasons."""
+        needed = {name: row[name] for name in ("claim", "paper", "ours", "control", "rule")}
+        later = {name: row[name] for name in ("low", "high", "reason", "why", "changed") if row.get(name)}
+        return cls(**needed, **later)
+
+
+def count_claims(claims: Sequence[Claim]) -> str:
+    """How many hold and how many are ties, in words; nothing where there are none."""
+    verdicts = [claim.verdict for claim in claims]
+    ties = verdicts.count("tie")
+    said = f"{verdicts.count('holds')} of {len(claims)} claims hold"
+    return "" if not claims else said + (f", {ties} {'is a tie' if ties == 1 else 'are ties'}" if ties else "")
+
+
+def rule_verdict(
+    rule: str, ours: float | None, control: float | None, low: float | None = None, high: float | None = None
+) -> bool | None:
+    """What a rule says of a number; None where it says one thing at one end of its interval and another elsewhere.
+
+    >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55), rule_verdict("ours > 0", 0.1, None, -0.1, 0.3)
+    (True, None)
+    """
+    there = [ours, *(end for end in (low, high) if not _missing(end))]
+    said = {rule_holds(rule, {"ours": value, "control": control}) for value in there}
+    return said.pop() if len(said) == 1 else None
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+_CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max}
+
+
+def rule_holds(rule: str, values: Mapping[str, float | None]) -> bool:
+    """Whether a rule holds for these values; a missing value (None or NaN) never satisfies one.
+
+    >>> rule_holds("ours > 2 * control", {"ours": 0.42, "control": 0.13})
+    True
+    """
+    try:
+        tree = ast.parse(rule, mode="eval").body
+    except SyntaxError:
+        raise BadInput(f"the rule {rule!r} cannot be read: write a comparison of ours and control.") from None
+    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _CALLS]
+    if any(name in values and _missing(values[name]) for name in used):
+        return False
+    held = _evaluate(tree, values, rule)
+    if not isinstance(held, bool):
+        raise BadInput(f"the rule {rule!r} compares nothing: it should be true or false.")
+    return held
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, float | None], rule: str) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in values:
+        return values[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand, values, rule)
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _BINARY[type(node.op)](_evaluate(node.left, values, rule), _evaluate(node.right, values, rule))
+    if isinstance(node, ast.BoolOp):
+        parts = [_evaluate(part, values, rule) for part in node.values]
+        return all(parts) if isinstance(node.op, ast.And) else any(parts)
+    if isinstance(node, ast.Compare) and all(type(op) in _BINARY for op in node.ops):
+        terms = [_evaluate(term, values, rule) for term in (node.left, *node.comparators)]
+        return all(_BINARY[type(op)](a, b) for op, a, b in zip(node.ops, terms, terms[1:], strict=False))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS and not node.keywords:
+        return _CALLS[node.func.id](*(_evaluate(argument, values, rule) for argument in node.args))
+    raise BadInput(
+        f"the rule {rule!r} uses {ast.unparse(node)!r}: only ours, control, numbers and comparisons may stand there."
+    )
