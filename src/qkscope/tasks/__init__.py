@@ -2,8 +2,9 @@
 
 In: a few numbers and a seed, or a file. Out: a `Task`, which draws units of `Example` for choosing heads, for fitting
 each contrast and for testing. In reading order: `task` (what a task is, and how one is made of a walk), `words` (and
-``words.toml``: the words), one file per task (`binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`), and
-`jsonl` (a file of your own). `BUILT_IN` is the one list of them: a new task is a file and an entry there.
+``words.toml``: the words), one file per task (`binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`),
+`jsonl` (a file of your own); and natural text without marks: `texts` (by document), `sides` (split so that no text
+stands on two). `BUILT_IN` is the one list of tasks: a new one is a file and an entry there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,188 @@
+"""Natural text by document: English that every Python carries, and any file or folder.
+
+A document came to be once, so it is what text is split by (`sides`) and what intervals resample. Python's own texts are
+the default because they need no download: what ``help()`` has on its topics, and the docstrings of its library.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import logging
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from qkscope.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+FEW = 12
+"""Files under which they are cut into sections: `sides.split` needs as many documents."""
+_SECTIONS = 32  # of all the files, then
+_LEAST_SECTION = 1000  # characters
+_KINDS = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken for text
+
+_NOT_LIBRARY = re.compile(r"tests?|idlelib|lib2to3|turtledemo|ensurepip|distutils|encodings|pydoc_data|\w+-packages")
+_LEAST_LINES, _LEAST_DOCUMENT = 3, 400  # lines of a docstring, characters of a module's docstrings
+_PROSE = 0.85  # of a docstring's characters: letters and blanks
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that came to be once: a topic, a module's docstrings, a file, or a section of one.
+
+    Parameters
+    ----------
+    name : what it is called.
+    text : all of it.
+
+    Examples
+    --------
+    >>> Document("note", "The hat is in the box.").name
+    'note'
+    """
+
+    name: str
+    text: str
+
+
+@cache
+def python_texts(docstrings: bool = False) -> tuple[Document, ...]:
+    """English that comes with Python: what ``help()`` has on its topics, and the docstrings of its library.
+
+    They are not the same in every version of Python, so a result keeps `text_hash` beside the version.
+
+    Parameters
+    ----------
+    docstrings : whether to read those too, a document for each module; a few seconds.
+
+    Examples
+    --------
+    >>> topics = python_texts()
+    >>> len(topics) > 50, topics[0].name
+    (True, 'topic assert')
+    """
+    from pydoc_data.topics import topics
+
+    found = [Document(f"topic {name}", text.strip("\n")) for name, text in sorted(topics.items())]
+    return (*found, *(_docstrings() if docstrings else ()))
+
+
+def _docstrings() -> list[Document]:
+    """The prose of each module of the standard library, read and never run."""
+    library, found = Path(sysconfig.get_path("stdlib")), []
+    for folder, inside, files in os.walk(library):
+        inside[:] = [name for name in inside if not _NOT_LIBRARY.fullmatch(name)]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (OSError, SyntaxError, ValueError):  # a file of somebody else's, in a folder that is Python's
+                continue
+            text = "\n\n".join(filter(_is_prose, dict.fromkeys(_said(tree))))
+            if len(text) >= _LEAST_DOCUMENT:
+                parts = path.relative_to(library).with_suffix("").parts
+                found.append(Document(f"module {'.'.join(parts).removesuffix('.__init__')}", text))
+    return sorted(found, key=lambda document: document.name)
+
+
+def _said(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The docstrings in a piece of source, in its order."""
+    yield ast.get_docstring(node) or ""
+    for part in node.body:
+        if isinstance(part, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _said(part)
+
+
+def _is_prose(text: str) -> bool:
+    lines = sum(bool(line.strip()) for line in text.splitlines())
+    return lines >= _LEAST_LINES and sum(map(len, re.findall(r"[^\W\d_]+|\s+", text))) >= _PROSE * len(text)
+
+
+def read_documents(paths: Sequence[str | Path]) -> tuple[Document, ...]:
+    """Text files, and those in folders: one document for each file.
+
+    Fewer files than a split needs are cut into sections of about the same length at blank lines, each a document: a
+    warning says so, as sections of one text are more alike than texts of their own.
+
+    Parameters
+    ----------
+    paths : files of text in UTF-8, or folders, of which every .txt, .md, .rst and .text is read.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for i in range(20):
+    ...     _ = (folder / f"{i}.txt").write_text(f"Text number {i}.")
+    >>> len(read_documents([folder]))
+    20
+    """
+    files = [file for path in paths for file in _files(Path(path))]
+    found = [Document(str(file), text) for file in files if (text := _read(file).strip("\n"))]
+    size = max(sum(len(document.text) for document in found) // _SECTIONS, _LEAST_SECTION)
+    if len(found) >= FEW:
+        return tuple(found)
+    cut = [
+        Document(f"{document.name}, section {i}", section)
+        for document in found
+        for i, section in enumerate(_sections(document.text, size), 1)
+    ]
+    if len(cut) > len(found):
+        says = "%s too few to split by document: cut into %d sections, each taken for a text of its own."
+        log.warning(says, "1 file is" if len(found) == 1 else f"{len(found)} files are", len(cut))
+    return tuple(cut)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    files = sorted(file for file in inside if file.suffix.lower() in _KINDS and file.is_file())
+    if not files:
+        raise BadInput(f"there is no text in {path}: name a folder with {', '.join(_KINDS)} files.")
+    return files
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}): name a text file or a folder of them.") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not text in UTF-8: convert it, or name another file.") from None
+
+
+def _sections(text: str, size: int) -> list[str]:
+    """A text cut after ``size`` characters at the next blank line, or line end, or blank, whichever there is."""
+    found = []
+    while len(text) > 2 * size:
+        ends = (text.find(mark, size, 2 * size) for mark in ("\n\n", "\n", " "))
+        cut = next((end for end in ends if end >= 0), size)
+        found.append(text[:cut])
+        text = text[cut:].lstrip("\n")
+    return [*found, text]
+
+
+def text_hash(documents: Sequence[Document]) -> str:
+    """What tells one collection from another: a hash of all names and texts.
+
+    Parameters
+    ----------
+    documents : in their order.
+
+    Examples
+    --------
+    >>> text_hash([Document("a", "b")]) == text_hash([Document("a", "c")])
+    False
+    """
+    state = hashlib.sha256()
+    for document in documents:
+        for part in (document.name, document.text):
+            raw = part.encode()
+            state.update(len(raw).to_bytes(8, "big") + raw)
+    return state.hexdigest()[:16]

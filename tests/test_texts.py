@@ -1,0 +1,203 @@
+"""Natural text: documents, and sides that share no eight tokens in a row."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from qkscope.errors import BadInput
+from qkscope.tasks import sides
+from qkscope.tasks.sides import LENGTH, RUN, SIDES, Passage, check_apart, split
+from qkscope.tasks.texts import FEW, Document, python_texts, read_documents, text_hash
+
+
+def encode(text: str) -> list[int]:
+    """One token a word: w17 is 17."""
+    return [int(word[1:]) for word in text.split()]
+
+
+def words(ids) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def drawn(count: int, length: int = 600, seed: int = 0) -> list[list[int]]:
+    """Documents of words by lot: of 5,000 words no eight come twice."""
+    lot = random.Random(seed)
+    return [[lot.randrange(5000) for _ in range(length)] for _ in range(count)]
+
+
+def documents(ids) -> list[Document]:
+    return [Document(f"d{i}", words(own)) for i, own in enumerate(ids)]
+
+
+def sides_of(found) -> dict[str, set[str]]:
+    """The sides on which each document stands."""
+    where: dict[str, set[str]] = {}
+    for side, passages in found.items():
+        for passage in passages:
+            where.setdefault(passage.document, set()).add(side)
+    return where
+
+
+def runs(passages) -> set[tuple[int, ...]]:
+    return {passage.ids[i : i + RUN] for passage in passages for i in range(len(passage.ids) - RUN + 1)}
+
+
+# ---------------------------------------------------------------- documents
+
+
+def test_python_carries_topics_and_docstrings_in_a_fixed_order():
+    topics, everything = python_texts(), python_texts(docstrings=True)
+    assert everything[: len(topics)] == topics
+    names = [document.name for document in everything]
+    assert len(set(names)) == len(names)
+    assert names[len(topics) :] == sorted(names[len(topics) :])
+    modules = set(names[len(topics) :])
+    assert {"module argparse", "module threading", "module email.message"} <= modules
+    assert len(modules) > 100
+    assert not any(part in name.split(".") for name in modules for part in ("test", "tests", "module idlelib"))
+    assert python_texts() is topics
+
+
+def test_each_file_of_a_folder_is_a_document(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i:02d}.txt").write_text(f"Text {i}\n\nand more.\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "note.md").write_text("A note.")
+    (tmp_path / "table.csv").write_text("1,2")
+    (tmp_path / ".hidden.txt").write_text("not this")
+    found = read_documents([tmp_path])
+    assert [document.text for document in found] == [f"Text {i}\n\nand more." for i in range(20)] + ["A note."]
+    assert read_documents([tmp_path / "03.txt", tmp_path])[0].text == "Text 3\n\nand more."
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " "])
+def test_one_long_file_is_cut_into_sections_and_says_so(tmp_path, caplog, mark):
+    paragraph = "It was a day like any other in the town and nobody took note of it."
+    (tmp_path / "book.txt").write_text(mark.join(f"{i}. {paragraph}" for i in range(1000)))
+    with caplog.at_level(logging.WARNING):
+        found = read_documents([tmp_path / "book.txt"])
+    assert f"cut into {len(found)} sections" in caplog.text
+    assert 16 <= len(found) <= 32
+    joined = mark.join(document.text for document in found) if mark != " " else "".join(d.text for d in found)
+    assert joined == (tmp_path / "book.txt").read_text()
+    assert all(document.text.lstrip()[0].isdigit() for document in found) or mark == " "
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path):
+    (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00x")
+    (tmp_path / "empty").mkdir()
+    for path, says in [("nothing.txt", "cannot be read"), ("raw.txt", "not text in UTF-8"), ("empty", "no text in")]:
+        with pytest.raises(BadInput, match=says):
+            read_documents([tmp_path / path])
+
+
+def test_the_hash_tells_names_texts_and_order_apart():
+    a, b = Document("a", "x"), Document("b", "y")
+    known = {text_hash(docs) for docs in ([a, b], [b, a], [a], [Document("ax", ""), b], [Document("", "ax"), b])}
+    assert len(known) == 5
+    assert text_hash([a, b]) == text_hash([Document("a", "x"), Document("b", "y")])
+
+
+# ---------------------------------------------------------------- sides
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
+    ids = drawn(60, seed=seed)
+    found = split(documents(ids), encode, length=100, seed=seed)
+    assert all(len(sides) == 1 for sides in sides_of(found).values())
+    total = sum(map(len, ids))
+    for side, share in SIDES.items():
+        assert sum(len(p.ids) for p in found[side]) == pytest.approx(share * total, rel=0.1)
+    by_side = [runs(passages) for passages in found.values()]
+    assert len(set.union(*by_side)) == sum(map(len, by_side))
+
+
+def test_passages_are_the_documents_ids_in_order_and_about_as_long_as_each_other():
+    ids = drawn(24, length=LENGTH + 1)
+    found = split(documents(ids), encode)
+    for i, own in enumerate(ids):
+        pieces = [p.ids for passages in found.values() for p in passages if p.document == f"d{i}"]
+        assert [token for piece in pieces for token in piece] == own
+        assert sorted(map(len, pieces)) == [LENGTH // 2, LENGTH // 2 + 1]
+
+
+def test_documents_that_share_much_stay_together_whatever_the_seed():
+    ids = drawn(24)
+    ids[20][:100] = ids[3][200:300]  # a sixth of one in another
+    ids[11][300:500] = ids[20][300:500]  # and a third in that one
+    for seed in range(8):
+        found = split(documents(ids), encode, length=50, seed=seed)
+        where, groups = sides_of(found), {p.document: p.group for ps in found.values() for p in ps}
+        assert where["d3"] == where["d20"] == where["d11"]
+        assert len(where["d3"]) == 1
+        assert groups["d3"] == groups["d20"] == groups["d11"] != groups["d4"]
+        assert len(runs([p for ps in found.values() for p in ps if p.document in ("d3", "d20")])) < 2 * 12 * (50 - 7)
+
+
+def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
+    ids = drawn(24)
+    for own in ids:
+        own[210:218] = range(8)  # a greeting in all of them
+    with caplog.at_level(logging.INFO):
+        found = split(documents(ids), encode, length=100)
+    holders = {side for side, passages in found.items() if tuple(range(8)) in runs(passages)}
+    assert holders == {"test"}  # the larger sides give way
+    dropped = 24 - len({p.document for p in found["test"]})
+    assert f"{dropped} of 144 passages share 8 tokens in a row" in caplog.text
+    assert sum(map(len, found.values())) == 144 - dropped
+
+
+def test_the_split_is_one_of_many_and_always_the_same():
+    texts = documents(drawn(40, length=100))
+    splits = [split(texts, encode, seed=seed) for seed in (0, 0, 1, 2)]
+    assert splits[0] == splits[1]
+    assert len({tuple(sorted(p.document for p in found["test"])) for found in splits}) == 3
+
+
+def test_no_side_is_one_group_alone():
+    ids = drawn(24, length=200)
+    ids[5] = drawn(1, length=1600, seed=9)[0]  # more than half of a smaller side
+    for seed in range(8):
+        assert sides_of(split(documents(ids), encode, seed=seed))["d5"] == {"fit"}
+
+
+def test_what_the_tokenizer_puts_in_front_stands_in_front_of_every_passage():
+    found = split(documents(drawn(24)), lambda text: [7, *encode(text)], length=101)
+    passages = [p for ps in found.values() for p in ps]
+    assert {p.ids[0] for p in passages} == {7}
+    assert max(len(p.ids) for p in passages) == 101
+    assert sum(len(p.ids) - 1 for p in passages) == 24 * 600
+
+
+def test_the_check_refuses_a_run_on_two_sides_and_takes_seven_tokens():
+    ids = tuple(range(50, 90))
+    apart = {"fit": [Passage("a", 0, ids)], "test": [Passage("b", 1, (*ids[10:17], 1)), Passage("c", 2, ids[:5])]}
+    check_apart(apart)
+    with pytest.raises(BadInput, match=r"stand in fit \(a\) and in test \(d\)"):
+        check_apart({**apart, "test": [*apart["test"], Passage("d", 3, (1, 2, *ids[10:18]))]})
+
+
+def test_a_split_that_lets_a_run_through_is_refused(monkeypatch):
+    ids = drawn(24)
+    for own in ids:
+        own[210:218] = range(8)
+    monkeypatch.setattr(sides, "_apart", lambda found, shares: found)
+    with pytest.raises(BadInput, match="the same 8 tokens in a row"):
+        split(documents(ids), encode)
+
+
+def test_too_few_documents_say_how_many_are_needed():
+    with pytest.raises(BadInput, match=r"11 documents, .* 11 groups, are too few to split: give 12"):
+        split(documents(drawn(FEW - 1)), encode)
+    same = drawn(1) * 30
+    with pytest.raises(BadInput, match=r"30 documents, .* make 1 groups"):
+        split(documents(same), encode)
+    assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}
+    with pytest.raises(BadInput, match="share above 0"):
+        split(documents(drawn(12)), encode, sides={"fit": 1.0, "test": 0.0})
+    with pytest.raises(BadInput, match="length is at least 8"):
+        split(documents(drawn(12)), encode, length=7)
