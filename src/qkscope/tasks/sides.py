@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from jaxtyping import Int
@@ -69,7 +70,8 @@ def split(
     """Passages by side, with no eight tokens in a row on two of them.
 
     A document is tokenised whole, and its ids are cut into as few parts of about the same length as can be. What the
-    tokenizer puts in front of an empty text (a `<bos>`) comes in front of every passage and counts towards its length.
+    tokenizer puts in front of any text (a `<bos>`) comes in front of every passage and counts towards its length; what
+    it puts behind is left out.
 
     Parameters
     ----------
@@ -88,15 +90,20 @@ def split(
     """
     if not sides or min(sides.values()) <= 0:
         raise BadInput("sides are names with a share above 0 each, as {'fit': .5, 'test': .5}.")
-    start = list(encode(""))
+    needed = _needed(sides)
+    if len(documents) < needed:
+        raise BadInput(f"{len(documents)} documents are too few to split: give {needed} or more.")
+    encoded = [list(encode(document.text)) for document in documents]
+    around = list(encode(""))
+    start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, encoded[0], strict=False))]
     if length < len(start) + RUN:
         raise BadInput(f"length is at least {len(start) + RUN}, but got {length}.")
-    ids = [_tensor(list(encode(document.text))[len(start) :]) for document in documents]
+    ids = [_tensor(own[len(start) : len(own) - len(around) + len(start)]) for own in encoded]
     groups = _groups(ids)
-    if len(set(groups)) < _needed(sides):
+    if max(groups) + 1 < needed:
         raise BadInput(
-            f"{len(documents)} documents, of which those that share much text make {len(set(groups))} groups, are too "
-            f"few to split: give {_needed(sides)} texts or more that do not repeat each other."
+            f"{len(documents)} documents repeat each other so much that they make {max(groups) + 1} groups, too few to "
+            f"split: give {needed} or more that share no text."
         )
     sizes = Counter[int]()
     for own, group in zip(ids, groups, strict=True):
