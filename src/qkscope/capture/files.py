@@ -20,7 +20,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,18 @@ def cache_dir(*parts: str) -> Path:
     """A folder in the user's cache (``$XDG_CACHE_HOME/qkscope``, or ``~/.cache/qkscope``); not created."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").joinpath("qkscope", *parts)
+
+
+@contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Say in one sentence that a folder in the cache cannot be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(
+            f"the cache {folder} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
+        ) from error
 
 
 def write_json(path: Path, content: Any) -> None:

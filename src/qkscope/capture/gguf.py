@@ -19,18 +19,18 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from qkscope.capture.files import cache_dir, check_report, file_hash, read_json, write_json
+from qkscope.capture.files import cache_dir, check_report, file_hash, read_json, write_json, writing_cache
 from qkscope.errors import BadInput
+from qkscope.runs.progress import doing
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ def dequantised(file: Path, digest: str) -> Path:
     # a folder appears under its name only when it is complete, so two processes or a crash cannot leave half of one
     temporary = _beside(folder)
     try:
-        with _writing(folder):
+        with writing_cache(folder.parent):
             temporary.mkdir(parents=True)
         _make(file, temporary)
         if file_hash(file) != digest:
             raise BadInput(f"{file} changed while it was read: try again when it is written.")
-        with _writing(folder):
+        with writing_cache(folder.parent):
             _put(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -75,38 +75,50 @@ def _make(file: Path, folder: Path) -> None:
     """Write the model and the tokenizer of a file, and the hashes of both."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from qkscope.capture.gguf_reader import opened_once  # needs a package that only GGUF files need
+
     alone = folder / "alone"  # what lies beside the file is none of its business
-    with _writing(folder):
+    with writing_cache(folder.parent):
         alone.mkdir()
         try:
             (alone / "model.gguf").symlink_to(file.resolve())
         except OSError:
             shutil.copy(file, alone / "model.gguf")
-    header = _read_header(file)
-    rules = TokenRules.of(header.fields)
     options: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
-    with _no_bar():
+    with doing(f"reading {file.name}, the first time only"), opened_once(file) as reader:
+        header = _read_header(file, reader)
+        rules = TokenRules.of(header.fields)
         model, report = AutoModelForCausalLM.from_pretrained(
             alone, dtype=torch.float32, output_loading_info=True, **options
         )
-    _check_whole(file, header, model, report)
-    tokenizer: Any = None if rules is None else AutoTokenizer.from_pretrained(alone, **options)
+        _check_whole(file, header, model, report)
+        tokenizer: Any = None if rules is None else AutoTokenizer.from_pretrained(alone, **options)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    with _writing(folder):
+    with writing_cache(folder.parent):
         shutil.rmtree(alone)
         model.save_pretrained(folder)
         if rules is not None:
             rules.impose(tokenizer)
             tokenizer.save_pretrained(folder)
+            _load_as_written(folder / "tokenizer_config.json")
             broken = rules.broken_by(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
             if broken is not None:
                 raise BadInput(
                     f"the tokenizer of {file.name} cannot be made as the file says ({broken}): give a folder instead."
                 )
         write_json(folder / _MANIFEST, _made(folder))
+
+
+def _load_as_written(config: Path) -> None:
+    """Have transformers take a saved tokenizer as it is.
+
+    A family's class would build it a second time from its parts; and where no list of added tokens is given, even an
+    empty one, the whole file is searched for them, though they are loaded with it. Both parse 33 MB for Gemma.
+    """
+    write_json(config, (read_json(config) or {}) | {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}})
 
 
 # ---------------------------------------------------------------- what the file says, and whether it was heard
@@ -121,10 +133,7 @@ class _Header(NamedTuple):
     stretch: Tensor | None  # by how much each of RoPE's wavelengths is longer
 
 
-def _read_header(file: Path) -> _Header:
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
+def _read_header(file: Path, reader: Any) -> _Header:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     kind = fields["general.architecture"]
@@ -143,19 +152,6 @@ def _read_header(file: Path) -> _Header:
         numbers=sum(int(tensor.n_elements) for tensor in tensors.values()),
         stretch=None if stretch is None else torch.tensor(stretch.data),
     )
-
-
-@contextmanager
-def _no_bar() -> Iterator[None]:
-    """No bar of another library while a file is read, also in logs: we have said that it takes a moment."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    before = reader.tqdm
-    reader.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        reader.tqdm = before
 
 
 def _check_whole(file: Path, header: _Header, model: Any, report: Mapping[str, Any]) -> None:
@@ -254,17 +250,6 @@ class TokenRules:
 
 
 # ---------------------------------------------------------------- the folder in the cache
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise BadInput(
-            f"the cache {folder.parent} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
-        ) from error
 
 
 def _made(folder: Path) -> dict[str, Any]:

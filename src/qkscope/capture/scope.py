@@ -102,8 +102,8 @@ class Scope(Shape):
         Parameters
         ----------
         name : str or Path
-            A hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` (embedded: needs no network), or ``nano:NAME@STEP``
-            (shipped; without the step, the last one).
+            A hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` or ``gemma3-270m`` (no network), or
+            ``nano:NAME@STEP`` (shipped; without the step, the last one).
         device : str, optional
             ``cpu``, ``cuda``, ``cuda:1``; the first GPU where there is one, if not given.
         dtype : str or torch.dtype, optional

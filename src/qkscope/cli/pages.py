@@ -18,7 +18,8 @@ def view(
         bool, typer.Option("--live", help="Look into a model: ask why of any token, cut, swap, hide.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="With --live: hub id, folder, .gguf file, or smollm2-135m.")
+        str | None,
+        typer.Option("--model", help="With --live: hub id, folder, .gguf file, smollm2-135m or gemma3-270m."),
     ] = None,
     fit: Annotated[
         Path | None, typer.Option("--fit", help="With --live: what decompose, discover or atlas wrote.")

@@ -60,7 +60,9 @@ def _batch_size(value: int) -> int:
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 All = Annotated[bool, typer.Option("--all", help="Print every table with all its rows and columns.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Model = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, or nano:mixed.")]
+Model = Annotated[
+    str, typer.Option("--model", help="Hub id, folder, .gguf file, smollm2-135m, gemma3-270m, or nano:mixed.")
+]
 TaskName = Annotated[str, typer.Argument(help=f"{', '.join(tasks.BUILT_IN)}, or a .jsonl file.")]
 Fitted = Annotated[Path, typer.Argument(help="A folder that decompose wrote.")]
 Heads = Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")]

