@@ -12,6 +12,7 @@ Its files, in reading order. The way of a batch through a model:
 - ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied
 - ``spaces``: before the rotation, after it, and in the query's frame
+- ``gather``: heads gathered layer by layer; layers that are alike wait, and are done together
 - ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else
 - ``pool``: what every query attended to, no key named beforehand
 - ``patch``: other keys, queries or logits in chosen heads, and the model runs on

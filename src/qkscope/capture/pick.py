@@ -8,23 +8,21 @@ For a row (one query of one example), a head h with key head g, and the named ke
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
+from qkscope.capture.gather import Gatherer, Layers
 from qkscope.capture.probe import Facts
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import Call, Stop, overlay
+from qkscope.capture.tap import Call, overlay
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -155,130 +153,6 @@ class Capture:
         return dataclasses.replace(self, **taken, labels=labels)
 
 
-@dataclass
-class Plan:
-    """What to take in one layer: query heads and key heads, and the slots they go to."""
-
-    heads: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    kv: list[int] = field(default_factory=list)
-    kv_slots: list[int] = field(default_factory=list)
-
-
-class Gatherer(ABC):
-    """A visitor of the tap that gathers some heads of one batch, layer by layer, into tensors allocated once.
-
-    Parameters
-    ----------
-    facts : Facts
-        What the model is.
-    heads : sequence of Head
-        Which heads, in the order of the result.
-    places : Places
-        Where to look.
-    space : str
-        Which vectors to keep.
-    stop : bool
-        Whether to end the forward after the deepest layer asked for.
-    own_keys : collection of int
-        Layers in which every query head has keys of its own (they were edited).
-    """
-
-    def __init__(
-        self,
-        facts: Facts,
-        heads: Sequence[Head],
-        places: Places,
-        space: Space,
-        stop: bool = True,
-        own_keys: frozenset[int] = frozenset(),
-    ) -> None:
-        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
-        layers = sorted({head.layer for head in heads})
-        widths = sorted({facts.layers[layer].d_head for layer in layers})
-        if len(widths) > 1:
-            raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
-        if space == "pre_rope" and own_keys & set(layers):
-            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
-        for layer in layers:
-            if space in facts.layers[layer].refusals:
-                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.d_head, self.deepest, self.device = widths[0], layers[-1], places.row.device
-        self.plans, kv_of_head = plan_layers(facts, heads, own_keys)
-        self.groups = max(kv_of_head) + 1
-        self.kv_of_head = torch.tensor(kv_of_head, device=self.device)
-        self.scale, self.softcap = torch.zeros(len(heads)), torch.full((len(heads),), torch.inf)
-        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
-
-    def visit(self, call: Call) -> None:
-        """Take what is wanted from one attention call."""
-        plan = self.plans.get(call.layer)
-        if plan is not None:
-            self.scale[plan.slots] = call.scale
-            if call.softcap is not None:
-                self.softcap[plan.slots] = float(call.softcap)
-            self.take(call, plan)
-        if self.stop and call.layer == self.deepest:
-            raise Stop
-
-    @abstractmethod
-    def take(self, call: Call, plan: Plan) -> None:
-        """Take what the plan of its layer says from a call."""
-
-    def put(self, out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
-        """Write into some slots of a result."""
-        first, last = slots[0], slots[-1] + 1
-        if slots == list(range(first, last)):
-            out[:, first:last] = value
-        else:
-            out.index_copy_(1, self.index(slots, out.device), value.to(out))
-
-    def choose(self, values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
-        """Some heads of all, without a copy where they are all of them."""
-        return values if heads == list(range(values.shape[1])) else values[:, self.index(heads, values.device)]
-
-    def index(self, numbers: list[int], device: torch.device) -> Int[Tensor, "n"]:
-        """A list of numbers on a device, brought there once: small GPU calls cost more than their work."""
-        key = device, tuple(numbers)
-        if key not in self._indices:
-            self._indices[key] = torch.tensor(numbers, device=device)
-        return self._indices[key]
-
-    def once_per_mask(self, call: Call, make: Callable[[Call], T]) -> T:
-        """What depends on the call's mask alone, made once: layers share their masks."""
-        key = (id(call.mask), call.causal, call.q.shape[2], call.k.shape[2], call.q.device)
-        if key not in self._by_mask:
-            self._by_mask[key] = call.mask, make(call)  # the mask is held, so that its id is not used again
-        return self._by_mask[key][1]
-
-    def check_finite(self, values: Tensor) -> None:
-        """Refuse vectors that overflowed."""
-        if not bool(values.isfinite().all()):
-            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
-
-
-def plan_layers(
-    facts: Facts, heads: Sequence[Head], own_keys: frozenset[int] = frozenset()
-) -> tuple[dict[int, Plan], list[int]]:
-    """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
-    plans: dict[int, Plan] = {}
-    groups: dict[tuple[int, int], int] = {}
-    kv_of_head = []
-    for slot, head in enumerate(heads):
-        shape = facts.layers[head.layer]
-        kv = head.index if head.layer in own_keys else head.kv(shape.n_heads // shape.n_kv_heads)
-        plan = plans.setdefault(head.layer, Plan())
-        if (head.layer, kv) not in groups:
-            groups[head.layer, kv] = len(groups)
-            plan.kv.append(kv)
-            plan.kv_slots.append(groups[head.layer, kv])
-        plan.heads.append(head.index)
-        plan.slots.append(slot)
-        kv_of_head.append(groups[head.layer, kv])
-    return plans, kv_of_head
-
-
 class Picker(Gatherer):
     """Gathers queries and keys at chosen places; with ``rest``, sums up the keys that are not named."""
 
@@ -292,7 +166,8 @@ class Picker(Gatherer):
         stop: bool = True,
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(facts, heads, places, space, stop, own_keys)
+        super().__init__(facts, heads, places.row.device, space, stop, own_keys)
+        self.places = places
         rows, keys = places.keys.shape
         self.q = torch.zeros(rows, len(heads), self.d_head, device=self.device)
         self.k = torch.zeros(rows, self.groups, keys, self.d_head, device=self.device)
@@ -317,47 +192,49 @@ class Picker(Gatherer):
         named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
         return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
 
-    def take(self, call: Call, plan: Plan) -> None:
+    def queries(self, device: torch.device) -> tuple[Int[Tensor, "b"], Int[Tensor, "b"]]:
+        """One query for each row."""
+        at = self._places(device)
+        return at.row, at.query
+
+    def work_up(self, layers: Layers) -> None:
         """Queries, named keys, their masks, and the rest of the rows."""
-        at = self._places(call.q.device)
+        call, plan, at = layers.call, layers.plan, self._places(layers.q.device)
         at_keys, elsewhere = self.once_per_mask(call, self._masks)
-        # every head of one position is a small tensor, so heads are chosen after positions
-        every_q = call.q[at.row, :, at.query].float()
-        q, k = self.choose(every_q, plan.heads), self._keys(call.k, plan, at)
+        every_q = layers.q.float()
+        q, k = self.choose(every_q, plan.heads), self._keys(layers.k, plan.kv, at)
         bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
-        self.put(self.bias, plan.slots, self._with_set(call, plan, at, q, k, bias.expand(-1, len(plan.heads), -1)))
+        self.put(self.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
         if self.rest is not None:
-            self.put(self.rest, plan.slots, self.choose(self._rest(call, at, every_q, elsewhere), plan.heads))
-        offset = self.facts.layers[call.layer].offset
-        if call.rotary is not None and offset is not None:
-            if self.space == "query_frame":
-                q, k = call.rotary.turn_back(q, k, at.row, at.query, offset)
-            elif self.space == "pre_rope":
-                every_q, every_k = call.rotary.unrotated(call.q, call.k, offset)
-                q, k = self.choose(every_q[at.row, :, at.query], plan.heads), self._keys(every_k, plan, at)
+            self.put(self.rest, plan.slots, self.choose(self._rest(layers, at, every_q, elsewhere), plan.heads))
+        if layers.rotary is not None and self.space == "query_frame":
+            q, k = layers.rotary.turn_back(q, k, at.row, at.query, layers.offset)
+        elif layers.own_k is not layers.k:
+            q, k = self.choose(layers.own_q, plan.heads), self._keys(layers.own_k, plan.kv, at)
         self.put(self.q, plan.slots, q)
         self.put(self.k, plan.kv_slots, k)
 
-    def _keys(self, k: Float[Tensor, "n g t d"], plan: Plan, at: Places) -> Float[Tensor, "b g k d"]:
-        return k[at.row[:, None, None], self.index(plan.kv, k.device)[:, None], at.keys[:, None]].float()
+    def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
+        return k[at.row[:, None, None], self.index(chosen, k.device)[:, None], at.keys[:, None]].float()
 
-    def _rest(self, call: Call, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
-        batch, groups, _, _ = call.k.shape
+    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+        call, (batch, groups, _, _) = layers.call, layers.k.shape
         sums = []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
             row, query = at.row[part], at.query[part]
-            every_k = (call.k if self._one_each and len(row) == batch else call.k[row]).float()
+            every_k = (layers.k if self._one_each and len(row) == batch else layers.k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1)) * call.scale
             logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
             for head, value in call.set_logits.items():
                 logits[:, head] = overlay(logits[:, head], value[row, query])
             sums.append((logits + mask[part]).logsumexp(-1))
         rest = torch.cat(sums) if len(sums) > 1 else sums[0]
-        return rest if call.sinks is None else torch.logaddexp(rest, call.sinks.float().expand_as(rest))
+        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest))
 
-    def _with_set(self, call: Call, plan: Plan, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    def _with_set(self, layers: Layers, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
+        call, plan = layers.call, layers.plan
         for head in call.set_logits.keys() & set(plan.heads):
             slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
             logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
@@ -377,15 +254,15 @@ class Picker(Gatherer):
         if logits is not None and bool(logits.isnan().any()):
             raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
         self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
-        capped = bool(self.softcap.isfinite().any())
+        scale, softcap = self.per_head()
         return Capture(
             heads=self.heads,
             q=self.q,
             k=self.k,
             kv_of_head=self.kv_of_head,
             key_mask=self.places.key_mask,
-            scale=self.scale.to(self.device),
-            softcap=self.softcap.to(self.device) if capped else None,
+            scale=scale,
+            softcap=softcap if min(self.softcaps) < torch.inf else None,
             bias=self.bias,
             rest=self.rest,
             example=example,

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.capture.encode import Encoding
-from qkscope.capture.pick import Gatherer, Plan
+from qkscope.capture.gather import Gatherer, Layers
 from qkscope.capture.probe import Facts
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
-
-_HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes of keys that may wait: what stays in a cache, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -116,22 +114,6 @@ class _Sight(NamedTuple):
     drawn_mask: Bool[Tensor, "n m s"]
 
 
-class _Layer(NamedTuple):
-    """What is left of a call until its turn: queries at their places and every key, also as the space has them.
-
-    `kind` is what layers must have in common to be pooled together.
-    """
-
-    kind: tuple[Any, ...]
-    call: Call
-    plan: Plan
-    q: Float[Tensor, "n m h d"]
-    k: Float[Tensor, "n g t d"]
-    own_q: Float[Tensor, "n m h d"]
-    own_k: Float[Tensor, "n g t d"]
-    sinks: Float[Tensor, "h"] | None
-
-
 class Pooler(Gatherer):
     """Pools one batch; layers that are alike wait for each other.
 
@@ -150,49 +132,23 @@ class Pooler(Gatherer):
     def __init__(
         self, facts: Facts, heads: Sequence[Head], batch: Encoding, space: Space, skip: int, draws: int, seed: int
     ) -> None:
-        super().__init__(facts, heads, batch.places, space)
-        self.example, self.skip, self.draws, self.seed = batch.example, skip, draws, seed
+        super().__init__(facts, heads, batch.places.row.device, space)
+        self.places, self.example, self.skip, self.draws, self.seed = batch.places, batch.example, skip, draws, seed
         mask = batch.inputs["attention_mask"]
         self.first, self.length = mask.argmax(dim=1), mask.sum(dim=1)
         self.layout = _Layout.of(self.places.row, self.places.query, len(mask))
         self.found: dict[str, Tensor] = {}
-        self._waiting: list[_Layer] = []
 
-    def take(self, call: Call, plan: Plan) -> None:
-        """Let the layer wait, after those that wait and are not like it were pooled."""
-        kind = self._kind(call)
-        held = sum(layer.k.nbytes for layer in self._waiting)
-        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
-            self._pool()
-        query = self.layout.to(call.q.device).query
-        rows = torch.arange(len(query), device=query.device)[:, None]
-        q, k = call.q[rows, :, query].float(), call.k.float()
-        own_q, own_k = q, k
-        offset = self.facts.layers[call.layer].offset
-        if self.space == "pre_rope" and call.rotary is not None and offset is not None:
-            every_q, own_k = call.rotary.unrotated(call.q, call.k, offset)
-            own_q = every_q[rows, :, query]
-        # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
-        first = self._waiting[0].call if self._waiting else call
-        self._waiting.append(_Layer(kind, first, plan, q, k, own_q, own_k, call.sinks))
-        if call.layer == self.deepest:
-            self._pool()
+    def queries(self, device: torch.device) -> tuple[Int[Tensor, "n m"], Int[Tensor, "n m"]]:
+        """The table of queries."""
+        query = self.layout.to(device).query
+        return torch.arange(len(query), device=device)[:, None], query
 
-    def _kind(self, call: Call) -> tuple[Any, ...]:
-        alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
-        mask = call.layer if alone else None, id(call.mask), call.causal
-        shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
-        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
-        offset = self.facts.layers[call.layer].offset
-        return *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, offset
-
-    def _pool(self) -> None:
-        """Pool the layers that wait, as if they were one with many heads: small products cost more than their work."""
-        layers, self._waiting = self._waiting, []
-        call, plan = layers[0].call, _side_by_side(layers)
-        q, own_q = (_together([getattr(layer, name) for layer in layers], 2) for name in ("q", "own_q"))
-        k = _together([layer.k for layer in layers], 1)
-        keys = k if layers[0].own_k is layers[0].k else _together([layer.own_k for layer in layers], 1)
+    def work_up(self, layers: Layers) -> None:
+        """Pool layers that are alike."""
+        call, plan = layers.call, layers.plan
+        q, k = layers.q.float(), layers.k.float()
+        own_q, keys = (q, k) if layers.own_k is layers.k else (layers.own_q, layers.own_k)
         seen, layout = self.once_per_mask(call, self._sight), self.layout.to(q.device)
         n, m, heads, _ = q.shape
         groups, size = k.shape[1], heads // k.shape[1]
@@ -207,9 +163,8 @@ class Pooler(Gatherer):
         top_logit = logits.gather(-1, top[..., None])[..., 0]
         total = (top_logit - top_weight.log()).masked_fill(~seen.valid, -torch.inf)  # log-sum-exp of the kept keys
         whole = torch.logaddexp(total, resting.masked_fill(~seen.is_resting[:, None, None], -torch.inf).logsumexp(-1))
-        if call.sinks is not None:
-            sinks = torch.cat([layer.sinks for layer in layers if layer.sinks is not None])
-            whole = torch.logaddexp(whole, sinks.float().view(1, -1, 1).expand_as(whole))
+        if layers.sinks is not None:
+            whole = torch.logaddexp(whole, layers.sinks.view(1, -1, 1).expand_as(whole))
 
         attended = (weights.view(n, groups, -1, k.shape[2]) @ keys).view(n, heads, m, -1)
         if seen.uniform.shape[1] == 1:  # heads that see the same share a mean
@@ -226,11 +181,11 @@ class Pooler(Gatherer):
         lot, lot_mask = (value[row, nth][:, None].expand(-1, groups, -1) for value in (seen.drawn, seen.drawn_mask))
         lots = keys[row[:, None, None], torch.arange(groups, device=q.device)[:, None], lot]  # b g s d
         lot_logits = logits.gather(-1, seen.drawn[:, None].expand(-1, heads, -1, -1))[row, :, nth]
-        own_q, offset = own_q[row, nth], self.facts.layers[call.layer].offset
-        if self.space == "query_frame" and call.rotary is not None and offset is not None:
+        own_q = own_q[row, nth]
+        if self.space == "query_frame" and layers.rotary is not None:
             place = self.places.query.to(q.device)
-            own_q, summed = call.rotary.turn_back(own_q, summed, row, place, offset)
-            _, lots = call.rotary.turn_back(own_q[:, :1], lots, row, place, offset)
+            own_q, summed = layers.rotary.turn_back(own_q, summed, row, place, layers.offset)
+            _, lots = layers.rotary.turn_back(own_q[:, :1], lots, row, place, layers.offset)
         numbers = torch.stack([(total - whole).exp(), top_weight, top_logit, whole], dim=-1)[row, :, nth]
         by_head = {"q": own_q, "summed": summed, "numbers": numbers, "valid": valid, "top_column": top}
         self._keep(plan.heads, plan.slots, len(self.heads), **by_head, drawn_logits=lot_logits)
@@ -278,35 +233,20 @@ class Pooler(Gatherer):
         """The batch, after the forward."""
         found = dict(self.found)
         self.check_finite(found["q"])
+        scale, softcap = self.per_head()
         found |= zip(("attended", "mean", "top"), found.pop("summed").unbind(2), strict=True)
         found |= zip(("mass", "top_weight", "top_logit", "whole"), found.pop("numbers").unbind(-1), strict=True)
         return Pooling(
             heads=self.heads,
             kv_of_head=self.kv_of_head,
-            scale=self.scale.to(self.device),
-            softcap=self.softcap.to(self.device),
+            scale=scale,
+            softcap=softcap,
             example=self.example,
             row=self.places.row,
             query_positions=self.places.query,
             space=self.space,
             **found,
         )
-
-
-def _side_by_side(layers: Sequence[_Layer]) -> Plan:
-    """One plan for layers whose heads are numbered through."""
-    plan, heads, groups = Plan(), 0, 0
-    for layer in layers:
-        plan.heads += [heads + head for head in layer.plan.heads]
-        plan.kv += [groups + kv for kv in layer.plan.kv]
-        plan.slots += layer.plan.slots
-        plan.kv_slots += layer.plan.kv_slots
-        heads, groups = heads + layer.q.shape[2], groups + layer.k.shape[1]
-    return plan
-
-
-def _together(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @torch.no_grad()

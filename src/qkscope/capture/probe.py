@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from qkscope.capture.inputs import (
     text_config,
 )
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
-from qkscope.capture.tap import Call, Stop, tap
+from qkscope.capture.tap import Anatomy, Call, Stop, tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
@@ -61,6 +62,8 @@ class Facts:
         What the model itself calls the position of a first token: 0 in nearly every family.
     sides : tuple of str
         Where prompts can be padded without a change to their vectors, the best side first.
+    anatomy : Anatomy
+        What the tap holds on to.
     """
 
     layers: tuple[Layer, ...]
@@ -68,6 +71,7 @@ class Facts:
     takes_positions: bool
     first_position: int
     sides: tuple[PaddingSide, ...]
+    anatomy: Anatomy
 
 
 @checked_class
@@ -117,7 +121,7 @@ class Shape:
         >>> Scope.load("nano:mixed").heads()[:2]
         [Head L0H0, Head L0H1]
         """
-        return [Head(layer, i) for layer, facts in enumerate(self.facts.layers) for i in range(facts.n_heads)]
+        return list(_heads(tuple(layer.n_heads for layer in self.facts.layers)))
 
     def check(self, head: Head | str) -> Head:
         """The head, if the model has it; otherwise a sentence that names the range.
@@ -161,6 +165,11 @@ class Shape:
         return [self.check(head) for head in parse_heads(heads)]
 
 
+@lru_cache(maxsize=64)  # every batch asks, and a model has a thousand
+def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
+    return tuple(Head(layer, i) for layer, count in enumerate(counts) for i in range(count))
+
+
 def refusal(model: Any, why: str) -> BadInput:
     """What is raised about a model that cannot be looked into."""
     return BadInput(f"{model.config.model_type} cannot be looked into: {why}.")
@@ -187,7 +196,8 @@ def probe(model: Any) -> Facts:
     family = _family_refusals(model, inputs, calls)
     takes_positions, first_position, sides = _counting(model, inputs, calls)
     layer_of = {module: layer for layer, module in enumerate(modules)}
-    return Facts(tuple(_layer(call, family) for call in calls), layer_of, takes_positions, first_position, sides)
+    layers = tuple(_layer(call, family) for call in calls)
+    return Facts(layers, layer_of, takes_positions, first_position, sides, Anatomy.of(model))
 
 
 def _check_kind(model: Any) -> None:

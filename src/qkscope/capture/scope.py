@@ -344,7 +344,7 @@ class Scope(Shape):
         >>> shapes
         [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
         """
-        with tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary):
+        with tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary, anatomy=self.facts.anatomy):
             if logits_at is not None:
                 return logits_of(self.model, inputs, logits_at.row, logits_at.query)
             forward(self.model.base_model, inputs)
@@ -368,7 +368,7 @@ class Scope(Shape):
         ...     torch.equal(model(**inputs).logits, plain)
         False
         """
-        with tap(self.model, Patch(edits, self).visit, layers=self.facts.layer_of):
+        with tap(self.model, Patch(edits, self).visit, layers=self.facts.layer_of, anatomy=self.facts.anatomy):
             yield self.model
 
     @torch.no_grad()

@@ -10,10 +10,10 @@ YaRN hides in them; dividing by ``a`` leaves a pure rotation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -117,8 +117,10 @@ class Rotary:
         return x
 
 
-def _rotary_functions(file: ModuleType) -> dict[str, Callable[..., Any]]:
-    found = {}
+@cache  # reading signatures takes as long as a layer
+def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
+    """Names of a file's rotary functions."""
+    found = []
     for name, value in vars(file).items():
         if name.startswith("apply_rotary") and callable(value):
             try:
@@ -126,8 +128,8 @@ def _rotary_functions(file: ModuleType) -> dict[str, Callable[..., Any]]:
             except (TypeError, ValueError):
                 continue
             if all(word in given for word in ("q", "k", "cos", "sin")):
-                found[name] = value
-    return found
+                found.append(name)
+    return tuple(found)
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary]]:
     What each was given is added to a list; the attention call of the same layer takes the last of it.
     """
     heard: list[Rotary] = []
-    replaced = [(file, name, function) for file in files for name, function in _rotary_functions(file).items()]
+    replaced = [(file, name, getattr(file, name)) for file in files for name in _rotary_functions(file)]
     try:
         for file, name, function in replaced:
             setattr(file, name, _listen(function, heard))
@@ -183,13 +185,12 @@ def rotary_types(config: Any) -> set[str]:
 
 
 @contextmanager
-def rows_rotate_alone(model: nn.Module) -> Iterator[None]:
-    """Frequencies that depend on the length come from each row's own length, for the duration of a ``with`` block.
+def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Rotations that depend on the length go by each row's own length, for the duration of a ``with`` block.
 
     transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the longest batch before
     it; a prompt in a batch would then not be the prompt alone.
     """
-    modules = [part for part in model.modules() if _depends_on_length(part)]
     before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
     try:
         for module in modules:
@@ -203,7 +204,8 @@ def rows_rotate_alone(model: nn.Module) -> Iterator[None]:
             _forget_lengths(module)
 
 
-def _depends_on_length(module: nn.Module) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module's rotation does."""
     kinds = getattr(module, "rope_type", None)
     named = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(word in kind for kind in named if isinstance(kind, str) for word in LENGTH_DEPENDENT)

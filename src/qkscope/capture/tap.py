@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkscope.capture.spaces import Rotary, record_rotary, rows_rotate_alone
+from qkscope.capture.spaces import Rotary, depends_on_length, record_rotary, rows_rotate_alone
 from qkscope.errors import BadInput
 
 SERVED = ("sdpa", "eager")
@@ -114,10 +114,16 @@ def additive(mask: Tensor) -> Float[Tensor, "..."]:
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
 
 
+_FILES: dict[type, ModuleType] = {}  # every attention call asks
+
+
 def modelling_file(module: nn.Module) -> ModuleType:
     """The file that defines a layer's attention; a subclass elsewhere leads to its parent's file."""
-    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
+    kind = type(module)
+    if kind not in _FILES:
+        files = [sys.modules[parent.__module__] for parent in kind.__mro__]
+        _FILES[kind] = next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
+    return _FILES[kind]
 
 
 def _delegate(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -154,9 +160,33 @@ def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, .
     )
 
 
+@dataclass(frozen=True)
+class Anatomy:
+    """What the tap has to find in a model, found once: a walk through all modules takes as long as a few layers."""
+
+    configs: dict[int, Any]
+    files: frozenset[ModuleType]
+    by_length: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> Anatomy:
+        """Configs that name an attention function, modelling files, and modules that rotate by the prompt's length."""
+        parts = list(model.modules())
+        configs = [part.config for part in parts if hasattr(part, "config")] + [model.config]
+        return cls(
+            {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
+            frozenset(map(modelling_file, {type(part): part for part in parts}.values())),
+            tuple(part for part in parts if depends_on_length(part)),
+        )
+
+
 @contextmanager
 def tap(
-    model: Any, *visits: Callable[[Call], None], layers: Mapping[int, int] | None = None, rotary: bool = False
+    model: Any,
+    *visits: Callable[[Call], None],
+    layers: Mapping[int, int] | None = None,
+    rotary: bool = False,
+    anatomy: Anatomy | None = None,
 ) -> Iterator[None]:
     """Show every attention call of a model to visitors, for the duration of a ``with`` block.
 
@@ -172,20 +202,18 @@ def tap(
         numbered in their order.
     rotary : bool
         Also record what the modelling file's rotary function was given (`Call.rotary`).
+    anatomy : Anatomy, optional
+        Of this model, where it was looked for before.
     """
     name = f"qkscope_{next(_numbers)}"
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    configs |= {id(model.config): model.config}
-    configs = {key: config for key, config in configs.items() if hasattr(config, "_attn_implementation_internal")}
+    anatomy = anatomy or Anatomy.of(model)
+    configs = anatomy.configs
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     calls = itertools.count()
 
     with ExitStack() as stack:
-        stack.enter_context(rows_rotate_alone(model))
-        heard: list[Rotary] = []
-        if rotary:
-            files = {modelling_file(part) for part in {type(part): part for part in model.modules()}.values()}
-            heard = stack.enter_context(record_rotary(files))
+        stack.enter_context(rows_rotate_alone(anatomy.by_length))
+        heard: list[Rotary] = stack.enter_context(record_rotary(anatomy.files)) if rotary else []
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any

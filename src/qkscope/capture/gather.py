@@ -1,0 +1,266 @@
+"""Some heads of one batch, gathered layer by layer: layers that are alike wait for each other and are done together.
+
+On a GPU a small product costs more than its work: what is done for all layers at once is launched once. On a CPU what
+waits must still be in the cache when its turn comes, so few layers do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.capture.probe import Facts
+from qkscope.capture.spaces import Rotary, Space
+from qkscope.capture.tap import Call, Stop
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+T = TypeVar("T")
+_HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes that may wait: what stays in a cache, what fills a GPU
+
+
+@dataclass
+class Plan:
+    """What to take in one layer: query heads and key heads, and the slots they go to."""
+
+    heads: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
+    kv_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
+
+    plans: dict[int, Plan]
+    kv_of_head: tuple[int, ...]
+    _there: dict[torch.device, Tensor] = field(default_factory=dict, compare=False)
+
+    def kv_on(self, device: torch.device) -> Int[Tensor, "h"]:
+        """`kv_of_head` on a device, brought there once."""
+        if device not in self._there:
+            self._there[device] = torch.tensor(self.kv_of_head, device=device)
+        return self._there[device]
+
+
+@lru_cache(maxsize=64)  # a batch comes every few milliseconds, and a model has a thousand heads
+def layout_of(
+    shapes: tuple[tuple[int, int], ...], heads: tuple[Head, ...], own_keys: frozenset[int] = frozenset()
+) -> Layout:
+    """Where heads go, in layers of so many query heads and key heads."""
+    plans: dict[int, Plan] = {}
+    groups: dict[tuple[int, int], int] = {}
+    kv_of_head = []
+    for slot, head in enumerate(heads):
+        n_heads, n_kv_heads = shapes[head.layer]
+        kv = head.index if head.layer in own_keys else head.kv(n_heads // n_kv_heads)
+        plan = plans.setdefault(head.layer, Plan())
+        if (head.layer, kv) not in groups:
+            groups[head.layer, kv] = len(groups)
+            plan.kv.append(kv)
+            plan.kv_slots.append(groups[head.layer, kv])
+        plan.heads.append(head.index)
+        plan.slots.append(slot)
+        kv_of_head.append(groups[head.layer, kv])
+    return Layout(plans, tuple(kv_of_head))
+
+
+class Held(NamedTuple):
+    """What is left of a call until its turn: queries at their places and every key, also as the space has them.
+
+    `kind` is what layers must have in common to be worked up together.
+    """
+
+    kind: tuple[Any, ...]
+    call: Call
+    plan: Plan
+    q: Float[Tensor, "*b h d"]
+    k: Float[Tensor, "n g t d"]
+    own_q: Float[Tensor, "*b h d"]
+    own_k: Float[Tensor, "n g t d"]
+    sinks: Float[Tensor, "h"] | None
+
+
+class Layers(NamedTuple):
+    """Layers that are alike, as if they were one with many heads; `call` is the first one's, its mask that of all."""
+
+    call: Call
+    plan: Plan
+    q: Float[Tensor, "*b h d"]
+    k: Float[Tensor, "n g t d"]
+    own_q: Float[Tensor, "*b h d"]
+    own_k: Float[Tensor, "n g t d"]
+    sinks: Float[Tensor, "h"] | None
+    rotary: Rotary | None  # None where nothing rotates
+    offset: int
+
+    @classmethod
+    def of(cls, held: Sequence[Held], offset: int | None) -> Layers:
+        """Those that waited, their heads numbered through."""
+        plan, heads, groups = Plan(), 0, 0
+        for layer in held:
+            plan.heads += [heads + head for head in layer.plan.heads]
+            plan.kv += [groups + kv for kv in layer.plan.kv]
+            plan.slots += layer.plan.slots
+            plan.kv_slots += layer.plan.kv_slots
+            heads, groups = heads + layer.q.shape[-2], groups + layer.k.shape[1]
+        first = held[0]
+        q, k = _together([layer.q for layer in held], -2), _together([layer.k for layer in held], 1)
+        own_q = q if first.own_q is first.q else _together([layer.own_q for layer in held], -2)
+        own_k = k if first.own_k is first.k else _together([layer.own_k for layer in held], 1)
+        sinks = [layer.sinks for layer in held if layer.sinks is not None]
+        rotary = first.call.rotary if offset is not None else None
+        return cls(
+            first.call, plan, q, k, own_q, own_k, torch.cat(sinks).float() if sinks else None, rotary, offset or 0
+        )
+
+
+def _together(parts: list[Tensor], dim: int) -> Float[Tensor, "..."]:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class Gatherer(ABC):
+    """A visitor of the tap that gathers some heads of one batch into tensors allocated once.
+
+    Parameters
+    ----------
+    facts : Facts
+        What the model is.
+    heads : sequence of Head
+        Which heads, in the order of the result.
+    device : torch.device
+        Where the result goes.
+    space : str
+        Which vectors to keep.
+    stop : bool
+        Whether to end the forward after the deepest layer asked for.
+    own_keys : collection of int
+        Layers in which every query head has keys of its own (they were edited).
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        heads: Sequence[Head],
+        device: torch.device,
+        space: Space,
+        stop: bool = True,
+        own_keys: frozenset[int] = frozenset(),
+    ) -> None:
+        self.facts, self.heads, self.device, self.space, self.stop = facts, tuple(heads), device, space, stop
+        layout = layout_of(tuple((one.n_heads, one.n_kv_heads) for one in facts.layers), self.heads, own_keys)
+        widths = sorted({facts.layers[layer].d_head for layer in layout.plans})
+        if len(widths) > 1:
+            raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
+        if space == "pre_rope" and own_keys & set(layout.plans):
+            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
+        for layer in layout.plans:
+            if space in facts.layers[layer].refusals:
+                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
+        self.d_head, self.deepest = widths[0], max(layout.plans)
+        self.plans, self.groups = layout.plans, max(layout.kv_of_head) + 1
+        self.kv_of_head = layout.kv_on(device)
+        self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
+        self._waiting: list[Held] = []
+        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
+
+    # ------------------------------------------------------------------ layers come, wait, and are worked up
+
+    def visit(self, call: Call) -> None:
+        """Take what is wanted from one attention call."""
+        plan = self.plans.get(call.layer)
+        if plan is not None:
+            for slot in plan.slots:
+                self.scales[slot] = call.scale
+                if call.softcap is not None:
+                    self.softcaps[slot] = float(call.softcap)
+            self._take(call, plan)
+        if self.stop and call.layer == self.deepest:
+            raise Stop
+
+    def _take(self, call: Call, plan: Plan) -> None:
+        """Let the layer wait, after those that wait and are not like it were worked up."""
+        kind = self._kind(call)
+        held = sum(layer.q.nbytes + layer.k.nbytes for layer in self._waiting)
+        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
+            self._work_up()
+        rows, columns = self.queries(call.q.device)
+        q = own_q = call.q[rows, :, columns]  # every head of one place is a small tensor: heads are chosen later
+        k = own_k = call.k
+        offset = self.facts.layers[call.layer].offset
+        if self.space == "pre_rope" and call.rotary is not None and offset is not None:
+            every_q, own_k = call.rotary.unrotated(call.q, call.k, offset)
+            own_q = every_q[rows, :, columns]
+        # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
+        first = self._waiting[0].call if self._waiting else call
+        self._waiting.append(Held(kind, first, plan, q, k, own_q, own_k, call.sinks))
+        if call.layer == self.deepest:
+            self._work_up()
+
+    def _kind(self, call: Call) -> tuple[Any, ...]:
+        # heads of this layer see what others do not, or were edited
+        alone = bool(call.set_logits) or (call.mask is not None and call.mask.shape[1] > 1)
+        mask = call.layer if alone else None, id(call.mask), call.causal
+        shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
+        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
+        offset = self.facts.layers[call.layer].offset
+        return *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, offset
+
+    def _work_up(self) -> None:
+        held, self._waiting = self._waiting, []
+        self.work_up(Layers.of(held, self.facts.layers[held[0].call.layer].offset))
+
+    @abstractmethod
+    def queries(self, device: torch.device) -> tuple[Int[Tensor, "*b"], Int[Tensor, "*b"]]:
+        """Row and column of every query to take, on a layer's device."""
+
+    @abstractmethod
+    def work_up(self, layers: Layers) -> None:
+        """Take what the plan says from layers that are alike."""
+
+    # ------------------------------------------------------------------ heads into slots
+
+    def put(self, out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
+        """Write into some slots of a result."""
+        first, last = slots[0], slots[-1] + 1
+        if slots == list(range(first, last)):
+            out[:, first:last] = value
+        else:
+            out.index_copy_(1, self.index(slots, out.device), value.to(out))
+
+    def choose(self, values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
+        """Some heads of all, without a copy where they are all of them."""
+        return values if heads == list(range(values.shape[1])) else values[:, self.index(heads, values.device)]
+
+    def index(self, numbers: list[int], device: torch.device) -> Int[Tensor, "n"]:
+        """A list of numbers on a device, brought there once: small GPU calls cost more than their work."""
+        key = device, tuple(numbers)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(numbers).to(device, non_blocking=True)
+        return self._indices[key]
+
+    def once_per_mask(self, call: Call, make: Callable[[Call], T]) -> T:
+        """What depends on the call's mask alone, made once: layers share their masks."""
+        key = (id(call.mask), call.causal, call.q.shape[2], call.k.shape[2], call.q.device)
+        if key not in self._by_mask:
+            self._by_mask[key] = call.mask, make(call)  # the mask is held, so that its id is not used again
+        return self._by_mask[key][1]
+
+    def per_head(self) -> tuple[Float[Tensor, "h"], Float[Tensor, "h"]]:
+        """Scale and soft-cap of every head."""
+        both = torch.tensor([self.scales, self.softcaps]).to(self.device, non_blocking=True)
+        return both[0], both[1]
+
+    def check_finite(self, values: Tensor) -> None:
+        """Refuse vectors that overflowed."""
+        if not bool(values.sum(dtype=torch.float64).isfinite()):
+            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
