@@ -313,7 +313,7 @@ CALLS: list[tuple[str, str]] = [
     # ------------------------------------------------------------ without labels
     ('qk.discover(scope, [], "L1H3")', "0 passages of text are too few to tell a feature from chance"),
     ('qk.discover(scope, ["hat"], "L1H3")', "1 passages of text are too few to tell a feature from chance"),
-    ('qk.discover(scope, "some text", "L1H3")', "source of discover should be a list of texts, or a Task"),
+    ('qk.discover(scope, "some text", "L1H3")', "should be a list of texts, a list of documents, or a Task"),
     ('qk.discover(scope, task, "L9H0", 8)', "L9H0 does not exist"),
     ('qk.discover(scope, task, "L1H3", 0)', "n is at least 1, but got 0"),
     ('qk.discover(scope, task, "L1H3", 8, directions=0)', "directions is at least 1, but got 0"),

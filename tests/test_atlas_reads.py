@@ -8,12 +8,14 @@ import torch
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope.analyses.atlas import _one_query
-from qkscope.analyses.discover.texts import text_examples
+from qkscope.analyses.discover.texts import cut, text_examples
+from qkscope.analyses.trace import many
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.capture.writers import Reader
 from qkscope.page.blocks import blocks_of
 from qkscope.page.report import write_report
 from qkscope.runs.job import Job
+from qkscope.tasks.texts import Document, text_hash
 
 SIDES = ("key", "query")
 
@@ -134,3 +136,22 @@ def test_the_map_is_drawn_pointed_at_and_filtered(browser, url, found, width, da
     assert watched.fits()
     assert watched.errors == []
     page.close()
+
+
+def test_documents_are_traced_as_their_passages_and_resampled_whole(scope, texts):
+    """Four documents of a dozen passages each: the same writers as of the passages, and intervals over four texts."""
+    documents = [Document(f"d{i}", "\n\n".join(texts[12 * i : 12 * i + 12])) for i in range(4)]
+    pieces, text_of = cut(documents)
+    whole, alone = (qk.trace(scope, what, "all", 40, progress=False) for what in (documents, pieces))
+    assert [row["writer"] for row in whole.tables["writers"]] == [row["writer"] for row in alone.tables["writers"]]
+    assert [row["share"] for row in whole.tables["writers"]] == pytest.approx(
+        [row["share"] for row in alone.tables["writers"]]
+    )
+    assert whole.provenance["asked"]["texts"] == text_hash(documents) != alone.provenance["asked"]["texts"]
+    seen = []
+    sums = many.WordSums
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(many, "WordSums", lambda words, sizes: seen.append(set(words)) or sums(words, sizes))
+        qk.trace(scope, documents, "all", len(pieces), progress=False)
+    assert seen == [{"text 0", "text 1", "text 2", "text 3"}]
+    assert set(text_of) == {0, 1, 2, 3}

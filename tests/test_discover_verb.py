@@ -11,13 +11,14 @@ import torch
 import qkscope as qk
 from qkscope.analyses.discover.rows import RELATIONS, main_relation, relation_rows
 from qkscope.analyses.discover.study import Options, Study
-from qkscope.analyses.discover.texts import corpus, passages, text_examples
+from qkscope.analyses.discover.texts import cut, passages, text_examples
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
 from qkscope.page.blocks import blocks_of
 from qkscope.page.figures import draw_atlas, draw_discovery
 from qkscope.runs.result import Result, plain_value
+from qkscope.tasks.texts import Document, python_texts
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_the_page_holds_a_card_per_feature_and_escapes_text(found):
 
 def test_an_atlas_has_every_head_and_its_page_sorts(scope, tmp_path):
     heads = ["L14H3", "L17H5", "L18H6", "L5H1", "L18H8"]
-    found = qk.atlas(scope, corpus(), 40, heads=heads, test=12, progress=False)
+    found = qk.atlas(scope, python_texts(), 40, heads=heads, test=12, progress=False)
     rows = {row["head"]: row for row in found.table()}
     assert set(rows) == set(heads)
     assert rows["L14H3"]["directions"] >= 3
@@ -128,7 +129,7 @@ def test_relations_are_read_off_the_tokens():
 
 
 def test_parts_of_a_text_merge_to_the_whole(scope):
-    examples = text_examples(scope, corpus()[:8], queries=3)
+    examples = text_examples(scope, cut(python_texts())[0][:8], queries=3)
     study = Study(scope, tuple(scope.parse("L2H0,L2H4")), Options(batch_size=4, progress=False))
     whole, *parts = (study.contrast() for _ in range(3))
     seen = study.rows("rows", examples, 2, whole)
@@ -166,17 +167,11 @@ def test_passages_are_bounded_and_lose_nothing():
     assert "".join("".join(cut).split()) == "".join(text.split())
 
 
-def test_the_corpus_is_large_varied_and_written_by_its_script():
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-    from corpus import write
-
-    shipped = Path(qk.__file__).parent / "data" / "corpus.txt"
-    assert shipped.read_text(encoding="utf-8") == write()
-    assert shipped.stat().st_size > 300_000
-    assert len(set(corpus())) > 1000
+def test_documents_are_cut_into_passages_that_know_their_document():
+    texts = [Document("a", "One.\n\n" * 200), Document("b", "Two. " * 300)]
+    pieces, text_of = cut(texts)
+    assert [{text_of[i] for i, piece in enumerate(pieces) if word in piece} for word in ("One", "Two")] == [{0}, {1}]
+    assert cut(["as it is"]) == (("as it is",), (0,))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,7 @@ def test_too_few_queries_for_the_directions_are_refused(scope):
     with pytest.raises(qk.BadInput, match="16 directions need 160 queries"):
         qk.discover(scope, qk.tasks.binding(5), "L18H6", n=20)
     with pytest.raises(qk.BadInput, match="pre_rope"):
-        qk.discover(scope, corpus(), "L18H6", space="pre_rope")
+        qk.discover(scope, python_texts(), "L18H6", space="pre_rope")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +202,7 @@ def test_too_few_queries_for_the_directions_are_refused(scope):
         ["discover", "nothing.txt", "--heads", "L1H1"],
         ["discover", "binding", "--heads", "nonsense"],
         ["discover", "binding", "--heads", "L1H1", "--space", "pre_rope"],
-        ["discover", "corpus", "--heads", "L1H1", "--contrasts", "order"],
+        ["discover", "python", "--heads", "L1H1", "--contrasts", "order"],
         ["discover", "binding", "--heads", "L1H1", "--contrasts", "colour"],
         ["discover", "binding", "--heads", "L1H1", "--directions", "0"],
         ["atlas", "nothing.txt"],
@@ -380,13 +375,13 @@ def test_an_atlas_sorts_what_is_missing_as_smallest(found, tmp_path, missing):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["atlas", "binding"], "an atlas takes text files, or nothing for our corpus, and binding is a task: run "
-                               "qkscope discover binding --heads"),
+        (["atlas", "binding"], "an atlas takes text files and folders, or nothing for Python's own texts, and binding "
+                               "is a task: run qkscope discover binding --heads"),
         (["atlas", "prompts.jsonl"], "prompts.jsonl is a task"),
         (["atlas", "nothing.txt"], "there is no file 'nothing.txt': an atlas takes text files"),
         (["discover", "binding", "--heads", "L1H1", "--n", "40"], "16 directions need 160 queries to fit on, but the "
                                                                   "prompts of binding have 40"),
-        (["discover", "corpus", "--heads", "L1H1", "--n", "24"], "but 24 passages have at most 128"),
+        (["discover", "python", "--heads", "L1H1", "--n", "24"], "but 24 passages have at most 128"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_said_with_what_can_before_a_model_is_loaded(

@@ -27,7 +27,7 @@ from qkscope.analyses.discover.study import (
     share_words,
     untested_words,
 )
-from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts
+from qkscope.analyses.discover.texts import LENGTH, QUERIES, Texts, checked_texts
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
@@ -43,6 +43,7 @@ from qkscope.maths.discovery import head_tests
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.tasks.texts import text_hash
 
 _SWAPPED = 2  # directions of the causal test: the difference between methods shows at small sizes
 _TRACED = 32  # passages, one query each, on which writers are asked for
@@ -59,7 +60,7 @@ class Atlas(Result):
 @checked_call
 def atlas(
     scope: Scope,
-    texts: Sequence[str],
+    texts: Texts,
     n: int = 256,
     *,
     heads: str | Head | Sequence[str | Head] | None = None,
@@ -80,7 +81,8 @@ def atlas(
     Parameters
     ----------
     scope : the model.
-    texts : passages; ``n`` of them are taken for the sums and ``test`` others for the evidence.
+    texts : passages, or documents to cut into them (`qkscope.tasks.texts`); ``n`` of them are taken for the sums and
+        ``test`` others for the evidence.
     n, test : passages to take; where there are fewer, both get their share.
     heads : heads by name; all by default.
     queries, length : queries drawn in each passage, and its tokens at most.
@@ -133,7 +135,7 @@ def atlas(
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**contrast.about, n=cut, test=len(examples) - cut, **used),
+        provenance=provenance(**contrast.about, texts=text_hash(texts), n=cut, test=len(examples) - cut, **used),
     )
 
 
@@ -194,7 +196,7 @@ def _read_words(reads: Sequence[Mapping[str, Any]]) -> str:
 
 
 @checked_call
-def checked_passages(texts: Sequence[str], n: Count, test: Count) -> tuple[tuple[str, ...], int, int]:
+def checked_passages(texts: Texts, n: Count, test: Count) -> tuple[tuple[str, ...], int, int]:
     """The different passages, and how many of them to sum over and to test on."""
     unique = checked_texts(texts)
     if len(unique) < n + test:  # keep the shares of both

@@ -17,7 +17,7 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.discover.study import Options, Study
-from qkscope.analyses.discover.texts import corpus, text_examples
+from qkscope.analyses.discover.texts import cut, text_examples
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
@@ -36,6 +36,7 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.maths.writers import relative_weights
 from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.texts import python_texts
 
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
@@ -124,10 +125,10 @@ def capture_overhead_8b() -> Row:
 
 @row
 def discover_overhead() -> Row:
-    """All heads over passages of our corpus, eight queries each, in the query's frame, against the bare body."""
+    """All heads over passages of Python's topics, eight queries each, in the query's frame, against the bare body."""
     scope = _scope()
     size = 16 if scope.device.type == "cpu" else 256  # a GPU that waits for its orders measures nothing but them
-    examples = text_examples(scope, corpus()[: 2 * size])
+    examples = text_examples(scope, cut(python_texts())[0][: 2 * size])
     heads, replicates = scope.heads(), 41
     contrast = Study(scope, tuple(heads), Options(replicates=replicates)).contrast()
 

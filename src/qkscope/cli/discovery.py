@@ -15,12 +15,13 @@ Space = Annotated[str, typer.Option("--space", help="query_frame or post_rope.")
 Directions = Annotated[int, typer.Option("--directions", help="The most directions to look for at a head.")]
 Replicates = Annotated[int, typer.Option("--replicates", help="Null replicates of each head.")]
 Skip = Annotated[int, typer.Option("--skip", help="Tokens from the first on that are left out.")]
+PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Learn a basis by gradient, to compare with.")]
 
 
 @shell.app.command()
 def discover(
-    sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, text files, or corpus (ours).")],
+    sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, texts, or python (its help).")],
     heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
     out: shell.Out,
     model: shell.Model = "smollm2-135m",
@@ -68,7 +69,7 @@ def discover(
 
 @shell.app.command()
 def atlas(
-    sources: Annotated[list[str] | None, typer.Argument(help="Text files; our own corpus by default.")] = None,
+    sources: Annotated[list[str] | None, typer.Argument(help="Text files or folders; python's help.")] = None,
     out: shell.Out = Path("runs/atlas"),
     model: shell.Model = "smollm2-135m",
     n: Annotated[int, typer.Option("--n", "-n", help="Passages to sum over.")] = 256,
@@ -96,14 +97,14 @@ def atlas(
     check_folder(out, "atlas")
     options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
     Options(**options)
-    texts = texts_of(sources or ["corpus"], "an atlas takes text files, or nothing for our corpus")
+    texts = texts_of(sources or [PYTHON], "an atlas takes text files and folders, or nothing for Python's own texts")
     checked_passages(texts, n, test)
     scope = shell.load_scope(model, device, dtype)
     made = _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json, everything)
     if not as_json:
         head, asked = made.tables["atlas"][0]["head"], {"model": model, "device": device, "dtype": dtype}
         named = out.with_name(head.lower())
-        shell.print_end(out, then=shell.command("discover", *(sources or ["corpus"]), heads=head, out=named, **asked))
+        shell.print_end(out, then=shell.command("discover", *(sources or [PYTHON]), heads=head, out=named, **asked))
 
 
 def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool, everything: bool) -> Any:
@@ -126,17 +127,18 @@ def is_task(source: str) -> bool:
 
 
 def texts_of(sources: list[str], only: str | None = None) -> Any:
-    """Passages of text files, or of our corpus; what is neither is refused, saying what ``only`` is taken, if so."""
-    from qkscope.analyses.discover.texts import corpus, read_texts
+    """Documents of files and folders, or of Python; what is neither is refused, saying what ``only`` is taken."""
     from qkscope.tasks import BUILT_IN
+    from qkscope.tasks.texts import python_texts, read_documents
 
-    if sources == ["corpus"]:
-        return corpus()
+    if sources == [PYTHON]:
+        return python_texts()
     for source in sources:
         if is_task(source):
             instead = f"{only}, and {source} is a task: run qkscope discover {source} --heads … for tasks."
             raise BadInput(instead if only else f"{source} is a task: name it alone, or name text files.")
-        if not Path(source).is_file():
-            known = f"there is no task and no file {source!r}: name one of {', '.join(BUILT_IN)}, corpus, or a file."
+        if not Path(source).exists():
+            names = ", ".join(BUILT_IN)
+            known = f"there is no task and no file {source!r}: name one of {names}, {PYTHON}, a file or a folder."
             raise BadInput(f"there is no file {source!r}: {only}." if only else known)
-    return read_texts(sources)
+    return read_documents(sources)

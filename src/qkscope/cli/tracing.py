@@ -16,7 +16,10 @@ Key = Annotated[int | None, typer.Option("--key", help="The token attended to; t
 
 @shell.app.command()
 def trace(
-    sources: Annotated[list[str] | None, typer.Argument(help="A task, a .jsonl file, or text files.")] = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="A task, a .jsonl file, texts, or python (its help)."),
+    ] = None,
     heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7, or all.")] = "all",
     prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt instead; \\n is a line break.")] = None,
     query: Query = None,

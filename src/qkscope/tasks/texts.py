@@ -168,12 +168,12 @@ def _sections(text: str, size: int) -> list[str]:
     return [*found, text]
 
 
-def text_hash(documents: Sequence[Document]) -> str:
+def text_hash(texts: Sequence[Document] | Sequence[str]) -> str:
     """What tells one collection from another: a hash of all names and texts.
 
     Parameters
     ----------
-    documents : in their order.
+    texts : in their order; strings have no name.
 
     Examples
     --------
@@ -181,8 +181,8 @@ def text_hash(documents: Sequence[Document]) -> str:
     False
     """
     state = hashlib.sha256()
-    for document in documents:
-        for part in (document.name, document.text):
-            raw = part.encode()
+    for text in texts:
+        for part in ("", text) if isinstance(text, str) else (text.name, text.text):
+            raw = part.encode("utf-8", "backslashreplace")
             state.update(len(raw).to_bytes(8, "big") + raw)
     return state.hexdigest()[:16]

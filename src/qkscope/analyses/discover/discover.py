@@ -22,7 +22,7 @@ from qkscope.analyses.discover.curve import Curve
 from qkscope.analyses.discover.evidence import Evidence, feature_row, nearest_contrast, nearest_singular
 from qkscope.analyses.discover.rows import QueryRows, relation_words
 from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, Study, counted, untested_words
-from qkscope.analyses.discover.texts import LENGTH, QUERIES, checked_texts, different
+from qkscope.analyses.discover.texts import LENGTH, QUERIES, Texts, checked_texts, different
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.fit_folder import checked_contrasts
 from qkscope.analyses.relative import singular_basis
@@ -40,6 +40,7 @@ from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope.tasks.texts import text_hash
 
 _SPAN = "a span, not identifiable"
 _PER_DIRECTION = 10  # queries needed for each direction asked for
@@ -63,7 +64,7 @@ class Discovery(Result):
 @checked_call
 def discover(
     scope: Scope,
-    source: Sequence[str] | Task,
+    source: Texts | Task,
     heads: str | Head | Sequence[str | Head],
     n: Count = 256,
     *,
@@ -87,7 +88,8 @@ def discover(
     Parameters
     ----------
     scope : the model.
-    source : passages of text, or a task (its queries are asked; its labels serve the comparison alone).
+    source : passages of text, documents to cut into them (`qkscope.tasks.texts`), or a task (its queries are asked; its
+        labels serve the comparison alone).
     heads : heads like ``"L18H6"``, or a list of them.
     n : passages to take: two thirds to fit, one third to test. Of a task, units to fit and as many to test.
     directions : the most directions to look for at a head.
@@ -118,6 +120,7 @@ def discover(
     start = time.perf_counter()
     options = Options(space, skip, queries, length, replicates, draws, batch_size, seed, progress)
     chosen = tuple(scope.check(head) for head in parse_heads(heads))
+    hashed = {} if isinstance(source, Task) else {"texts": text_hash(source)}
     source = checked_source(source, n, directions, contrasts, options)
     task = source if isinstance(source, Task) else None
     if directions > scope.d_head:
@@ -168,7 +171,7 @@ def discover(
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**contrast.about, **asked, **used),
+        provenance=provenance(**contrast.about, **hashed, **asked, **used),
         found=found,
         contrast=contrast,
     )
@@ -176,7 +179,7 @@ def discover(
 
 @checked_call
 def checked_source(
-    source: Sequence[str] | Task, n: Count, directions: Count, contrasts: Sequence[str] | None, options: Options
+    source: Texts | Task, n: Count, directions: Count, contrasts: Sequence[str] | None, options: Options
 ) -> tuple[str, ...] | Task:
     """The task, or its different passages; what cannot be asked of any model is refused before one is loaded."""
     if isinstance(source, Task):

@@ -8,10 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
@@ -19,9 +16,12 @@ from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
+from qkscope.tasks.texts import Document
 
 log = logging.getLogger(__name__)
 
+Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"]
+"""Passages, or documents to cut into them."""
 LENGTH = 96  # tokens of a passage
 QUERIES = 8  # queries drawn in it
 _CHARACTERS = 480  # of a passage, before it is tokenised: about LENGTH tokens of English
@@ -29,23 +29,14 @@ _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 LEAST = 24  # passages under which nothing can be told from chance
 
 
-@cache
-def corpus() -> tuple[str, ...]:
-    """The passages that come with qkscope: prose, lists, code and dialogue written for it."""
-    return passages(resources.files("qkscope").joinpath("data/corpus.txt").read_text(encoding="utf-8"))
-
-
-def read_texts(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """The passages of some text files, in order."""
+def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Passages, and the number of the text that each is from; a text that is a string already is a passage."""
     found: list[str] = []
-    for path in map(Path, paths):
-        try:
-            found += passages(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"{path} cannot be read ({error.strerror}): name a text file or a task.") from None
-        except UnicodeDecodeError:
-            raise BadInput(f"{path} is not text in UTF-8: convert it, or name another file.") from None
-    return checked_texts(found)
+    text_of: list[int] = []
+    for i, text in enumerate(texts):
+        found += passages(text.text) if isinstance(text, Document) else [str(text)]
+        text_of += [i] * (len(found) - len(text_of))
+    return tuple(found), tuple(text_of)
 
 
 def passages(text: str) -> tuple[str, ...]:
@@ -69,13 +60,14 @@ def passages(text: str) -> tuple[str, ...]:
     return tuple(joined)
 
 
-def checked_texts(texts: Sequence[str], least: int = LEAST) -> tuple[str, ...]:
-    """The different texts, if there are enough of them to tell a feature from chance."""
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise BadInput("texts are a list of strings: cut one long text with qkscope.analyses.discover.texts.passages.")
-    unique = tuple(dict.fromkeys(text for text in texts if text.strip()))
+def checked_texts(texts: Texts, least: int = LEAST) -> tuple[str, ...]:
+    """The different passages, if there are enough of them to tell a feature from chance."""
+    if isinstance(texts, str) or not all(isinstance(text, str | Document) for text in texts):
+        raise BadInput("texts are a list of strings, or the documents that qkscope.tasks.texts.read_documents gives.")
+    pieces, _ = cut(texts)
+    unique = tuple(dict.fromkeys(text for text in pieces if text.strip()))
     lines = {line.strip() for text in unique for line in text.splitlines() if line.strip()}
-    if unique and len(lines) < least and sum(map(len, texts)) > 20 * max(map(len, lines)):
+    if unique and len(lines) < least and sum(map(len, pieces)) > 20 * max(map(len, lines)):
         raise BadInput(
             f"this text has {len(lines)} different lines over and over, and a feature cannot be told from "
             f"them: give {least} different passages or more."

@@ -7,13 +7,14 @@ sees; a prompt where even that one has under 5% of the attention does not count 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.discover.texts import text_examples
+from qkscope.analyses.discover.texts import Texts, cut, text_examples
 from qkscope.analyses.prompts import batches_of, made_from
 from qkscope.analyses.trace.edges import writer_rows
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
@@ -30,6 +31,7 @@ from qkscope.maths.writers import cancelling, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task, Unit
+from qkscope.tasks.texts import text_hash
 
 SHOWN = 5  # writers of each side in the table
 TEXTS = 8  # texts run together: every token's writers are held
@@ -38,7 +40,7 @@ _GROUPS = 64  # of texts, which intervals resample: sums are as large for many t
 
 def trace_many(
     scope: Scope,
-    what: Task | Sequence[str],
+    what: Task | Texts,
     heads: Sequence[Head],
     n: int,
     *,
@@ -54,12 +56,16 @@ def trace_many(
     elif not what:
         raise BadInput("there are no texts: give at least one.")
     else:
-        order = torch.randperm(len(what), generator=torch.Generator().manual_seed(derived_seed(seed, "texts")))
-        examples = text_examples(scope, [what[i] for i in order.tolist()[:n]], queries=1, seed=seed)
+        pieces, text_of = cut(what)
+        lot = torch.Generator().manual_seed(derived_seed(seed, "texts"))
+        order = torch.randperm(len(pieces), generator=lot).tolist()[:n]
+        examples = text_examples(scope, [pieces[i] for i in order], queries=1, seed=seed)
+        examples = [replace(own, cluster=text_of[order[int(own.cluster)]]) for own in examples]
         if not examples:
             raise BadInput("no text is long enough to ask in: give longer ones.")
         units, chat, name = [(example,) for example in examples], False, "text"
         about = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
+        about |= {"texts": text_hash(what)}
     asked = {"heads": [str(h) for h in heads], "seed": seed, "batch_size": batch_size, "chat": chat}
     job.begin(scope, list(units), verb="trace", **asked)
     run: Any = {"named": isinstance(what, Task), "chat": chat, "batch_size": batch_size, "progress": progress}
@@ -87,14 +93,14 @@ def first_writers(
     Parameters
     ----------
     reader : of the heads.
-    units : prompts of a task, or passages of text with one query each.
+    units : prompts of a task, or passages of text with one query each and the number of their text as cluster.
     job : that has begun; what is done is kept in it.
     named : whether keys are named, as a task does it; otherwise it is the most attended key.
     chat : whether prompts go into the chat template.
     batch_size : prompts run together.
     progress : whether to say how far it is.
     """
-    words = words_of(units) if named else [f"text {i % _GROUPS}" for i in range(len(units))]
+    words = words_of(units) if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
     sizes = {str(head): 2 + 2 * len(reader.writers(head.layer)) for head in reader.heads}
     sums = WordSums(words, sizes)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkscope.analyses.discover.texts import Texts
 from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
 from qkscope.analyses.trace.choose import Chosen, choose_writers
 from qkscope.analyses.trace.edges import DRAWS, EdgeTest
@@ -44,7 +45,7 @@ _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writ
 @checked_call
 def trace(
     scope: Scope,
-    what: Task | str | Example | Sequence[str],
+    what: Task | str | Example | Texts,
     head: str | Head | Sequence[str | Head] = "all",
     n: Count = 128,
     *,
@@ -67,8 +68,8 @@ def trace(
     Parameters
     ----------
     scope : the model.
-    what : a task (its right keys against its other keys), one prompt, or a list of texts (the most attended token of a
-        drawn query against all others but the first).
+    what : a task (its right keys against its other keys), one prompt, or a list of texts or documents
+        (`qkscope.tasks.texts`; the most attended token of a drawn query against all others but the first).
     head : one head, several, or ``"all"``: of all heads of a task only writers are given, and no edge is cut.
     n : prompts of a task, for choosing and for testing each; passages of texts.
     query, key : tokens of one prompt, by place, from the end where negative; by default its last token, and the token
