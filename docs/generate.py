@@ -100,17 +100,21 @@ def _held(row: dict, value: str, gain: str) -> str:
 
 def results(folders: list[Path], hardware: str) -> None:
     """Every claim of every figure and model, from the largest preset that was run."""
-    from qkscope.papers.registry import PAPERS, figure_of
+    from qkscope.papers.registry import PAPERS, figure_of, figures_of
 
     store = DOCS / "results.json"
     known = json.loads(store.read_text()) if store.exists() else {}
+    there = {f"{paper}/{figure}" for paper in PAPERS for figure in figures_of(paper)}
+    known = {name: entry for name, entry in known.items() if name.partition("@")[0] in there}
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
         found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
         paper, _, figure = found["experiment"].partition("/")
-        if paper not in PAPERS:
+        if found["experiment"] not in there:
             continue
-        asked = made["figure"]["model"]
-        other = "" if asked == figure_of(paper, figure).model else "@" + Path(asked.split()[0]).name
+        asked, usual = made["figure"], figure_of(paper, figure)
+        unusual = [] if asked["model"] == usual.model else [Path(asked["model"].split()[0]).name]
+        unusual += [asked["prompts"]] if asked.get("prompts") in usual.prompts[1:] else []
+        other = "@" + ", ".join(unusual) if unusual else ""
         name = found["experiment"] + other
         old = known.get(name)
         if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):

@@ -13,12 +13,13 @@ from qkscope import BadInput, reproduce, tasks
 from qkscope.capture.families import tiny_model
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
-from qkscope.papers.franco2026.model_sparsity import relabelled, templates_of
+from qkscope.papers.franco2026.model_sparsity import relabelled
 from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
-from qkscope.papers.registry import EMBEDDED, NANO, Settings, figure_of
+from qkscope.papers.franco2026.prompts import clusters_of, prompts_of, text_task
+from qkscope.papers.registry import EMBEDDED, NANO, figure_of
 from qkscope.tasks.ioi import TEMPLATES
 
-SWEPT = ["fig7b", "fig8", "fig9", "fig25"]
+SWEPT = ["fig7b", "fig8", "fig9b", "fig25"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,30 +43,30 @@ def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
     assert [row["step"] for row in training][::2] == [0, max(row["step"] for row in training)]
     assert all(row["low"] <= row["difference"] <= row["high"] for row in training)
     claims = {claim.claim: claim for claim in results["fig7b"].claims}
-    assert any(claim.startswith("Sparsity less that of rotated vectors falls over training") for claim in claims)
+    assert claims["Sparsity falls over training (change of its mean over the circuit; control: at heads outside)"]
+    assert {claim.reason for claim in claims.values()} == {"not run here"}, "smoke decides nothing"
     units = results["fig7b"].tables["heads"]
     for when in ("over training", "at the end"):
         inside, outside = ([u["value"] for u in units if (u["when"], u["circuit"]) == (when, c)] for c in (True, False))
         assert len({u["head"] for u in units}) == len(inside) + len(outside), "a head is one unit, whatever its edges"
-        (claim,) = (claim for name, claim in claims.items() if f"heads as units {when}" in name)
+        (claim,) = (claim for name, claim in claims.items() if name.startswith(f"More so than at other heads, {when}"))
         assert claim.ours == pytest.approx(relabelled(inside, outside))
         assert claim.holds == (claim.ours < 0.05)
     assert len(written(tmp_path, "fig8")["tables"]["heads"]) == 4
-    circuit = [row for row in written(tmp_path, "fig9")["tables"]["sparsity"] if row["circuit"]]
+    circuit = [row for row in written(tmp_path, "fig9b")["tables"]["sparsity"] if row["circuit"]]
     assert len(written(tmp_path, "fig25")["tables"]["heads"]) == len(circuit)
-    counts = {row["what"] for row in results["fig9"].tables["counts"]}
+    counts = {row["what"] for row in results["fig9b"].tables["counts"]}
     assert counts == {"count", "count_tol", "count_null", "count_tol_null"}
     # one sweep serves them all, and is found again
     (folder,) = (tmp_path / "franco2026" / "sweeps").iterdir()
     stamps = {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
     model_sweep._swept.cache_clear()
-    reproduce("franco2026", ["fig9"], preset="smoke", out=tmp_path)
+    reproduce("franco2026", ["fig9b"], preset="smoke", out=tmp_path)
     assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
 
 
-def test_every_prompt_has_one_template(tmp_path):
-    found = templates_of(Settings("default", tmp_path, seed=3))
-    assert len(found) == model_sweep.WORK["default"].n
+def test_every_prompt_has_one_template():
+    found = clusters_of(tasks.ioi(seed=3), 128)
     assert set(found.tolist()) == set(range(len(TEMPLATES)))
     for i, unit in zip(found.tolist(), tasks.ioi(seed=3).test(len(found)), strict=True):
         parts = re.split(r"\{\w+\}", TEMPLATES[i])
@@ -80,9 +81,37 @@ def test_a_model_with_one_checkpoint_has_no_training_to_show(tmp_path, nano_toke
     nano_tokenizer.save_pretrained(folder)
     results = reproduce("franco2026", SWEPT, preset="smoke", out=tmp_path / "out", model=str(folder))
     assert "training" not in results["fig7b"].tables
-    assert not any("training" in claim.claim for claim in results["fig7b"].claims)
+    assert not any("over training" in claim.claim for claim in results["fig7b"].claims)
     for figure in SWEPT:
         assert written(tmp_path / "out", figure)["model"] == str(folder)
+
+
+def test_the_papers_one_prompt_can_be_asked_for(tmp_path):
+    results = reproduce("franco2026", ["fig8", "fig9b"], preset="smoke", out=tmp_path, prompts="single")
+    assert {row["n"] for row in results["fig9b"].tables["sparsity"]} == {1}
+    assert {row["n"] for row in results["fig9b"].tables["counts"]} == {1}
+    assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
+    for figures, prompts in ((["fig20"], "single"), (["fig8"], "stories")):
+        with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
+            reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)
+
+
+def test_natural_text_is_asked_where_a_token_stands_again():
+    words: dict[str, int] = {}
+    task = text_task(lambda text: [words.setdefault(word, len(words)) for word in text.split()], 0)
+    units = task.test(40)
+    for (example,) in units:
+        ids, at = example.ids, {name: start for name, (start, _) in example.roles.items()}
+        assert at["END"] == len(ids) - 1
+        assert ids[at["MATCH"]] == ids[-1]
+        assert ids[-1] not in ids[at["NEXT"] : -1], "the last earlier place"
+        assert (at["PREV"], at["NEXT"]) == (at["END"] - 1, at["MATCH"] + 1)
+    assert len(set(clusters_of(task, 40).tolist())) > 5
+    runs = [{ids[i : i + 8] for (x,) in drawn for ids in [x.ids] for i in range(len(ids) - 7)}
+            for drawn in (units, task.choose(40))]  # fmt: skip
+    assert not runs[0] & runs[1], "heads are chosen on other text"
+    with pytest.raises(BadInput, match="knows the words of its own tasks alone"):
+        prompts_of("text", NANO, None, 0)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +171,8 @@ def test_a_decoder_is_read_from_a_file(tmp_path):
     result = reproduce("franco2026", ["fig20"], preset="smoke", out=tmp_path / "out", model=str(file))["fig20"]
     (row,) = result.tables["isotropy"]
     assert (row["n"], row["d"]) == (32, 8)
-    assert written(tmp_path / "out", "fig20")["claims"][0]["control"] == pytest.approx(row["random"])
+    (claim,) = written(tmp_path / "out", "fig20")["claims"]
+    assert (claim["source"], claim["control"]) == ("stated", pytest.approx(row["random"]))
     save_file({"a": decoder, "b": decoder.clone()}, tmp_path / "two.safetensors")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     for name, says in (("two", "one decoder matrix"), ("bad", "damaged"), ("none", "there is no file")):

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from qkscope.maths.relative import key_difference
-from qkscope.papers.franco2026.anisotropy import anisotropy_row
+from qkscope.papers.franco2026.anisotropy import START, anisotropy_row
 from qkscope.papers.franco2026.cells import WORK, ToyWork
 from qkscope.papers.franco2026.decomposition import strengths
 from qkscope.papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
@@ -32,7 +33,7 @@ SPARSITY = {
     "difference_high", "count", "count_low", "count_high", "count_tol",
 }  # fmt: skip
 FIGURES = ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23", "thm3"]
-TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 5, 2, 2, 24, 3, 3)
+TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
 
 
 def aligned_toy(**options):
@@ -148,6 +149,7 @@ def test_onsets_are_the_last_time_a_pair_falls_short():
     trained = TrainedToy(ToyCell(Superposition()), [0, 10, 20, 30], weights, "out of steps", 0.0)
     rows = onset_rows("by hand", trained)
     assert [row["onset"] for row in rows] == [30.0] * 4
+    assert [row["settled"] for row in rows] == [30.0] * 4
     assert [row["learned"] for row in rows] == [10.0] * 4
     assert math.isnan(order_agreement(rows, "onset")), "ties alone say nothing"
     ordered = [{**row, "onset": float(i)} for i, row in enumerate(rows)]
@@ -220,8 +222,8 @@ def test_the_run_of_figure_3_keeps_more_checkpoints_than_the_sweeps(tiny):
 def test_controls_of_figure_23_are_the_same_features_untrained(tiny):
     rows, (on_last, fitting, _) = tiny[1]["fig23"].tables["alignment"], tiny[1]["fig23"].claims
     untrained = [row for row in rows if row["control"]]
-    matched = [row["matched"] for row in untrained if not row["surplus"]]
-    assert fitting.control == pytest.approx(sum(matched) / len(matched))
+    on_own = [row["on_own"] for row in untrained if not row["surplus"]]
+    assert fitting.control == pytest.approx(sum(on_own) / len(on_own))
     last = [row["on_last"] for row in untrained if row["surplus"]]
     assert on_last.control == pytest.approx(sum(last) / len(last))
 
@@ -239,10 +241,38 @@ def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
     assert "strength of its own pair is 1.000, " in found.answer
 
 
-def test_claims_of_theorem_3_ask_about_queries_and_keys_apart(tiny):
-    claims = tiny[1]["thm3"].claims
-    assert [claim.holds for claim in claims] == [True, True, True, False, True]
-    assert claims[3].ours < 1e-6 < claims[3].control
+def test_theorem_3_holds_of_queries_and_of_keys(tiny):
+    found = tiny[1]["thm3"]
+    assert [claim.holds for claim in found.claims] == [True] * 4
+    assert max(row["query_overlap"] for row in found.tables["orthogonalisation"] if row["mu"] > 0) < 1e-6
+
+
+def test_no_claim_of_a_figure_stands_with_another_one(tiny):
+    said = [claim.claim for result in tiny[1].values() for claim in result.claims if not claim.claim.startswith("...")]
+    assert len(set(said)) == len(said)
+    assert {claim.source for result in tiny[1].values() for claim in result.claims} == {"stated", "implied", "ours"}
+    for result in tiny[1].values():
+        for claim in result.claims:
+            assert claim.source != "stated" or re.match(r"Sec\.|App\.|[A-G]\.\d|Theorem|Corollary", claim.paper), claim
+
+
+def test_figure_3_trains_both_readings_of_the_loss_as_long_as_the_paper(tiny, tmp_path):
+    cells = cells_of("fig3", Settings("paper", tmp_path))
+    assert {cell.steps for own in cells.values() for cell in own} == {10_000}
+    assert {cell.task.reading for own in cells.values() for cell in own} == {"B", "C"}
+    (order, aligned, learned) = tiny[1]["fig3"].claims
+    for claim in (order, aligned, learned):
+        better, other = re.search(r"reading (\w) of the loss; control: reading (\w)", claim.claim).groups()
+        assert {better, other} == {"B", "C"}
+    assert aligned.ours >= aligned.control, "a statement is decided on the reading that it fits better"
+
+
+def test_figure_4_shows_other_starts_of_the_head(tiny):
+    found = tiny[1]["fig4"]
+    starts = {row["start"]: row for row in found.tables["starts"]}
+    assert {START, 0.18} <= set(starts)
+    chosen = next(claim for claim in found.claims if "chosen to reproduce" in claim.claim)
+    assert (chosen.ours, chosen.low, chosen.high) == tuple(starts[START][name] for name in ("raw", "low", "high"))
 
 
 def test_figures_share_their_toys(tiny, monkeypatch):

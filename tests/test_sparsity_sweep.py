@@ -19,7 +19,7 @@ from qkscope.capture.names import checkpoints
 from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.maths import relative as measure
-from qkscope.maths.relative import rotated_sparsity, shared_sparsity
+from qkscope.maths.relative import shared_sparsity, turned_terms
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
@@ -191,7 +191,7 @@ def test_directions_drawn_for_each_prompt_are_what_rotations_give():
     alpha, beta = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64)
     s = torch.linspace(3.0, 0.1, 12, dtype=torch.float64)
     by_matrix = measure.sparsity(measure.rotated_terms(alpha, s, beta, 2000)).mean()
-    drawn = rotated_sparsity(alpha.expand(200, 1, 12), s[None], 20, range(200)).mean()
+    drawn = measure.sparsity(turned_terms(alpha.expand(200, 1, 12), s[None], 20, range(200))).mean()
     assert float(drawn) == pytest.approx(float(by_matrix), abs=0.008)
     shared = measure.sparsity(measure.shared_terms(alpha, beta, 2000)).mean()
     ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()

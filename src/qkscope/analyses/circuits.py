@@ -66,7 +66,9 @@ DUTIES: dict[str, tuple[Duty, ...]] = {
     "induction": (Duty("previous token", "NEXT", "PREV"), Duty("induction", "END", "NEXT")),
     "greater_than": (Duty("year reader", "END", ANSWER),),
     "pronoun": (Duty("name reader", "END", "NAME"),),
-}
+    "text": (Duty("previous token", "END", "PREV"), Duty("duplicate token", "END", "MATCH"),
+             Duty("induction", "END", "NEXT")),
+}  # fmt: skip
 """What to look for in a model whose circuit nobody has published."""
 _ANSWERING = Duty("answer", QUERY, ANSWER)
 

@@ -111,7 +111,8 @@ def _compute(scope: Scope, heads: Sequence[Head], about: dict[str, object]) -> S
 
 TOLERANCE = 0.99
 VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
-          "count_tol_null", "cancellation", "sigma_correlation")  # fmt: skip
+          "count_tol_null", "cancellation", "sigma_correlation", "sigma_rotated", "largest",
+          "largest_rotated")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,10 @@ class RelativeRows:
         ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head space as a whole;
         ``prompts`` are the numbers that address their draws.
         """
+        turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
         found = (
             measure.sparsity(self.terms),
-            measure.rotated_sparsity(self.query * self.key, self.s, draws, prompts, seed),
+            measure.sparsity(turned).mean(0),
             measure.shared_sparsity(self.q, self.difference, draws, prompts, derived_seed(seed, "shared")),
             self.relative,
             self.attention,
@@ -151,6 +153,9 @@ class RelativeRows:
             measure.null_count(self.terms, TOLERANCE, draws, seed),
             measure.cancellation(self.terms),
             measure.rank_correlation(self.terms.abs(), self.s.expand_as(self.terms)),
+            measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(0),
+            measure.largest_place(self.terms),
+            measure.largest_place(turned).mean(0),
         )
         return dict(zip(VALUES, found, strict=True))
 

@@ -73,6 +73,9 @@ def reproduce(
     model: Annotated[
         str | None, typer.Option("--model", help="Hub id, folder, nano:NAME; by default smollm2-135m or a nano.")
     ] = None,
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", help="ioi, single or text (figures 7b, 8, 9 and 25 of franco2026).")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run also what is finished in OUT.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
     everything: All = False,
@@ -105,9 +108,8 @@ def reproduce(
 
     try:
         for name, chosen in wanted.items():
-            done = run_reproduce(
-                name, chosen, preset=preset, out=out, seed=seed, device=device, model=model, again=again, show=show
-            )
+            asked: Any = {"model": model, "prompts": prompts, "again": again, "show": show}
+            done = run_reproduce(name, chosen, preset=preset, out=out, seed=seed, device=device, **asked)
             folders = [out / result.experiment for result in done.values()]
             if not as_json:
                 print_end(*folders, then=command("view", folders[-1]))

@@ -69,7 +69,8 @@ Heads = Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")]
 Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for each contrast).", callback=_count)]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.", callback=_seed)]
 Form = Annotated[
-    str, typer.Option("--form", help="list, sentence or question (binding); bullets (filter); ABBA or BABA (ioi).")
+    str,
+    typer.Option("--form", help="list, sentence or question (binding); bullets (filter); ABBA, BABA or single (ioi)."),
 ]
 Size = Annotated[
     int | None, typer.Option("--size", help="Entities (binding), categories (filter) or words (induction).")

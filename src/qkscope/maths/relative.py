@@ -9,7 +9,7 @@ Sparsity is ``(mean |c|)² / mean c²``: 1 when all terms are equal in size, 1/n
 reconstruction count is the size of the smallest set of terms whose sum reaches r. Neither is flat under a meaningless
 basis: a spectrum alone makes terms unequal, and random terms of the same sum need few as well. So beside each stand
 `null_count` and a rotated basis at the same weights: its terms (`rotated_terms`, `shared_terms`), or their sparsity
-with rotations of its own for every prompt (`rotated_sparsity`, `shared_sparsity`).
+with rotations of its own for every prompt (`turned_terms`, `shared_sparsity`).
 """
 
 from __future__ import annotations
@@ -95,6 +95,18 @@ def rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Floa
     return torch.where(a.isnan().any(-1), torch.nan, found)
 
 
+def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
+    """Where the largest |term| stands: 0 at the largest singular value, 1 at the smallest; NaN where a term is.
+
+    Examples
+    --------
+    >>> largest_place(torch.tensor([1.0, -4.0, 2.0]))
+    tensor(0.5000)
+    """
+    place = terms.abs().argmax(-1).to(terms) / max(terms.shape[-1] - 1, 1)
+    return torch.where(terms.isnan().any(-1), torch.nan, place)
+
+
 def null_count(
     terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0
 ) -> Float[Tensor, "*b"]:
@@ -142,14 +154,14 @@ def _turned(x: Float[Tensor, "*b m"], rotation: Float[Tensor, "draws m m"]) -> F
     return torch.einsum("...m,rmn->r...n", x, rotation)
 
 
-def rotated_sparsity(
+def turned_terms(
     query: Float[Tensor, "b h m"], s: Float[Tensor, "h m"], draws: int, prompts: Sequence[int], seed: int = 0
-) -> Float[Tensor, "b h"]:
-    """Mean sparsity of ``s · (R_1 α) · (R_2 β)``, independent rotations: what the spectrum alone would show.
+) -> Float[Tensor, "draws b h m"]:
+    """Terms ``s · (R_1 α) · (R_2 β)`` up to their size, independent rotations: what the spectrum alone would show.
 
-    A random rotation sends a vector to a uniform direction, and sparsity does not see its length: no matrix has to be
-    drawn. Rotations shared by all prompts would leave their luck in every mean, where no interval over prompts could
-    show it.
+    A random rotation sends a vector to a uniform direction, and what is asked of terms does not see its length: no
+    matrix has to be drawn. Rotations shared by all prompts would leave their luck in every mean, where no interval over
+    prompts could show it.
 
     Parameters
     ----------
@@ -157,7 +169,7 @@ def rotated_sparsity(
     prompts : numbers of the prompts, which address their draws.
     """
     one, other = _normal(query, draws, prompts, seed)
-    return torch.where(query.isnan().any(-1), torch.nan, sparsity(one * s.to(one) * other).mean(0))
+    return torch.where(query.isnan().any(-1, keepdim=True), torch.nan, one * s.to(one) * other)
 
 
 def shared_sparsity(

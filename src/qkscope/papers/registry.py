@@ -51,6 +51,7 @@ class Settings:
     paper: str = ""
     figure: str = ""
     model: str = EMBEDDED  # of figures that look into a language model
+    prompts: str = ""  # of figures that have more than one kind; their first one by default
 
     def result(
         self,
@@ -103,6 +104,7 @@ class Figure:
     asked: Mapping[str, Any]
     prepare: Callable[[Sequence[Figure], Settings], None] | None  # makes what figures share, in one go
     model: str  # what it looks into where no model is named
+    prompts: tuple[str, ...]  # kinds of prompts it can be asked for, the default first
 
     def run(self, settings: Settings) -> Result:
         """Its numbers."""
@@ -127,13 +129,14 @@ def figure(
     *,
     prepare: Callable[[Sequence[Figure], Settings], None] | None = None,
     model: str = EMBEDDED,
+    prompts: tuple[str, ...] = (),
     **asked: Any,
 ) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
     """Decorator: this function runs the figure, with ``asked`` beside the settings."""
 
     def register(run: Callable[..., Result] | Experiment) -> Experiment:
         experiment = run if isinstance(run, Experiment) else Experiment(run)
-        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model)
+        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model, prompts)
         return experiment
 
     return register
@@ -196,6 +199,7 @@ def reproduce(
     seed: int = 0,
     device: str = "cpu",
     model: str | None = None,
+    prompts: str | None = None,
     again: bool = False,
     show: Callable[[Result], object] = lambda result: None,
 ) -> dict[str, Result]:
@@ -213,6 +217,8 @@ def reproduce(
     device : ``cpu``, ``cuda``, ``cuda:1``.
     model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
         model, or a nano where training is shown.
+    prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the paper's one prompt) or
+        ``text`` (natural text).
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
 
@@ -222,15 +228,21 @@ def reproduce(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = reproduce("franco2026", ["thm2"], preset="smoke", out=folder)
     >>> [claim.holds for claim in found["thm2"].claims]
-    [True, False, True]
+    [True, True, True]
     """
     names = _checked(paper, figures, preset)
     check_device(device)
     out = Path(out)
     folders = {name: check_folder(out / paper / name, f"{paper}/{name}") for name in names}
     chosen = {name: figure_of(paper, name) for name in names}
+    for name, found in chosen.items():
+        if prompts is not None and prompts not in found.prompts:
+            kinds = ", ".join(found.prompts)
+            has = f"has prompts of the kinds {kinds}" if kinds else "has one kind of prompts"
+            raise BadInput(f"{paper} {name} has no prompts {prompts!r}: it {has}.")
+    kind = {} if prompts is None else {"prompts": prompts}
     asked = {
-        name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device}
+        name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device, **kind}
         for name, found in chosen.items()
     }
     stands = {} if again else {name: _finished(folders[name], asked[name]) for name in chosen}
@@ -240,7 +252,7 @@ def reproduce(
     for result in results.values():
         show(result)
     missing = {name: found for name, found in chosen.items() if name not in results}
-    settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED)
+    settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or "")
     with kept_if_stopped(out, lambda: bool(results)):
         for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):
             prepare([found for found in missing.values() if found.prepare is prepare], settings)

@@ -2,7 +2,8 @@
 
 Roles, by construction: ``IO`` (Andrew), ``S1`` (the first Simon), ``S1+1`` (the word after it), ``S2`` (the second) and
 ``END`` (the last word). Keys are the three names, the query is the last token; the indirect object is the answer.
-Both orders of the names are drawn: ``ABBA`` puts the indirect object first, ``BABA`` the subject.
+Both orders of the names are drawn: ``ABBA`` puts the indirect object first, ``BABA`` the subject. ``single`` tests on
+one prompt alone, that of franco2026's appendix G, and chooses and fits on others.
 
 - ``subject``: a copy in which the *other* name is repeated; + is the name that is not repeated, − the one that is. All
   before the repetition is the same in both, so the names themselves cancel: what is left is what the repetition did.
@@ -23,7 +24,7 @@ from qkscope.kinds import checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import NAMES, PLACES, THINGS
 
-Order = Literal["both", "ABBA", "BABA"]
+Order = Literal["both", "ABBA", "BABA", "single"]
 TEMPLATES = (
     "Then, {A} and {B} were working at the {place}. {S} decided to give a {thing} to",
     "Then, {A} and {B} went to the {place}. {S} gave a {thing} to",
@@ -35,6 +36,7 @@ TEMPLATES = (
     "While {A} and {B} were walking to the {place}, {S} offered a {thing} to",
 )
 """``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated."""
+_SINGLE = {"io": "Andrew", "subject": "Simon", "place": "restaurant", "thing": "basketball"}
 
 
 @checked_call
@@ -52,7 +54,9 @@ def ioi(
 
     Parameters
     ----------
-    form : ``ABBA`` (the indirect object stands first), ``BABA`` (the subject does), or ``both``, in turn.
+    form : ``ABBA`` (the indirect object stands first), ``BABA`` (the subject does), ``both``, in turn, or ``single``,
+        whose test is one prompt: "Then, Simon and Andrew were working at the restaurant. Simon decided to give a
+        basketball to".
     seed : of every draw.
     templates : texts with ``{A}``, ``{B}``, ``{S}`` once each, and ``{place}`` and ``{thing}`` where wanted.
     names, things, places : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
@@ -66,12 +70,17 @@ def ioi(
     shapes = [_checked(template) for template in checked_words(templates, "templates")]
     if not shapes:
         raise BadInput("there are no templates: give at least one.")
-    people = pools(names, seed, "names", least=3)
-    goods, spots = pools(things, seed, "things", least=1), pools(places, seed, "places", least=1)
+    kept = set(_SINGLE.values()) if form == "single" else set()
+    drawn = [[word for word in words if word not in kept] for words in (names, things, places)]
+    people = pools(drawn[0], seed, "names", least=3)
+    goods, spots = pools(drawn[1], seed, "things", least=1), pools(drawn[2], seed, "places", least=1)
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        if form == "single" and use == "test":
+            yield (_prompt(TEMPLATES[0], "BABA", _SINGLE["io"], _SINGLE["subject"], _SINGLE, contrast, 0),)
+            return
         for cluster in count():
-            order = ("ABBA", "BABA")[cluster % 2] if form == "both" else form
+            order = form if form in ("ABBA", "BABA") else ("ABBA", "BABA")[cluster % 2]
             template = rng.choice(shapes)
             io, subject, third = rng.sample(people[use], 3)
             fill = {"place": rng.choice(spots[use]), "thing": rng.choice(goods[use])}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qkscope.papers.fleet import toy_figures
 from qkscope.papers.franco2026.toy.stack import ToyCell
-from qkscope.papers.franco2026.toy.superposition import Superposition, linear_pairs
+from qkscope.papers.franco2026.toy.superposition import READINGS, Superposition, linear_pairs
 from qkscope.papers.franco2026.toy.trained import TrainedToy, train_toys
 from qkscope.papers.registry import Figure, Settings
 
@@ -27,7 +27,9 @@ class ToyWork:
     many: int  # 20 pairs among 100 features
     lr: float
     every: int  # steps between checkpoints
-    dense: int  # the same for the run of figure 3, whose pairs are learned within a few hundred steps
+    watched: int  # steps of figure 3, as many as the paper's
+    dense: int  # steps between its checkpoints: pairs are learned within a few hundred
+    watched_seeds: int
     seeds: int
     directions: int  # random directions of anisotropy
     contexts: int  # behind a sparsity
@@ -37,9 +39,9 @@ class ToyWork:
 
 WORK = {
     # Enough training to see the point, not to finish: short, at a high learning rate.
-    "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 20, 1, 1, 128, 5, 6),
-    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 40, 5, 5, 512, 20, 14),
-    "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 40, 5, 20, 1024, 50, 20),
+    "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 2000, 20, 1, 1, 1, 128, 5, 6),
+    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 5, 5, 5, 512, 20, 14),
+    "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 10_000, 40, 20, 5, 20, 1024, 50, 20),
 }
 
 Tasks = Callable[[str], dict[str, Superposition]]
@@ -52,15 +54,12 @@ ONE = Superposition(pairs=((0, 1, 1.0),))
 MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
 
 
-def toys_of(tasks: Tasks, *, crowded: bool = False, dense: bool = False) -> Cells:
-    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the paper, once each.
-
-    ``dense`` keeps more checkpoints: several figures share one such run.
-    """
+def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
+    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the paper, once each."""
 
     def cell(task: Superposition, seed: int, work: ToyWork) -> ToyCell:
         steps = work.rope if task.rope else work.many if task.n == MANY.n else work.crowded if crowded else work.steps
-        return ToyCell(task, seed, steps, work.lr, every=work.dense if dense else work.every)
+        return ToyCell(task, seed, steps, work.lr, every=work.every)
 
     def cells(settings: Settings) -> dict[str, list[ToyCell]]:
         work = WORK[settings.preset]
@@ -84,8 +83,20 @@ def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | N
 
 OVER_P = toys_over("p", [50 ** (-k / 6) for k in range(7)], smoke=2)
 """Rarer and rarer features: figures 12 and 13."""
-DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()}, dense=True)
-"""The run that figures 3, 5, 6, 7a and 24 share."""
+DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()})
+"""The run that figures 5, 6, 7a and 24 share: trained until it is stable."""
+
+
+def watched(settings: Settings) -> dict[str, list[ToyCell]]:
+    """Figure 3: as many steps as the paper takes, both readings of its loss, closely spaced checkpoints."""
+    work = WORK[settings.preset]
+    return {
+        f"reading {reading}": [
+            ToyCell(Superposition(reading=reading), settings.seed + k, work.watched, work.lr, every=work.dense)
+            for k in range(work.watched_seeds)
+        ]
+        for reading in READINGS
+    }
 
 
 def train(cells: Cells, settings: Settings) -> dict[str, list[TrainedToy]]:

@@ -2,6 +2,7 @@
 
 On a nano model all shipped checkpoints, on Pythia-160M its steps on the hub, in a folder of folders all of them, else
 the one checkpoint there is. The sweep lies in the shared folder, so that a figure asked for later finds it.
+Means are over edges, then over prompts; their intervals draw templates (or texts) anew, not prompts, which share them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import tasks
 from qkscope.analyses.circuits import Edge
 from qkscope.analyses.sparsity import Sparsity
 from qkscope.analyses.sweep import stored_terms, sweep
 from qkscope.capture.names import Checkpoint, checkpoints, nano_steps
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.papers.franco2026.prompts import IOI, clusters_of, prompts_of
 from qkscope.papers.registry import Settings
-from qkscope.papers.tables import Row
+from qkscope.papers.tables import Estimate, Row
 
 CHANCE, RIGHT = 0.6, 0.95  # share of prompts answered right, of two names: up to here chance, from here on learned
-PYTHIA = "EleutherAI/pythia-160m"
+GPT2, PYTHIA = "gpt2", "EleutherAI/pythia-160m"
 _PYTHIA_STEPS = {
     "smoke": (0, 1000, 143000),
     "default": (0, 128, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 100000, 143000),
@@ -51,6 +54,8 @@ class Sweep:
     result: Sparsity
     found: list[Checkpoint]
     values: dict[str, dict[str, Tensor]]  # by the checkpoint's label
+    clusters: Int[Tensor, " n"]  # which prompts go together
+    prompts: str
 
     @property
     def first(self) -> dict[str, Tensor]:
@@ -78,6 +83,35 @@ class Sweep:
     def trained(self) -> bool:
         """Whether there is a training run to speak of, or one checkpoint alone."""
         return len(self.found) > 1
+
+    @property
+    def inside(self) -> list[int]:
+        """The circuit's edges, by number."""
+        return [i for i, edge in enumerate(self.edges) if edge.circuit]
+
+    @property
+    def outside(self) -> list[int]:
+        """The controls, by number."""
+        return [i for i, edge in enumerate(self.edges) if not edge.circuit]
+
+    def mean(self, values: Float[Tensor, "edges n"], chosen: list[int], level: float = 0.95) -> Estimate:
+        """The mean over some edges, and its interval."""
+        by_prompt = values[chosen].nanmean(0)
+        kept = by_prompt.isfinite()
+        if not bool(kept.any()):
+            return Estimate(float("nan"), float("nan"), float("nan"))
+        low, high = clustered_bootstrap(by_prompt[kept], self.clusters[kept], level=level)
+        return Estimate(float(by_prompt[kept].mean()), float(low), float(high))
+
+    def unlike(self, paper: str) -> tuple[str, str]:
+        """Why a statement of the paper may fail here: its reason, and the sentence that argues it."""
+        model = str(self.result.model)
+        if self.prompts == IOI and model == paper:
+            return "refuted", ""
+        if model.startswith("nano:"):
+            return "small model", f"A nano of 0.7 million parameters stands in for {paper}, which was not at hand."
+        text = " on natural text" if self.prompts != IOI else ""
+        return "other setting", f"This is {Path(model).name}{text}; {paper} was not at hand."
 
     def rows(self, checkpoint: Checkpoint, circuit: bool | None = None) -> list[Row]:
         """The table of one checkpoint."""
@@ -107,18 +141,19 @@ def revisions_of(model: str, preset: str) -> str | None:
 
 
 def swept(settings: Settings) -> Sweep:
-    """The sweep of this model, preset and seed: made once."""
-    return _swept(settings.model, settings.preset, settings.seed, settings.device, settings.shared)
+    """The sweep of this model, prompts, preset and seed: made once."""
+    prompts = settings.prompts or IOI
+    return _swept(settings.model, prompts, settings.preset, settings.seed, settings.device, settings.shared)
 
 
 @lru_cache(maxsize=2)
-def _swept(model: str, preset: str, seed: int, device: str, shared: Path) -> Sweep:
+def _swept(model: str, prompts: str, preset: str, seed: int, device: str, shared: Path) -> Sweep:
     work, revisions = WORK[preset], revisions_of(model, preset)
-    name = hashlib.sha256(f"{model} {preset} {seed}".encode()).hexdigest()[:12]
+    name = hashlib.sha256(f"{model} {prompts} {preset} {seed}".encode()).hexdigest()[:12]
     folder = shared / "franco2026" / "sweeps" / name
-    asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
-    result = sweep(model, tasks.ioi(seed=seed), revisions, **asked, out=folder, seed=seed, device=device)
     found = checkpoints(model, revisions)
-    return Sweep(
-        result, found, {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}
-    )
+    task = prompts_of(prompts, model, found[-1].revision, seed)
+    asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
+    result = sweep(model, task, revisions, **asked, out=folder, seed=seed, device=device)
+    values = {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}
+    return Sweep(result, found, values, clusters_of(task, work.n), prompts)

@@ -67,20 +67,24 @@ def run_minimiser(settings: Settings) -> Result:
     tight = [r for r in full if r["features"] == "isotropic"]
     claims = [
         Claim("Theorem 1: the minimiser is α G⁻¹ q kᵀ G⁻¹ (largest relative error; control: with p = 1, where the "
-              "theorem is silent)", "unique minimiser", max(r["error"] for r in full),
+              "theorem is silent)", "Theorem 1, B.2.3: uniquely minimized at", max(r["error"] for r in full),
               min(r["error"] for r in rows if r["p"] == 1), "ours <= 0.001 and control > 0.1"),
-        Claim("... it has rank 1 (second over first singular value; control: the start of the search)", "rank 1",
-              max(r["second"] for r in full), mean(r["start_second"] for r in full), "ours <= 0.001"),
+        Claim("... it has rank 1 (second over first singular value; control: the start of the search)",
+              "Theorem 1, B.2.3: is rank-1", max(r["second"] for r in full), mean(r["start_second"] for r in full),
+              "ours <= 0.001"),
         Claim("Corollary 1: with isotropic features its singular vectors are the features (least |cos|; control: "
-              "random features)", "exact", min(r["raw"] for r in tight),
+              "random features)", "Corollary 1: exactly aligned", min(r["raw"] for r in tight),
               min(r["raw"] for r in full if r["features"] == "random"), "ours >= 0.999 and control < ours"),
         Claim("with a singular G the pseudo-inverse takes its place (error inside the span of the features; control: "
-              "of the whole matrix)", "can be replaced",
+              "of the whole matrix)", "B.2.1: can be replaced by pseudo-inverses",
               max(r["span_error"] for r in ours if r["features"] == "flat"),
               mean(r["error"] for r in ours if r["features"] == "flat"), "ours <= 0.001"),
         Claim("the toy's own target, attend if both are present, has the same singular vectors (least |cos| with the "
-              "whitened features; control: with the features themselves)", "in the body of the paper",
-              min(r["whitened"] for r in plain), min(r["raw"] for r in plain), "ours >= 0.99"),
+              "whitened features; control: with the features themselves)", "Sec. 4, Theorem 1 (informal): target "
+              "logits that depend on whether both features are present", min(r["whitened"] for r in plain),
+              min(r["raw"] for r in plain), "ours >= 0.99",
+              why="The proof needs a teacher that is linear in the tokens (B.2.1); with the target of Sec. 4 the "
+              "exact minimum of a convex objective, solved to rounding, lies elsewhere."),
     ]  # fmt: skip
     answer = (
         f"Newton's method ends at Theorem 1's formula to {max(r['error'] for r in full):.0e} in {len(full)} cases; "
@@ -140,14 +144,15 @@ def run_bound(settings: Settings) -> Result:
                      "random_least": min(random), "worst": worst, "silent": math.isnan(bound)})  # fmt: skip
     spoken = [row for row in rows if not row["silent"]]
     claims = [
-        Claim("Theorem 2: no feature is further off than the bound (least |cos| found minus bound; control: its "
-              "looseness at the largest ε it covers)", "a lower bound", min(r["worst"] - r["bound"] for r in spoken),
-              spoken[-1]["worst"] - spoken[-1]["bound"], "ours >= 0"),
-        Claim("the bound is tight (largest gap to the worst feature; control: to a random one)", "can be quite loose",
-              max(r["worst"] - r["bound"] for r in spoken), max(r["random"] - r["bound"] for r in spoken),
-              "ours <= 0.01"),
+        Claim("Theorem 2: no feature is further off than the bound (least |cos| found minus bound; control: the same "
+              "at the largest ε it covers)", "Theorem 2, B.2.3: a lower bound",
+              min(r["worst"] - r["bound"] for r in spoken), spoken[-1]["worst"] - spoken[-1]["bound"], "ours >= 0"),
+        Claim("the bound can be quite loose (largest gap to the worst feature; control: to a random one)",
+              "Sec. 4 on Fig. 4 (a): can be quite loose in practice", max(r["worst"] - r["bound"] for r in spoken),
+              max(r["random"] - r["bound"] for r in spoken), "ours >= 0.1",
+              changed="It asked whether the bound is tight (ours <= 0.01), and its failure agreed with the paper."),
         Claim("a sharper one, sin θ ≤ ε, holds for all ε < 1 and is attained (largest difference to the worst feature; "
-              "control: the paper's bound where it speaks)", "not in the paper",
+              "control: the paper's bound where it speaks)", "",
               max(abs(r["worst"] - r["sharp"]) for r in rows), max(r["worst"] - r["bound"] for r in spoken),
               "ours <= 0.000001"),
     ]  # fmt: skip
@@ -188,19 +193,18 @@ def run_overlap(settings: Settings) -> Result:
     falls = [a["key_overlap"] - b["key_overlap"] for a, b in pairwise(tilted)]
     free = pick(rows, tilt=_TILTS[-1], mu=0.0)[0]["key_overlap"]
     claims = [
-        Claim("Theorem 3: the overlap at the minimum is at most [CE′ − CE*]/μ (least slack; control: largest)", "a "
-              "bound",
-              min(slack), max(slack), "ours >= -0.000001"),
-        Claim("keys become orthogonal as μ grows ((k1·k2)² at the largest μ, tilted teacher; control: μ = 0)",
-              "must satisfy", tilted[-1]["key_overlap"], free, "ours < 0.01 * control"),
-        Claim("... and never less so (least fall of (k1·k2)² between one μ and the next; control: the first fall)",
-              "implied", min(falls), falls[0], "ours >= -0.000001"),
-        Claim("queries trade off too: their overlap is left over at the smallest μ, tilted teacher ((q1·q2)²; control: "
-              "(k1·k2)² there)", "must satisfy, of both", tilted[0]["query_overlap"], tilted[0]["key_overlap"],
-              "ours > 0.01 * control"),
+        Claim("Theorem 3: the overlap of queries and keys at the minimum is at most [CE′ − CE*]/μ (least slack; "
+              "control: largest)", "Theorem 3, B.3.2: the finite-μ bound", min(slack), max(slack),
+              "ours >= -0.000001",
+              changed="A claim of its own said that queries trade off with μ as keys do; it failed as their overlap is "
+              "9e-10, which is what the theorem asks for."),
         Claim("with the paper's orthogonal teacher the optimum is orthogonal for every μ > 0: a sweep is flat (largest "
-              "overlap; control: tilted teacher at the smallest μ)", "orthogonal",
+              "overlap; control: tilted teacher at the smallest μ)", "Theorem 3, B.3.2: the optimizer must satisfy",
               max(r["overlap"] for r in straight), tilted[0]["overlap"], "ours < 0.000001"),
+        Claim("keys become orthogonal as μ grows ((k1·k2)² at the largest μ, tilted teacher; control: μ = 0)",
+              "implied by Theorem 3", tilted[-1]["key_overlap"], free, "ours < 0.01 * control"),
+        Claim("... and never less so (least fall of (k1·k2)² between one μ and the next; control: the first fall)",
+              "", min(falls), falls[0], "ours >= -0.000001"),
     ]  # fmt: skip
     answer = (
         f"With a teacher tilted by {_TILTS[-1]} rad the overlap of the keys, (k1·k2)², falls from "
