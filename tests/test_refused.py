@@ -15,7 +15,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
 TRUE_CAUSES = {
-    **dict.fromkeys(["xglm", "codegen", "gptj", "gpt_neo", "bloom", "falcon", "mpt"], "never call .* own attention"),
+    "mamba": "never call .* own attention",
     **dict.fromkeys(["qwen3_next", "lfm2", "jamba", "granitemoehybrid"], "only 2 of its 4 layers call"),
     "t5": "encoder-decoder",
     "mllama": r"cross-attention layers \(1 of 4\) run only beside an image",

@@ -15,12 +15,10 @@ from qkscope.examples import Key
 from tiny_llama import tiny_batch
 
 NOT_SPLIT = {
-    "falcon": "attention interface", "bloom": "attention interface", "gptj": "attention interface",
-    "gpt_neo": "attention interface", "codegen": "attention interface", "mpt": "attention interface",
     "mamba": "attention interface", "deepseek_v3": "normalised in parts", "hunyuan_v1_dense": "after the",
     "diffllama": "called several times", "llama4_text": "query_frame is not defined",
     "nanochat": "query_frame is not defined", "jetmoe": "no linear function",
-    "gemma3n_text": "a layer before them", "xglm": "attention interface", "qwen3_next": "only 2 of its 4 layers",
+    "gemma3n_text": "a layer before them", "qwen3_next": "only 2 of its 4 layers",
     "lfm2": "only 2 of its 4 layers", "jamba": "only 2 of its 4 layers", "granitemoehybrid": "only 2 of its 4 layers",
     "mllama": "beside an image", "t5": "encoder-decoder",
 }  # fmt: skip

@@ -18,8 +18,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 NOT_SERVED = [
-    "diffllama", "falcon", "bloom", "gptj", "gpt_neo", "codegen", "mpt", "mamba", "qwen3_next", "lfm2", "jamba",
-    "granitemoehybrid", "mllama", "xglm", "t5",
+    "diffllama", "mamba", "qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", "t5",
 ]  # fmt: skip
 NOT_TRACED = {"jetmoe": "no one matrix adds up its heads' outputs", "gemma3n_text": "it has 4 residual streams"}
 TRACED = [family for family in FAMILIES if family not in [*NOT_SERVED, *NOT_TRACED]]
@@ -37,6 +36,10 @@ DEEPER = [
     ("gpt_neox", {"num_hidden_layers": 3, "use_parallel_residual": False}),
     ("stablelm", {"use_parallel_residual": True}),
     ("opt", {"do_layer_norm_before": False}),
+    ("falcon", {"num_hidden_layers": 3, "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"num_hidden_layers": 3, "parallel_attn": False, "bias": True}),
+    ("bloom", {"num_hidden_layers": 3, "apply_residual_connection_post_layernorm": True}),
+    ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
     ("deepseek_v3", {"num_hidden_layers": 3, "q_lora_rank": None}),
     # scaled by the number of the column where nothing rotates: a part has to stand in its own column
     ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 2}),

@@ -11,6 +11,7 @@ Its files, in reading order. The way of a batch through a model:
 - ``encode``: examples as padded ids, marks as token positions
 - ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied
+- ``own_code``: the same for families with attention code of their own, watched while it runs
 - ``spaces``: before the rotation, after it, and in the query's frame
 - ``gather``: heads gathered layer by layer; layers that are alike wait, and are done together
 - ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else

@@ -215,8 +215,8 @@ def list_families(families: Iterable[str] | None = None) -> list[FamilyRow]:
     Examples
     --------
     >>> import qkscope as qk
-    >>> [(row["family"], row["supported"]) for row in qk.list_families(["llama", "bloom"])]
-    [('llama', True), ('bloom', False)]
+    >>> [(row["family"], row["supported"]) for row in qk.list_families(["bloom", "mamba"])]
+    [('bloom', True), ('mamba', False)]
     """
     with _quietly():
         return [check_family(family) for family in (FAMILIES if families is None else families)]

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.projection import LayerCall, Norm, is_norm, norm_unit, take_apart
+from qkscope.capture.projection import FAR, LayerCall, Norm, is_norm, norm_unit, take_apart
 from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 
@@ -145,15 +145,16 @@ class HeldLayer:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a layer that does not add up: two halves of its input against the whole."""
+        """Refuse a layer that does not add up: two halves of its input, far from it, against the whole."""
         hidden = self.call.hidden
         generator = torch.Generator().manual_seed(0)
         share = torch.rand(hidden.shape, generator=generator).to(hidden)
-        one, other = self.push(hidden * share), self.push(hidden - hidden * share)
+        far = hidden * FAR * share
+        one, other = self.push(far), self.push(hidden - far)
         tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
         each = zip(("queries", "keys"), one, other, self.at_zero, self.true, strict=True)
         for what, first, second, nothing, whole in each:
-            if (first + second - nothing - whole).norm() > tolerance * whole.norm():
+            if (first + second - nothing - whole).norm() > tolerance * first.norm():
                 why = "are no linear function of its input, so they are no sum of what writers put there"
                 raise BadInput(f"{self.call.family} cannot be traced: even with its norms held, its {what} {why}.")
 
@@ -183,7 +184,10 @@ def _rows_of(call: LayerCall, row: Int[Tensor, " n"]) -> LayerCall:
         of_rows = isinstance(value, Tensor) and value.ndim > 1 and len(value) == batch
         return value[row.to(value.device)] if of_rows else value
 
-    return replace(call, args=some(call.args), kwargs={name: some(value) for name, value in call.kwargs.items()})
+    kwargs = {name: some(value) for name, value in call.kwargs.items()}
+    if isinstance(alibi := call.kwargs.get("alibi"), Tensor):  # one axis for sequences and their heads
+        kwargs["alibi"] = alibi.unflatten(0, (batch, -1))[row.to(alibi.device)].flatten(0, 1)
+    return replace(call, args=some(call.args), kwargs=kwargs)
 
 
 def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:

@@ -82,7 +82,7 @@ class Edit:
     def logits(
         cls, head: Head | str, queries: Int[Tensor, "b"], positions: Int[Tensor, "b k"], values: Float[Tensor, "b k"]
     ) -> Edit:
-        """Set attention logits (after scale and soft-cap, before the mask) of one query of each sequence.
+        """Set attention logits, as the softmax sees them, of one query of each sequence; hidden keys stay hidden.
 
         Parameters
         ----------

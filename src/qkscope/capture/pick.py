@@ -68,7 +68,8 @@ class Capture:
     softcap : Float [h] or None
         Soft-cap of the logits (inf in a head without one); None when no head has one.
     bias : Float [b, h, k]
-        Additive mask of the named keys: 0, or -inf where the query cannot see the key (and in padded slots).
+        What is added to the logits of the named keys: 0, or -inf where the query cannot see the key (and in padded
+        slots); with ALiBi, what the distance adds, 0 at the query's own token.
     rest : Float32 [b, h] or None
         Log-sum-exp of everything not named, the sink included; None when it was not asked for.
     example : Int [b]
@@ -225,10 +226,10 @@ class Picker(Gatherer):
             row, query = at.row[part], at.query[part]
             every_k = (layers.k if self._one_each and len(row) == batch else layers.k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1)) * call.scale
-            logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2))
+            logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2)) + mask[part]
             for head, value in call.set_logits.items():
                 logits[:, head] = overlay(logits[:, head], value[row, query])
-            sums.append((logits + mask[part]).logsumexp(-1))
+            sums.append(logits.logsumexp(-1))
         rest = torch.cat(sums) if len(sums) > 1 else sums[0]
         return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest))
 
@@ -240,7 +241,7 @@ class Picker(Gatherer):
             logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
             there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
             bias = bias.clone()
-            bias[:, slot] = overlay(bias[:, slot], bias[:, slot] + there - logits)
+            bias[:, slot] = overlay(bias[:, slot], there - logits)
         return bias
 
     def finish(

@@ -328,7 +328,7 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
 
 def _holds(seen: Tensor, rotated: Tensor) -> bool:
     """Whether heads are the rotated ones: each its own, or all the same one (latent attention)."""
-    return rotated.shape[1] in (1, seen.shape[1]) and torch.equal(seen, rotated.expand_as(seen))
+    return rotated.shape[1] in (1, seen.shape[1]) and torch.equal(seen, rotated.to(seen).expand_as(seen))
 
 
 def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:

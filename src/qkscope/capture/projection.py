@@ -24,6 +24,7 @@ from qkscope.capture.tap import Call, Stop, tap
 from qkscope.errors import BadInput
 
 QKNorm = Literal["whole", "linear", "bias"]
+FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
 
 
 class Projected(NamedTuple):
@@ -198,6 +199,11 @@ def project(
     kwargs = {name: z[:, None] if value is hidden else value for name, value in call.kwargs.items()}
     if "position_embeddings" in kwargs:
         kwargs["position_embeddings"] = _rotation(kwargs["position_embeddings"], rotated)
+    elif isinstance(kwargs.get("position_ids"), Tensor) and not rotated:  # the module turns: not at all at position 0
+        kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+    for name in ("attention_mask", "alibi"):
+        if isinstance(value := kwargs.get(name), Tensor):
+            kwargs[name] = value.repeat(len(z), *[1] * (value.ndim - 1))
     found: list[Call] = []
     stop = Stop()
 

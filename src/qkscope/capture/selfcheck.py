@@ -160,8 +160,20 @@ _Captures = dict[tuple[int, Space], Capture]
 def _eager_attention(
     scope: Scope, inputs: dict[str, Tensor], visit: Callable[[Call], None] | None, rotary: bool = False
 ) -> tuple[Tensor, ...]:
-    """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass."""
+    """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass.
+
+    Where its own code was watched, they are what its own softmax gave.
+    """
     model: Any = scope.model
+    own: dict[int, Tensor] = {}
+
+    def take(call: Call) -> None:
+        if call.weights is not None:
+            own[call.layer] = call.weights()
+
+    if scope.facts.anatomy.own:
+        scope.watch(inputs, take, *([visit] if visit is not None else []), rotary=rotary)
+        return tuple(own[layer].to(scope.device) for layer in range(scope.n_layers))
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
     before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
     try:

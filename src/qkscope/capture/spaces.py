@@ -117,6 +117,34 @@ class Rotary:
         return x
 
 
+@dataclass(frozen=True)
+class Turned:
+    """What a rotary function of queries or keys alone was given, positions before heads: ``[b, s, h, r]``."""
+
+    function: Callable[..., Tensor]
+    x: Float[Tensor, "b s h r"]
+    cos: Tensor
+    sin: Tensor
+    rotated: Float[Tensor, "b s h r"]
+
+
+def heard_rotary(heard: list[Rotary | Turned], q: Float[Tensor, "b h s d"]) -> Rotary | None:
+    """The rotation of one attention call, from what was heard since the call before; which of two is q is seen."""
+    if not heard or isinstance(heard[-1], Rotary):
+        return heard[-1] if heard else None  # type: ignore[return-value]
+    one, other = (turned for turned in (*heard, *heard)[-2:] if isinstance(turned, Turned))
+    seen = one.rotated.transpose(1, 2).to(q)
+    if seen.shape[:3] != q.shape[:3] or not torch.equal(seen, q[..., : seen.shape[-1]]):
+        one, other = other, one
+
+    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        turned = [one.function(x.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2) for x in (q, k)]
+        return turned[0], turned[1]
+
+    q_given, k_given, *rotated = (x.transpose(1, 2) for x in (one.x, other.x, one.rotated, other.rotated))
+    return Rotary(both, q_given, k_given, one.cos, one.sin, *rotated)
+
+
 @cache  # reading signatures takes as long as a layer
 def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
     """Names of a file's rotary functions."""
@@ -127,18 +155,18 @@ def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
                 given = inspect.signature(value).parameters
             except (TypeError, ValueError):
                 continue
-            if all(word in given for word in ("q", "k", "cos", "sin")):
+            if all(word in given for word in ("q", "k", "cos", "sin")) or list(given)[1:] == ["sin", "cos"]:
                 found.append(name)
     return tuple(found)
 
 
 @contextmanager
-def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary]]:
+def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary | Turned]]:
     """Listen to the rotary functions of some modelling files for the duration of a ``with`` block.
 
-    What each was given is added to a list; the attention call of the same layer takes the last of it.
+    What each was given is added to a list; the attention call of the same layer takes the last of it (`heard_rotary`).
     """
-    heard: list[Rotary] = []
+    heard: list[Rotary | Turned] = []
     replaced = [(file, name, getattr(file, name)) for file in files for name in _rotary_functions(file)]
     try:
         for file, name, function in replaced:
@@ -149,7 +177,7 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary]]:
             setattr(file, name, function)
 
 
-def _listen(function: Callable[..., Any], heard: list[Rotary]) -> Callable[..., Any]:
+def _listen(function: Callable[..., Any], heard: list[Rotary | Turned]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -158,6 +186,9 @@ def _listen(function: Callable[..., Any], heard: list[Rotary]) -> Callable[..., 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        if "q" not in given:
+            heard.append(Turned(function, next(iter(given.values())), given["cos"], given["sin"], rotated))
+            return rotated
         # unsqueeze_dim 2 means positions before heads: turn to heads before positions
         heads_first = given.get("unsqueeze_dim", 1) == 1
         vectors = (given["q"], given["k"], *rotated)

@@ -176,12 +176,21 @@ class _Seen:
         apart = (given * gain - out.flatten(0, -2)).norm()
         return gain if apart <= self.tolerance * out.norm() else None
 
+    def _made_of(self, out: Tensor, others: list[Tensor]) -> bool:
+        """Whether a module's output is a combination of others': BLOOM's attention adds the stream itself."""
+        columns = torch.stack([other.double().flatten() for other in others], dim=1)
+        columns = columns / columns.norm(dim=0).clamp_min(1e-30)
+        wanted = out.double().flatten()
+        numbers = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0]
+        return bool((columns @ numbers - wanted).norm() <= self.tolerance * wanted.norm())
+
     def _solve(self, target: Tensor, depth: int) -> list[tuple[float, Tensor]] | None:
         """Numbers that make a target of what entered, of the heads, and of what modules down to a depth gave."""
         outs = [self.entered, self.heads]
         for module in sorted(self.gave, key=lambda module: self.depth[module]):
             out = self.gave[module]
-            if self.depth[module] <= depth and not any(self.same(out, other) for other in [*outs, target]):
+            known = self.depth[module] > depth or any(self.same(out, other) for other in [*outs, target])
+            if not known and not self._made_of(out, outs):
                 outs.append(out)
         # every token counts alike, too
         weight = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)

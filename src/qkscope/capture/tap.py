@@ -4,14 +4,15 @@ transformers looks up its attention function by the name in the config. The tap 
 function under a new name, points the config there, and hands each call to a visitor: q and k as the dot product sees
 them (KV heads unrepeated) and what the call itself says about ``ℓ = cap(scale · q·k) + mask`` and the sink. Then it
 delegates to the implementation the model was loaded with. On leaving, name, function and config are as before.
+Families with attention code of their own are watched while it runs (`own_code`).
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qkscope.capture.spaces import Rotary, depends_on_length, record_rotary, rows_rotate_alone
+from qkscope.capture.own_code import Seen, additive, own_attention, watched
+from qkscope.capture.spaces import Rotary, Turned, depends_on_length, heard_rotary, record_rotary, rows_rotate_alone
 from qkscope.errors import BadInput
 
 SERVED = ("sdpa", "eager")
@@ -42,7 +44,8 @@ class Call:
     A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
     (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
     computed again from this record. One that knows the output of every head itself puts it into `output`. `biases`
-    names what else the call adds to its logits: the probe refuses a model where there is any.
+    names what else the call adds to its logits: the probe refuses a model where there is any. `weights` gives what the
+    model's own softmax gave, where its own code was watched.
     """
 
     module: nn.Module
@@ -60,6 +63,7 @@ class Call:
     redo: set[int] = field(default_factory=set)
     output: Float[Tensor, "b s h e"] | None = None
     set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
+    weights: Callable[[], Float[Tensor, "b h s t"]] | None = None
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
@@ -85,15 +89,15 @@ class Call:
         index = torch.tensor(heads, device=self.q.device)
         group = lambda x: x[:, index // (self.q.shape[1] // x.shape[1])].float()  # noqa: E731
         logits = self.cap(self.scale * self.q[:, index].float() @ group(self.k).transpose(-1, -2))
-        for head in self.set_logits.keys() & set(heads):
-            slot = heads.index(head)
-            logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
         every = torch.arange(queries, device=self.q.device)
         mask = self.mask_rows(
             torch.arange(batch, device=every.device).repeat_interleave(queries), every.repeat(batch)
         ).unflatten(0, (batch, queries))
         mask = mask.transpose(1, 2)  # [b, m, s, t]
         logits = logits + (mask if mask.shape[1] == 1 else mask[:, index])
+        for head in self.set_logits.keys() & set(heads):
+            slot = heads.index(head)
+            logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
         if self.sinks is not None:
             sink = self.sinks.float()[index].view(1, -1, 1, 1).expand(batch, -1, queries, 1)
             logits = torch.cat([logits, sink], dim=-1)
@@ -103,15 +107,8 @@ class Call:
 
 
 def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Logits with those put over them that were set by hand; NaN sets nothing."""
-    return torch.where(others.isnan(), logits, others)
-
-
-def additive(mask: Tensor) -> Float[Tensor, "..."]:
-    """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with -inf."""
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+    """Logits with those put over them that were set by hand; NaN sets nothing, and what is hidden stays so."""
+    return torch.where(others.isnan() | (logits == -torch.inf), logits, others)
 
 
 _FILES: dict[type, ModuleType] = {}  # every attention call asks
@@ -138,7 +135,7 @@ def _delegate(module: nn.Module, implementation: str) -> Callable[..., tuple[Ten
     return getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
 
 
-def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _read(module: nn.Module, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     q, k, v, mask = args
     scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
     if is_causal is None:
@@ -147,7 +144,7 @@ def _read(module: nn.Module, layer: int, implementation: str, args: tuple[Any, .
     causal = implementation == "sdpa" and mask is None and bool(is_causal) and q.shape[2] > 1
     return Call(
         module=module,
-        layer=layer,
+        layer=-1,  # numbered when it is shown
         q=q,
         k=k,
         v=v,
@@ -167,16 +164,20 @@ class Anatomy:
     configs: dict[int, Any]
     files: frozenset[ModuleType]
     by_length: tuple[nn.Module, ...]
+    own: tuple[nn.Module, ...]
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
-        """Configs that name an attention function, modelling files, and modules that rotate by the prompt's length."""
+        """Configs that name an attention function, modelling files, and modules: those that rotate by the prompt's
+        length, and attention with code of its own.
+        """
         parts = list(model.modules())
-        configs = [part.config for part in parts if hasattr(part, "config")] + [model.config]
+        configs = [part.config for part in parts if hasattr(part, "config")]
         return cls(
             {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
             frozenset(map(modelling_file, {type(part): part for part in parts}.values())),
             tuple(part for part in parts if depends_on_length(part)),
+            tuple(own_attention(model)),
         )
 
 
@@ -205,56 +206,89 @@ def tap(
     anatomy : Anatomy, optional
         Of this model, where it was looked for before.
     """
-    name = f"qkscope_{next(_numbers)}"
-    anatomy = anatomy or Anatomy.of(model)
-    configs = anatomy.configs
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
     calls = itertools.count()
-
+    anatomy = anatomy or Anatomy.of(model)
     with ExitStack() as stack:
         stack.enter_context(rows_rotate_alone(anatomy.by_length))
-        heard: list[Rotary] = stack.enter_context(record_rotary(anatomy.files)) if rotary else []
+        heard: list[Rotary | Turned] = stack.enter_context(record_rotary(anatomy.files)) if rotary else []
 
-        def attention(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-        ) -> tuple[Tensor, Tensor | None]:
-            implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
-            run = _delegate(module, implementation)
-            if layers is not None and id(module) not in layers:
-                return run(module, query, key, value, attention_mask, **kwargs)
-            layer = next(calls) if layers is None else layers[id(module)]
-            call = _read(module, layer, implementation, (query, key, value, attention_mask), kwargs)
-            call.rotary = heard[-1] if heard else None  # none in a layer without rotation
+        def show(call: Call) -> None:
+            call.layer = next(calls) if layers is None else layers[id(call.module)]
+            call.rotary = heard_rotary(heard, call.q)  # none in a layer without rotation
             heard.clear()
             for visit in visits:
                 visit(call)
-            output, weights = run(module, query, key, value, attention_mask, **kwargs)
-            if call.output is not None:
-                output = call.output.to(output.dtype)
-            elif call.redo:
-                heads = sorted(call.redo)
-                output = output.clone()
-                output[:, :, heads] = call.attend(heads).to(output.dtype)
-            return output, weights
 
-        masks = ALL_MASK_ATTENTION_FUNCTIONS
-        implementation = before[id(model.config)]
-        if implementation not in SERVED:
-            raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
-        stack.callback(_unregister, name)
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
-        masks.register(name, masks[implementation])
+        def passes(module: nn.Module) -> bool:
+            return layers is not None and id(module) not in layers
+
+        if anatomy.own:
+            stack.enter_context(_watch(anatomy.own, show, passes))
+        else:
+            stack.enter_context(_interface(model, anatomy.configs, show, passes))
         try:
-            for config in configs.values():
-                config._attn_implementation_internal = name
             yield
         except Stop as stop:
             stop.__traceback__ = None  # its frames hold the layer's tensors, in a cycle until the collector comes by
-        finally:
-            for key, config in configs.items():
-                config._attn_implementation_internal = before[key]
 
 
-def _unregister(name: str) -> None:
-    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        interface._global_mapping.pop(name, None)
+def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
+    """The output to go on with, after visitors saw the call."""
+    if call.output is not None:
+        return call.output.to(output.dtype)
+    if not call.redo:
+        return output
+    heads = sorted(call.redo)
+    output = output.clone()
+    output[:, :, heads] = call.attend(heads).to(output.dtype)
+    return output
+
+
+def _watch(
+    own: Sequence[nn.Module], show: Callable[[Call], None], passes: Callable[[nn.Module], bool]
+) -> AbstractContextManager[None]:
+    """Show the attention of modules that have code of their own."""
+
+    def serve(seen: Seen, run: Callable[[], Tensor]) -> Tensor:
+        call = Call(softcap=None, sinks=None, layer=-1, **vars(seen))
+        show(call)
+        return _edited(call, run().transpose(1, 2)).transpose(1, 2)
+
+    return watched([module for module in own if not passes(module)], serve)
+
+
+@contextmanager
+def _interface(
+    model: Any, configs: dict[int, Any], show: Callable[[Call], None], passes: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Show the calls of transformers' attention interface."""
+    name = f"qkscope_{next(_numbers)}"
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
+        run = _delegate(module, implementation)
+        if passes(module):
+            return run(module, query, key, value, attention_mask, **kwargs)
+        call = _read(module, implementation, (query, key, value, attention_mask), kwargs)
+        show(call)
+        output, weights = run(module, query, key, value, attention_mask, **kwargs)
+        return _edited(call, output), weights
+
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    implementation = before[id(model.config)]
+    if implementation not in SERVED:
+        raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
+    try:
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+        masks.register(name, masks[implementation])
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        for interface in (ALL_ATTENTION_FUNCTIONS, masks):
+            interface._global_mapping.pop(name, None)

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qkscope.capture.projection import LayerCall, Projected, QKNorm, project, record_calls, take_apart
+from qkscope.capture.projection import FAR, LayerCall, Projected, QKNorm, project, record_calls, take_apart
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 
@@ -263,7 +263,7 @@ def _check_form(call: LayerCall, layer: int) -> None:
     z = torch.randn((8, call.hidden.shape[-1]), generator=generator).to(call.hidden)
     tolerance = 1e-3 if z.dtype in (torch.float32, torch.float64) else 5e-2
     whole, turned = project(call, z), project(call, z, rotated=True)
-    linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0)]), qk_norm="linear")
+    linear = project(call, torch.cat([0 * z, z, z + z.roll(1, 0), FAR * z]), qk_norm="linear")
     seen = zip(
         ("queries", "keys"),
         whole[:2],
@@ -275,10 +275,11 @@ def _check_form(call: LayerCall, layer: int) -> None:
     )
     for what, vector, rotated, parts, offset, s in seen:
         vector, rotated = vector.float(), rotated.float()
-        zero, once, both = parts.float().chunk(3)
+        zero, once, both, far = parts.float().chunk(4)
         size = vector.norm(dim=-1).mean()
         # of two different inputs: a layer that routes them to other weights is straight along each
         straight = (both - once - once.roll(1, 0) + zero).norm(dim=-1).max() <= tolerance * once.norm(dim=-1).mean()
+        straight &= (far - FAR * once + (FAR - 1) * zero).norm(dim=-1).max() <= tolerance * far.norm(dim=-1).mean()
         one_scalar = (vector - s[..., None] * once - offset).norm(dim=-1).max() <= tolerance * size
         turns = (vector.norm(dim=-1) - rotated.norm(dim=-1)).abs().max() <= tolerance * size
         kind = f"{call.family} layer {layer}: its {what}"

@@ -221,11 +221,10 @@ def _attend(
     q = call.q[:, :, 0].float().unflatten(1, (call.k.shape[1], -1))
     before = torch.einsum("bgmd,gtd->bgmt", q, base.k[0, :, :query].float())
     own = torch.einsum("bgmd,bgd->bgm", q, call.k[:, :, 0].float())[..., None]
-    logits = call.cap(call.scale * torch.cat([before, own], dim=-1)).flatten(1, 2)
+    logits = call.cap(call.scale * torch.cat([before, own], dim=-1)).flatten(1, 2) + mask
     for i, row in enumerate(rows):
         if row is not None and row[0].layer == call.layer:
             logits[i, row[0].index] = row[1][: query + 1].to(logits)
-    logits = logits + mask
     if call.sinks is not None:
         logits = torch.cat([logits, call.sinks.float().view(1, -1, 1).expand(len(logits), -1, 1)], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : query + 1]

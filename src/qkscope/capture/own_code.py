@@ -1,0 +1,224 @@
+"""Attention that a modelling file computes with code of its own, watched while it runs.
+
+GPT-Neo, GPT-J, CodeGen, BLOOM, MPT, Falcon and XGLM never ask transformers for an attention function. While one of
+their attention modules runs, every torch function passes through us: a product of two activations is ``P = q·kᵀ``, what
+softmax is given is made of it, ``x = f(P)``, and a product with what softmax gave is the output. The steps of f (scale,
+ALiBi, masks, casts, in the family's own order) are taken again with other numbers in the place of P:
+
+    ``bias = f(0)``,   ``scale = (f(c) − f(0)) / c``,   and f must be the straight line that these two say.
+
+A bias counts from what the query adds to its own key: a row's softmax knows no constant, and some families count from
+the end of the batch. ``torch``'s fused attention says the same in its arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkscope.errors import BadInput
+
+_PRODUCTS = ("matmul", "__matmul__", "bmm")
+_C = 1024.0  # far from 0, so that a cap or a clamp shows, and a power of two, so that a scale stays exact
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attention that a module computed itself, in the shapes of `Call`; `weights` gives the model's own softmax."""
+
+    module: nn.Module
+    q: Float[Tensor, "b h s d"]
+    k: Float[Tensor, "b g t d"]
+    v: Float[Tensor, "b g t e"]
+    mask: Tensor | None
+    scale: float
+    causal: bool
+    weights: Callable[[], Float[Tensor, "b h s t"]]
+
+
+Serve = Callable[[Seen, Callable[[], Float[Tensor, "b h s e"]]], Float[Tensor, "b h s e"]]
+"""Gets what was seen and a way to the model's own output; gives the output to go on with."""
+
+
+def additive(mask: Tensor) -> Float[Tensor, "..."]:
+    """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with -inf."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+
+
+def own_attention(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a model that asks for no attention function anywhere, innermost ones; else none."""
+    named = [part for part in model.modules() if "Attention" in type(part).__name__]
+    if any(_asks(part) for part in named):
+        return []
+    return [part for part in named if not any(inner in named for inner in part.modules() if inner is not part)]
+
+
+def _asks(module: nn.Module) -> bool:
+    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+@contextmanager
+def watched(modules: list[nn.Module], serve: Serve) -> Iterator[None]:
+    """Show every attention of some modules to a function, for the duration of a ``with`` block."""
+    before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
+    try:
+        for module in modules:
+            module.forward = _watching(module, module.forward, serve)
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            vars(module).pop("forward", None)
+            if own is not None:
+                module.forward = own
+
+
+def _watching(module: nn.Module, forward: Callable[..., Any], serve: Serve) -> Callable[..., Any]:
+    @wraps(forward)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        given = next(value for value in (kwargs.get("hidden_states"), *args) if isinstance(value, Tensor))
+        with _Watch(module, len(given), serve):
+            return forward(*args, **kwargs)
+
+    return watching
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor made of a product: the operands, and the steps since. After softmax: what softmax was given and gave."""
+
+    tensor: Tensor  # held, so that its id is not used again
+    q: Tensor
+    k: Tensor
+    shape: torch.Size
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    weights: Tensor | None = None
+
+    def at(self, number: float) -> Float[Tensor, "..."]:
+        """What softmax would be given, were all products this number."""
+        x = torch.full(self.shape, number, device=self.tensor.device)
+        for step in self.steps:
+            x = step(x)
+        return x.float()
+
+
+class _Watch(TorchFunctionMode):
+    """Every torch function of one forward of one attention module."""
+
+    def __init__(self, module: nn.Module, batch: int, serve: Serve) -> None:
+        super().__init__()
+        self.module, self.batch, self.serve = module, batch, serve
+        self.made: dict[int, _Made] = {}
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and note what it does to products; the output of an attention may be changed."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return self._fused(func, *args, **kwargs)
+        known = next((self.made[id(arg)] for arg in (*args, *kwargs.values()) if id(arg) in self.made), None)
+        if name in _PRODUCTS and known is not None and known.weights is not None:
+            return self._output(func, known, *args)
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            return out
+        made = None
+        if name == "baddbmm":
+            start, q, k = args if len(args) == 3 else (args[0], kwargs["batch1"], kwargs["batch2"])
+            beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+            made = _Made(out, q, k, out.shape, (lambda x: beta * start + alpha * x,))
+        elif name in _PRODUCTS and min(arg.ndim for arg in args) > 2:  # a weight has two axes, activations have more
+            made = _Made(out, args[0], args[1], out.shape)
+        elif known is not None and name == "softmax":
+            made = replace(known, tensor=out, weights=out)
+        elif known is not None:
+            made = replace(known, tensor=out)
+            if known.weights is None:
+                made = replace(made, steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
+        if made is not None:
+            self.made[id(out)] = made
+        return out
+
+    def _heads(self, x: Tensor) -> Float[Tensor, "b h s d"]:
+        """With an axis of its own for the heads, where sequences and heads share one."""
+        return x if x.ndim == 4 else x.unflatten(0, (self.batch, -1))
+
+    def _output(self, func: Any, made: _Made, weights: Tensor, v: Tensor) -> Tensor:
+        assert made.weights is not None
+        q, k, own = self._heads(made.q), self._heads(made.k).mT, self._heads(made.weights)
+        with torch.no_grad():
+            bias, scale = self._line(made)
+        seen = Seen(self.module, q, k, self._heads(v), bias, scale, False, lambda: own)
+        kept: list[Tensor] = []
+
+        def run() -> Tensor:
+            kept.append(func(weights, v))
+            return self._heads(kept[0])
+
+        out = self.serve(seen, run)
+        return out.reshape(kept[0].shape)
+
+    def _fused(
+        self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        mask = attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = self._counted(mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf)
+        eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
+        scale, causal = kwargs.get("scale"), bool(kwargs.get("is_causal", False))
+        seen = Seen(
+            self.module,
+            q,
+            k,
+            v,
+            mask,
+            float(q.shape[-1] ** -0.5 if scale is None else scale),
+            causal,
+            lambda: func(q, k, eye, attn_mask, **kwargs),
+        )
+        return self.serve(seen, lambda: func(q, k, v, attn_mask, **kwargs))
+
+    def _line(self, made: _Made) -> tuple[Float[Tensor, "b h s t"], float]:
+        """Bias and scale of the logits, or a refusal."""
+        middle, up, down = (self._heads(made.at(number)) for number in (0.0, _C, -_C / 4))
+        scales = (up - middle) / _C
+        bias = self._counted(middle, scales == 0)  # what a product cannot change is hidden
+        shown = bias > -torch.inf
+        scale = float(scales[shown].median())
+        close = 64 * torch.finfo(middle.dtype).eps * (abs(scale) + float(middle[shown].abs().max()) / _C)
+        bent = ((up - middle) - 4 * (middle - down))[shown] / _C
+        if not max(float((scales[shown] - scale).abs().max()), float(bent.abs().max())) <= close:
+            kind = f"{type(self.module).__name__} cannot be looked into"
+            raise BadInput(f"{kind}: what its softmax is given is not one number times q·k plus a bias.")
+        same = torch.equal(bias, bias[:, :1].expand_as(bias))  # no ALiBi: one for all heads takes less room
+        return bias[:, :1].contiguous() if same else bias, scale
+
+    def _counted(self, bias: Float[Tensor, "b m s t"], hidden: Tensor) -> Float[Tensor, "b m s t"]:
+        """A bias with hidden keys at -inf, counted from each query's own key."""
+        # half precision hides with a number that is not so small, and some families divide it by √d
+        least = torch.finfo(next(self.module.parameters()).dtype).min / 32
+        most = bias.amax(-1, keepdim=True)
+        hidden = hidden | (bias <= most + least) | (most <= 16 * least)
+        own = bias.masked_fill(hidden, 0.0).diagonal(bias.shape[-1] - bias.shape[-2], -2, -1)
+        return (bias - own[..., None]).masked_fill(hidden, -torch.inf)
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: Tensor) -> Callable[[Tensor], Tensor]:
+    """A step, ready to be taken with another tensor in the place of one."""
+
+    def step(x: Tensor) -> Tensor:
+        other = {name: x if value is parent else value for name, value in kwargs.items()}
+        return func(*(x if value is parent else value for value in args), **other)
+
+    return step

@@ -1,0 +1,208 @@
+"""Families with attention code of their own: in every form they come in, what is captured is what their softmax saw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
+
+from qkscope.capture.families import tiny_model
+from qkscope.capture.own_code import own_attention
+from qkscope.capture.patch import Edit
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
+from qkscope.capture.split_check import trace_error
+from qkscope.capture.tap import tap
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+
+ALIBI = {"alibi": True}
+NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
+EAGER = {"attn_implementation": "eager"}
+FORMS = [
+    ("falcon", ALIBI),
+    ("falcon", ALIBI | EAGER),
+    ("falcon", EAGER),
+    ("falcon", NEW),
+    ("falcon", NEW | EAGER | {"num_ln_in_parallel_attn": 1}),
+    ("falcon", NEW | ALIBI | {"bias": True}),
+    ("falcon", {"multi_query": False}),
+    ("falcon", ALIBI | {"multi_query": False, "bias": True, "parallel_attn": False}),
+    ("gptj", {"rotary_dim": 16}),
+    ("codegen", {"num_attention_heads": 8, "rotary_dim": 4}),
+    ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
+    ("mpt", {"attn_config": {"clip_qkv": 1.0}}),
+    ("mpt", {"n_heads": 6, "d_model": 96}),
+    ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
+    ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
+]
+FAMILIES = ["gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon", "xglm"]
+TURNED = {"gptj", "codegen", "falcon"}
+
+
+def ids(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def examples() -> list[Example]:
+    return [Example(ids=ids(n, n), keys=[Key((p, p + 1)) for p in (1, 4, n - 1)]) for n in (12, 7, 9)]
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+def test_every_form_passes_the_self_check(family: str, form: dict) -> None:
+    check = Scope.from_model(tiny_model(family, seed=1, **form), check=False).self_check()
+    assert check.output_error == 0
+    assert max(check.attention_error, check.padding_error) < 1e-5
+    assert check.write_effect > 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_served_and_hides_what_it_hides(family: str, dtype: torch.dtype) -> None:
+    scope = Scope.from_model(tiny_model(family).to(dtype))
+    encoded = scope.encode(examples())
+    places = encoded.everywhere()
+    early = Places(places.row, places.query - 3, places.keys, places.key_mask)
+    bias = scope.capture_inputs(encoded, places=early).bias
+    later = (places.keys > early.query[:, None])[:, None].expand_as(bias)
+    assert bool((bias[later] == -torch.inf).all())  # float16 hides with a number that is far from infinite
+    assert trace_error(scope) < 5e-2
+
+
+@pytest.mark.parametrize(("family", "form"), [("bloom", {}), ("mpt", {}), ("falcon", ALIBI), ("falcon", ALIBI | EAGER)])
+def test_alibi_is_a_bias_that_falls_with_the_distance_and_not_with_the_padding(family: str, form: dict) -> None:
+    scope = Scope.from_model(tiny_model(family, **form), check=False)
+    tokens = ids(8)
+    places = [Key((p, p + 1)) for p in range(8)]
+    (alone,) = scope.capture([Example(ids=tokens, keys=places)])
+    assert bool((alone.bias[0].diff(dim=-1) > 0).all())
+    assert bool((alone.bias[0, :, -1] == 0).all())
+    slope = alone.bias[0, :, :1] / -7
+    torch.testing.assert_close(alone.bias[0], slope * torch.arange(7, -1, -1) * -1, atol=1e-5, rtol=1e-5)
+    for side in ("left", "right"):
+        made = [Example(ids=tokens, keys=places), Example(ids=ids(13, 1), keys=places)]
+        beside = next(iter(scope.capture(made, padding_side=side))).of_rows(torch.tensor([0]))
+        torch.testing.assert_close(beside.bias, alone.bias, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(beside.attention(), alone.attention(), atol=1e-5, rtol=0)
+
+
+def test_a_local_layer_sees_its_window_alone() -> None:
+    scope = Scope.from_model(tiny_model("gpt_neo"))
+    (batch,) = scope.capture([Example(ids=ids(9), keys=[Key((p, p + 1)) for p in range(9)])])
+    seen = (batch.bias[0] > -torch.inf).sum(-1).tolist()
+    assert seen == [9] * 4 + [4] * 4
+    assert batch.scale.tolist() == [1.0] * 8  # its logits are not divided by √d
+
+
+def test_heads_that_share_a_key_head_are_told_from_those_that_do_not() -> None:
+    assert Scope.from_model(tiny_model("falcon")).n_kv_heads == 1
+    assert Scope.from_model(tiny_model("falcon", multi_query=False)).n_kv_heads == 4
+    # repeated before the dot product, which is where we look
+    assert Scope.from_model(tiny_model("falcon", **NEW)).n_kv_heads == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pre_rope_is_another_space_where_something_turns_and_the_same_where_nothing_does(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family))
+    post, pre = (next(iter(scope.capture(examples(), space=space))) for space in ("post_rope", "pre_rope"))
+    assert (post.k - pre.k).abs().max() > 0.1 if family in TURNED else torch.equal(post.k, pre.k)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_changes_nothing_of_what_a_token_sees(family: str) -> None:
+    model = tiny_model(family)
+    tokens = torch.tensor([ids(9)])
+    whole, last = [], []
+    with torch.no_grad():
+        with tap(model, whole.append):
+            plain = model(tokens).logits[:, -1]
+        cache = model(tokens[:, :-1], use_cache=True).past_key_values
+        with tap(model, last.append):
+            cached = model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    torch.testing.assert_close(cached, plain, atol=1e-4, rtol=1e-4)
+    for full, one in zip(whole, last, strict=True):
+        torch.testing.assert_close(one.q[:, :, 0], full.q[:, :, -1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(one.k, full.k, atol=1e-4, rtol=1e-4)
+        row, query = torch.tensor([0]), torch.tensor([8])
+        rows = full.mask_rows(row, query), one.mask_rows(row, torch.tensor([0]))
+        torch.testing.assert_close(rows[1], rows[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "form"), [(family, {}) for family in FAMILIES] + [("falcon", ALIBI)])
+def test_a_hidden_key_is_as_if_the_attention_had_been_cut(family: str, form: dict) -> None:
+    """An edit's logit of -inf against the model's own code with that key masked."""
+    scope = Scope.from_model(tiny_model(family, **form), check=False)
+    encoded = scope.encode([examples()[0]])
+    query, key = 11, torch.tensor([[4]])
+    edits = [
+        Edit.logits(head, torch.tensor([query]), key, torch.tensor([[-torch.inf]]))
+        for head in scope.heads()
+        if head.layer == 0
+    ]
+    after = scope.capture_inputs(encoded, logits=True, edits=edits)
+    shown = [i for i, head in enumerate(after.heads) if head.layer == 0]
+    assert float(after.attention()[0, shown, 1].max()) == 0
+    before = scope.capture_inputs(encoded, logits=True)
+    row = before.attention()[0, shown]
+    kept = row / (1 - row[:, 1:2])
+    torch.testing.assert_close(after.attention()[0, shown][:, [0, 2]], kept[:, [0, 2]], atol=1e-5, rtol=1e-4)
+    assert (after.logits - before.logits).abs().max() > 1e-3
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = tiny_model("bloom")
+    with torch.no_grad():
+        before = model(torch.tensor([ids(6)])).logits
+        with pytest.raises(ZeroDivisionError), tap(model, lambda call: 1 / 0):
+            model(torch.tensor([ids(6)]))
+        assert torch.equal(model(torch.tensor([ids(6)])).logits, before)
+    assert all("forward" not in vars(part) for part in own_attention(model))
+
+
+def capped(self, query, key, value, attention_mask=None):
+    logits = 40 * torch.tanh(query @ key.transpose(-1, -2) / 40) + attention_mask
+    weights = nn.functional.softmax(logits, dim=-1)
+    return weights @ value, weights
+
+
+def clamped(self, query, key, value, attention_mask=None):
+    """Nobody sees it in a short prompt: no logit is so large."""
+    logits = (query @ key.transpose(-1, -2)).clamp(max=500) + attention_mask
+    weights = nn.functional.softmax(logits, dim=-1)
+    return weights @ value, weights
+
+
+def by_query(self, query, key, value, attention_mask=None):
+    """A scale that grows with the place of the query."""
+    logits = query @ key.transpose(-1, -2) * torch.arange(1, query.shape[2] + 1).log1p()[:, None] + attention_mask
+    weights = nn.functional.softmax(logits, dim=-1)
+    return weights @ value, weights
+
+
+def sharpened(self, query, key, value, attention_mask=None):
+    weights = nn.functional.softmax(query @ key.transpose(-1, -2) + attention_mask, dim=-1)
+    return weights.square() @ value, weights
+
+
+def summed(self, query, key, value, attention_mask=None):
+    weights = nn.functional.softmax(torch.einsum("bhsd,bhtd->bhst", query, key) + attention_mask, dim=-1)
+    return weights @ value, weights
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (capped, "not one number times q·k plus a bias"),
+        (clamped, "not one number times q·k plus a bias"),
+        (by_query, "not one number times q·k plus a bias"),
+        (sharpened, "writing a key that is already there changes the output"),
+        (summed, "never call transformers' attention interface"),
+    ],
+)
+def test_code_that_is_something_else_is_refused(code, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPTNeoSelfAttention, "_attn", code)
+    with pytest.raises(BadInput, match=reason):
+        Scope.from_model(tiny_model("gpt_neo", attention_types=[[["global"], 2]]))
