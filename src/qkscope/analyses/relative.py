@@ -31,6 +31,7 @@ from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
+from qkscope.maths.bases import heads_at_once
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -38,7 +39,6 @@ from qkscope.tasks.task import ANSWER
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 1 << 28  # numbers of W_Q and W_K decomposed together: 2 GiB in float64
 _CACHED = 1 << 28  # numbers of a basis that is worth keeping: 1 GiB
 _VERSION = 2
 
@@ -86,7 +86,7 @@ def singular_basis(
 
 def _compute(scope: Scope, heads: Sequence[Head], about: dict[str, object]) -> SingularBasis:
     weights = head_weights(scope, list(heads))
-    step = max(_AT_ONCE // (2 * weights.W_Q[0].numel()), 1)
+    step = heads_at_once(weights.W_Q)
     parts = []
     for start in range(0, len(heads), step):
         own = slice(start, start + step)

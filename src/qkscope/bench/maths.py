@@ -6,7 +6,7 @@ import torch
 
 from qkscope.bench.harness import Row, compare, row
 from qkscope.heads import Head
-from qkscope.maths.bases import thin_svd
+from qkscope.maths.bases import heads_at_once, thin_svd
 from qkscope.maths.moments import Moments
 from qkscope.papers.fleet import one_thread
 
@@ -75,20 +75,22 @@ def thin_svd_4096_128() -> Row:
 
 @row
 def thin_svd_8b() -> Row:
-    """All 1,024 heads of Llama-3.1-8B's shape, a layer at a time, on a GPU if there is one; against one head, dense."""
+    """All 1,024 heads of Llama-3.1-8B's shape, as many at once as fit; against one head, dense."""
     layers, heads, key_heads, d_model, d_head = 32, 32, 8, 4096, 128
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     w_q, w_k = (
-        torch.randn(n, d_head, d_model, generator=generator, device=device) / d_model**0.5 for n in (heads, key_heads)
+        torch.randn(layers * n, d_head, d_model, generator=generator, device=device) / d_model**0.5
+        for n in (heads, key_heads)
     )
-    kv_of_head = torch.arange(heads, device=device) // (heads // key_heads)
+    size, step = heads // key_heads, heads_at_once(w_q)
 
     def ours() -> None:
-        for _ in range(layers):
-            thin_svd(w_q, w_k, kv_of_head)
+        for start in range(0, len(w_q), step):
+            own = torch.arange(start, min(start + step, len(w_q)), device=device) // size
+            thin_svd(w_q[start : start + step], w_k[own[0] : own[-1] + 1], own - own[0])
 
-    thin_svd(w_q[:1], w_k[:1])
+    thin_svd(w_q[:2], w_k[:2])
     seconds = compare(lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False)
     return seconds.faster(
         f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"

@@ -10,6 +10,7 @@ An orthogonal projector has ``left = right``; an oblique one takes ``right`` fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
+from qkscope.maths.jacobi import gram_qr, jacobi_svd
 
+_MANY = 64  # matrices from which on a GPU is quicker with all at once than one after the other
 ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
 
 
@@ -37,8 +40,7 @@ def checked_svd(
         raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
     if not matrix.numel():
         raise BadInput(f"a matrix of shape {tuple(matrix.shape)} is empty and has no singular vectors.")
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    v = vh.mH
+    u, s, v = _svd(matrix)
     for index in _failures(matrix, u, s, v):
         u[index], s[index], v[index] = _robust_svd(matrix[index])
     if _failures(matrix, u, s, v):
@@ -46,6 +48,15 @@ def checked_svd(
     signs = u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)).sign()
     signs = torch.where(signs == 0, torch.ones_like(signs), signs)
     return u * signs, s, v * signs
+
+
+def _svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor]:
+    *batch, rows, columns = matrix.shape
+    if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
+        u, s, v = jacobi_svd(matrix.flatten(0, -3))
+        return u.unflatten(0, batch), s.unflatten(0, batch), v.unflatten(0, batch)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return u, s, vh.mH
 
 
 def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0) -> Tensor:
@@ -111,12 +122,27 @@ def thin_svd(
         )
     if kv_of_head is not None and not bool(((kv_of_head >= 0) & (kv_of_head < len(w_k))).all()):
         raise BadInput(f"kv_of_head counts key weights from 0 to {len(w_k) - 1}, but holds {kv_of_head.tolist()}.")
-    q_1, r_1 = torch.linalg.qr(w_q.to(torch.float64).mT)
-    q_2, r_2 = torch.linalg.qr(w_k.to(torch.float64).mT)
+    q_1, r_1 = _qr(w_q)
+    q_2, r_2 = _qr(w_k)
     if kv_of_head is not None:
         q_2, r_2 = q_2[kv_of_head], r_2[kv_of_head]
     a, s, b = checked_svd(r_1 @ r_2.mT)
     return q_1 @ a, s, q_2 @ b
+
+
+def heads_at_once(w_q: Float[Tensor, "h d_head d_model"]) -> int:
+    """How many heads `thin_svd` is best given together: a GPU takes as long for a few as for all, so what fits it."""
+    numbers = 1 << 27  # of W_Q: 1 GiB in float64
+    if w_q.is_cuda:
+        numbers = max(numbers, torch.cuda.mem_get_info(w_q.device)[0] // 128)  # it makes some ten copies in float64
+    return max(numbers // w_q[0].numel(), 1)
+
+
+def _qr(w: Float[Tensor, "*h d m"]) -> tuple[Tensor, Tensor]:
+    if w.is_cuda and w.ndim == 3 and w.shape[1] <= w.shape[2]:
+        return gram_qr(w)
+    q, r = torch.linalg.qr(w.to(torch.float64).mT)
+    return q, r
 
 
 _DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a copy of the others
