@@ -4,5 +4,6 @@ What comes in: nothing but the name of a row; what goes out: ``{"name", "plain_s
 sides of a row do the same work, and most rows check that they give the same numbers.
 
 In reading order: `harness` (rows, sides that alternate, ratios), then the rows: `maths` (sums and SVDs), `models` (the
-embedded model: looking, swapping, pooling), `toys` (trainers), `jobs` (long ones).
+embedded model: looking, swapping, pooling), `shapes` (models of known shapes on a GPU), `toys` (trainers), `jobs` (long
+ones).
 """

@@ -23,13 +23,12 @@ from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows
 from qkscope.analyses.trace.rows import SIDES, HeadRows
-from qkscope.bench.harness import Row, Seconds, compare, hardware, not_here, row
+from qkscope.bench.harness import Row, Seconds, compare, hardware, row
 from qkscope.capture.encode import Encoding
 from qkscope.capture.marginals import marginals
 from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
-from qkscope.examples import Example, Key
 from qkscope.heads import Head, parse_heads
 from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
@@ -41,10 +40,6 @@ from qkscope.tasks.texts import python_texts
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
 _BATCH = 16
-_LLAMA_8B: Any = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 @cache
@@ -57,7 +52,7 @@ def _order_prompts(scope: Scope, count: int) -> list[Encoding]:
     return [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
 
 
-def _against_body(
+def against_body(
     scope: Scope, batches: Sequence[Encoding], look: Callable[[Encoding], object], repeats: int
 ) -> Seconds:
     """Batches looked at, against the plain way to run them: the model's body, nothing looked at."""
@@ -74,7 +69,7 @@ def _against_body(
     return compare(plain, ours, repeats)
 
 
-def _sums(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
+def sums_of(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
     """Queries and keys of all heads, ΔC accumulated."""
     moments = Moments(scope.heads(), [contrast], scope.d_head, group_size=scope.group_size, device=scope.device)
 
@@ -89,7 +84,7 @@ def _sums(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
 def capture_overhead() -> Row:
     """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
     scope = _scope()
-    seconds = _against_body(scope, _order_prompts(scope, 4 * _BATCH), _sums(scope, "order"), repeats=7)
+    seconds = against_body(scope, _order_prompts(scope, 4 * _BATCH), sums_of(scope, "order"), repeats=7)
     return seconds.overhead(f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
 
 
@@ -98,29 +93,8 @@ def early_stop() -> Row:
     """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
     scope = _scope()
     batches = _order_prompts(scope, 2 * _BATCH)
-    seconds = _against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
+    seconds = against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
     return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
-
-
-@row
-def capture_overhead_8b() -> Row:
-    """The same at the shape of Llama-3.1-8B with random bfloat16 weights, all 1,024 heads, on a GPU."""
-    if not torch.cuda.is_available():
-        return not_here("needs a GPU")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**_LLAMA_8B), dtype=torch.bfloat16).eval()
-    scope = Scope.from_model(model, name="llama-8b-shape")
-    ids = torch.randint(1000, (64, 96), generator=torch.Generator().manual_seed(0))
-    keys = tuple(Key((i, i + 1), {"c": 1 if i == 5 else -1}) for i in range(5, 95, 9))
-    batch = scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
-    torch.cuda.reset_peak_memory_stats()
-    seconds = _against_body(scope, [batch], _sums(scope, "c"), repeats=9)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    return seconds.overhead(
-        f"1,024 heads, 64×96 tokens, ΔC in float64: {64 / seconds.ours:.0f} prompts/s, {peak:.1f} GiB; one GPU"
-    )
 
 
 @row
@@ -139,7 +113,7 @@ def discover_overhead() -> Row:
         contrast.update(pooled.q, pooled.attended, pooled.mean, **whose, **drawn)
 
     batches = [scope.encode(examples[i : i + size]) for i in range(0, len(examples), size)]
-    seconds = _against_body(scope, batches, look, repeats=5)
+    seconds = against_body(scope, batches, look, repeats=5)
     tokens, queries = sum(map(len, examples)), sum(len(example.queries) for example in examples)
     note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {replicates} replicates each"
     return seconds.overhead(f"{note}; {hardware(scope.device)}")
