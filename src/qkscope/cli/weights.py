@@ -39,7 +39,11 @@ def svd(
     basis = singular_basis(shell.load_scope(model, device, dtype), chosen)
     rows = basis.table()
     ranks = [row["effective_rank"] for row in rows]
-    answer = f"The QK matrices of {len(rows)} heads have {min(ranks):.1f} to {max(ranks):.1f} effective dimensions."
+    answer = (
+        f"The QK matrices of {len(rows)} heads have {min(ranks):.1f} to {max(ranks):.1f} effective dimensions."
+        if len(rows) > 1
+        else f"The QK matrix of {rows[0]['head']} has {ranks[0]:.1f} effective dimensions."
+    )
     shell.print_rows("svd", rows, answer, as_json, everything)
     if out is not None:
         basis.save(out)

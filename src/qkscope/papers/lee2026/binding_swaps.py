@@ -13,7 +13,7 @@ from typing import Any
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.heads import Head
-from qkscope.papers.lee2026.language import THRESHOLD, ChosenHeads, Session, session_of
+from qkscope.papers.lee2026.language import SECOND, THRESHOLD, ChosenHeads, Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row
@@ -25,11 +25,11 @@ _SMALL = 4  # dimensions at which the curve is compared
 
 
 @figure("lee2026", "fig9", "Swapping order and lexical features")
-@figure("lee2026", "fig20", "Swapping order and lexical, second model or form", second=True)
+@figure("lee2026", "fig20", "Swapping order and lexical, second model or form", model=SECOND, second=True)
 def run(settings: Settings, second: bool = False) -> Result:
     """Swaps at the best of the found heads."""
     session = session_of(settings)
-    second = second and session.embedded  # a model named by the user is the second model itself
+    second = second and session.embedded  # any other model is the second model itself
     found, tables = session.found("binding", second), _swapped(session, second)
     return settings.result(
         _answer(tables, found, session.form("binding", second)),

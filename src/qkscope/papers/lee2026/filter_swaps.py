@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkscope.analyses.swap import swap
-from qkscope.papers.lee2026.language import Session, session_of
+from qkscope.papers.lee2026.language import SECOND, Session, session_of
 from qkscope.papers.lee2026.swap_plots import draw_full
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Files, Row
@@ -23,11 +23,11 @@ JOINT = "all"
 
 
 @figure("lee2026", "fig7", "Swapping categories in filter heads")
-@figure("lee2026", "fig19", "Swapping categories, second model or form", second=True)
+@figure("lee2026", "fig19", "Swapping categories, second model or form", model=SECOND, second=True)
 def run(settings: Settings, second: bool = False) -> Result:
     """Swaps at the three filter heads."""
     session = session_of(settings)
-    second = second and session.embedded  # a model named by the user is the second model itself
+    second = second and session.embedded  # any other model is the second model itself
     tables = session.once(("swaps", "filter", second), lambda: _tables(session, second))
     heads, form = session.found("filter", second).heads, session.form("filter", second)
     return settings.result(

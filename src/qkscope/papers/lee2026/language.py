@@ -1,8 +1,9 @@
 """What the figures of language models share: one model, the heads found in it, their fits, made once per invocation.
 
-On the embedded model prompts are bare lists, which a small model can answer; any other model gets the paper's question
-form, in its chat template where it has one. Figures 19 and 20 are the paper's second model: on the embedded model, for
-which there is no second one, they repeat the test with a second form of prompt, from finding the heads on.
+On the two small models that packages hold, prompts are bare lists, which these can answer; any other model gets the
+paper's question form, in its chat template where it has one. Figures 19 and 20 are the paper's second model: Gemma 3
+270M where it is installed; where not, they repeat the test on the first with a second form of prompt, from finding the
+heads on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import Ranking, find_heads
 from qkscope.analyses.fit import Fit
+from qkscope.capture.packages import EMBEDDED as PACKAGED
+from qkscope.capture.packages import is_installed
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
@@ -28,6 +31,9 @@ from qkscope.tasks.task import Task
 
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
+
+SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
+"""The second model; the first where there is no other."""
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
@@ -138,17 +144,22 @@ class Session:
 
     @property
     def embedded(self) -> bool:
-        """Whether this is the model that comes with the package."""
+        """Whether this is the model that is always there."""
         return self.model.lower() == EMBEDDED
+
+    @property
+    def small(self) -> bool:
+        """Whether this is a model that answers bare lists and no questions."""
+        return self.model.lower() in PACKAGED
 
     def form(self, kind: Kind, second: bool = False) -> str:
         """The form of the prompts; there is a second one where no second model is."""
-        return _FORMS[kind][second] if self.embedded else "question"
+        return _FORMS[kind][second] if self.small else "question"
 
     @property
     def chat(self) -> bool:
         """Whether prompts go into the chat template."""
-        return not self.embedded and bool(getattr(self.scope.tokenizer, "chat_template", None))
+        return not self.small and bool(getattr(self.scope.tokenizer, "chat_template", None))
 
     def filter_task(self, categories: int = 5, second: bool = False, **options: Any) -> Task:
         """Lists to pick a category from."""
