@@ -1,0 +1,61 @@
+"""What a token is before any context: its embedding, and what the model makes of it alone by its second layer.
+
+A token is shown twice, ``x x``, and read at its second place: whatever a head attends to there, it finds the same value,
+so that what comes out depends on the token alone, and the first place, which many heads treat in a way of its own, is
+not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.capture.inputs import pad_rows
+from qkscope.capture.scope import Scope
+from qkscope.capture.tap import Call, Stop
+
+_AT_ONCE = 1024
+
+
+@torch.no_grad()
+def token_vectors(scope: Scope, ids: Int[Tensor, " n"]) -> list[Float[Tensor, "n d"]]:
+    """Embeddings of some tokens and, where there is a second layer of attention, what it is given of each alone.
+
+    Parameters
+    ----------
+    scope : the model.
+    ids : tokens, each once.
+
+    Examples
+    --------
+    >>> [tuple(found.shape) for found in token_vectors(Scope.load("nano:mixed"), torch.arange(5))]
+    [(5, 96), (5, 96)]
+    """
+    embedding = scope.model.get_input_embeddings()
+    found = [embedding(ids.to(embedding.weight.device)).float().cpu()]
+    layers = sorted(scope.facts.layer_of.items(), key=lambda item: item[1])
+    if len(layers) < 2:
+        return found
+    number, second = layers[1]
+    module = next(part for part in scope.model.modules() if id(part) == number)
+    given: list[Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        given.append(hidden[:, 1].float().cpu())
+
+    def visit(call: Call) -> None:
+        if call.layer == second:
+            raise Stop
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        for some in ids.split(_AT_ONCE):
+            twice = pad_rows(list(some[:, None].expand(-1, 2)), 0, "right", scope.facts.takes_positions)
+            scope.watch({name: value.to(scope.device) for name, value in twice.items()}, visit)
+    finally:
+        hook.remove()
+    return [*found, torch.cat(given)]
