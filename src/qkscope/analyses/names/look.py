@@ -123,7 +123,6 @@ def fit_factors(
         used = batch.there.clone()
         used[:, :SKIP] = False
         x = readings.features(batch.ids)[used]
-        made: list[tuple[list[int], Tensor]] = []
 
         def take(call: Call, plan: Plan) -> None:
             q, k = text.before_rotation(call, plan)
@@ -132,7 +131,6 @@ def fit_factors(
 
         text.watch(batch, take)
         sums.see(x)
-        del made
 
     job.stream("factors", by_length(passages, batch_size), run, progress, sums.tensors())
     return sums.fit()

@@ -1,0 +1,216 @@
+"""What both verbs share: text by side, the two passes, and every head's rows in each table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qkscope.analyses.names.look import Looked, Text, fit_factors, look
+from qkscope.analyses.names.readings import Readings
+from qkscope.analyses.names.rules import RULES
+from qkscope.analyses.names.sentence import HeadShares, name_row, rule_rates
+from qkscope.capture.scope import Scope
+from qkscope.draws import derived_seed, draw_signs
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.kinds import Count, checked_class
+from qkscope.maths.factors import FactorFit
+from qkscope.maths.significance import false_discovery
+from qkscope.runs.job import Job
+from qkscope.tasks.sides import LENGTH, Passage, split
+from qkscope.tasks.texts import Document, python_texts
+
+PASSAGES, TESTED = 192, 64  # passages to fit on, and to test on
+_FLIPS = 1999  # sign flips of the match test: 0.0005 can be reached
+_SHOWN = 8  # blocks of a head in the table, at least
+_SMALL = 0.02  # share from which on a block is in it, anyway
+
+
+@checked_class
+@dataclass(frozen=True)
+class Options:
+    """How much text is read, and how; what cannot be is refused before a model is loaded.
+
+    Attributes
+    ----------
+    n, test : passages to fit on, and others to test on.
+    length : the most tokens of a passage.
+    batch_size : passages per batch.
+    seed : of every draw.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
+    """
+
+    n: Count = PASSAGES
+    test: Count = TESTED
+    length: Count = LENGTH
+    batch_size: Count = 16
+    seed: int = 0
+    progress: bool | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """All that decides the numbers."""
+        return {name: value for name, value in vars(self).items() if name != "progress"}
+
+
+Texts = Sequence[Document] | Sequence[str] | None
+
+
+def documents_of(texts: Texts) -> tuple[Document, ...]:
+    """Documents as they are, strings as documents of their own, and Python's own texts where nothing is given."""
+    if texts is None:
+        return python_texts(docstrings=True)
+    if isinstance(texts, str) or not all(isinstance(text, str | Document) for text in texts):
+        raise BadInput("texts are documents, or a list of strings, each a document of its own.")
+    return tuple(
+        text if isinstance(text, Document) else Document(f"text {i}", text)
+        for i, text in enumerate(texts, 1)
+        if isinstance(text, Document) or text.strip()
+    )
+
+
+def passages_of(scope: Scope, texts: Texts, options: Options) -> tuple[list[Passage], list[Passage]]:
+    """Passages to fit on and to test on, by lot, from documents that share no text."""
+    if scope.tokenizer is None:
+        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
+    encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
+    sides = split(documents_of(texts), encode, length=options.length, seed=options.seed)
+    return (
+        _drawn(sides["fit"], options.n, options.seed, "fit"),
+        _drawn(sides["test"], options.test, options.seed, "test"),
+    )
+
+
+def _drawn(passages: Sequence[Passage], count: int, seed: int, side: str) -> list[Passage]:
+    order = torch.randperm(len(passages), generator=torch.Generator().manual_seed(derived_seed(seed, "passages", side)))
+    return [passages[i] for i in order.tolist()[:count]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Heads that were looked at: the text, the fit, and what was seen on the tested documents."""
+
+    text: Text
+    fit: FactorFit
+    looked: Looked
+    tested: tuple[Passage, ...]
+    fitted: tuple[Passage, ...]
+    options: Options
+
+    @classmethod
+    def of(cls, scope: Scope, heads: Sequence[Head], texts: Texts, options: Options, job: Job, **asked: Any) -> Study:
+        """Both passes; what is done is kept in the job, which goes on from it."""
+        fitted, tested = passages_of(scope, texts, options)
+        names = [str(head) for head in heads]
+        job.begin(scope, [fitted, tested], heads=names, **options.asked(), **asked)
+        readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
+        text = Text(scope, heads, readings)
+        run: Any = {"batch_size": options.batch_size, "progress": options.progress}
+        fit = fit_factors(text, fitted, job, **run)
+        return cls(text, fit, look(text, fit, tested, job, **run), tuple(tested), tuple(fitted), options)
+
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows of every head: what it is called (``heads``), its blocks, rules, distances and examples."""
+        looked, heads = self.looked, self.text.heads
+        own = [HeadShares.of(looked, self.fit.names, h, self.options.seed) for h in range(len(heads))]
+        match = match_rows(looked, self.options.seed)
+        rows = [
+            {"head": str(head), "layer": head.layer, "index": head.index, **name_row(looked, own[h], h), **match[h]}
+            for h, head in enumerate(heads)
+        ]
+        return {
+            "heads": rows,
+            "blocks": [row for h, head in enumerate(heads) for row in _block_rows(head, own[h])],
+            "rules": [
+                {"head": str(head), "rule": rule, **rule_rates(looked, h, rule)}
+                for h, head in enumerate(heads)
+                for rule in RULES
+            ],
+            "distances": [row for h, head in enumerate(heads) for row in _distance_rows(head, looked, h)],
+            "examples": [
+                row for h, head in enumerate(heads) for row in self._examples(head, h, rows[h]["rule"], rows[h]["name"])
+            ],
+        }
+
+    def _examples(self, head: Head, h: int, rule: str | None, name: str) -> list[dict[str, Any]]:
+        """Places where a head attends most to a key that keeps its rule; to any key where it has none."""
+        at = len(RULES) if rule is None else list(RULES).index(rule)
+        found = []
+        for attention, passage, query, key in self.looked.examples[h, at].tolist():
+            if attention > 0:
+                ids = self.tested[int(passage)].ids
+                found.append({"head": str(head), "name": name, "rule": rule, "attention": attention,
+                              "document": self.tested[int(passage)].document,
+                              **snippet(self.text.scope, ids, int(query), int(key))})  # fmt: skip
+        return found
+
+
+def match_rows(looked: Looked, seed: int = 0) -> list[dict[str, Any]]:
+    """Whether a head's logit depends on whose query asks: what it loses with another document's query.
+
+    The other query stands at the same place, and meets the same keys, so passage, place and what the mean query
+    attends to are kept. Documents are flipped as wholes.
+    """
+    lead = looked.own - looked.foreign  # u h
+    units = torch.arange(len(lead), device=lead.device)
+    flips = torch.arange(_FLIPS, device=lead.device)[:, None]
+    signs = draw_signs(derived_seed(seed, "match") % 2**62, flips, units).to(lead)
+    null = signs @ lead
+    p = ((null >= lead.sum(0)).sum(0) + 1) / (_FLIPS + 1)
+    q = false_discovery(p.tolist())
+    lost = (lead.sum(0) / looked.own.sum(0)).tolist()
+    return [{"match": lost[h], "match_p": float(p[h]), "match_q": q[h]} for h in range(len(q))]
+
+
+def _block_rows(head: Head, own: HeadShares) -> list[dict[str, Any]]:
+    pairs = sorted(((q, k) for q in own.parts for k in own.parts), key=lambda pair: -abs(own.block(*pair)[0]))
+    rows = []
+    for i, pair in enumerate(pairs):
+        share, low, high = own.block(*pair)
+        if i < _SHOWN or abs(share) >= _SMALL:
+            rows.append({"head": str(head), "query": pair[0], "key": pair[1], "share": share, "low": low, "high": high})
+    return rows
+
+
+def _distance_rows(head: Head, looked: Looked, h: int) -> list[dict[str, Any]]:
+    """Logit and attention by distance; ``mean`` is the part of the logit that is of distance alone."""
+    count = looked.count.clamp_min(1)
+    every, mean, attended = (
+        (x / count).tolist() for x in (looked.curve[0, h], looked.curve[1, h], looked.attended[h])
+    )
+    there = (looked.count > 0).tolist()
+    return [
+        {"head": str(head), "distance": i, "logit": every[i], "mean": mean[i], "attention": attended[i]}
+        for i in range(len(there))
+        if there[i]
+    ]
+
+
+def snippet(scope: Scope, ids: Sequence[int], query: int, key: int, around: int = 8) -> dict[str, Any]:
+    """Text around two tokens, with their places in it as character offsets."""
+    near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= around]
+    pieces = {i: scope.tokenizer.decode([ids[i]]) for i in near}
+    text, spans, last = "", {}, -1
+    for i in near:
+        text += "" if i == last + 1 else " … "
+        spans[i] = (len(text), len(text) + len(pieces[i]))
+        text += pieces[i]
+        last = i
+    return {
+        "query": pieces[query], "key": pieces[key], "text": text,
+        "query_start": spans[query][0], "query_stop": spans[query][1],
+        "key_start": spans[key][0], "key_stop": spans[key][1],
+    }  # fmt: skip
+
+
+def counted(number: int, what: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "head"), counted(3, "head")
+    ('1 head', '3 heads')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
