@@ -1,8 +1,8 @@
 """What a token is before any context: its embedding, and what the model makes of it alone by its second layer.
 
-A token is shown twice, ``x x``, and read at its second place: whatever a head attends to there, it finds the same value,
-so that what comes out depends on the token alone, and the first place, which many heads treat in a way of its own, is
-not read.
+A token is shown twice, ``x x``, and read at its second place: whatever a head attends to there, it finds the same
+value, so that what comes out depends on the token alone; and the first place, which many heads treat in a way of its
+own, is not read.
 """
 
 from __future__ import annotations

@@ -69,42 +69,41 @@ def discover(
 
 @shell.app.command()
 def atlas(
-    sources: Annotated[list[str] | None, typer.Argument(help="Text files or folders; python's help.")] = None,
+    sources: Annotated[list[str] | None, typer.Argument(help="Text files or folders; Python's own texts.")] = None,
     out: shell.Out = Path("runs/atlas"),
     model: shell.Model = "smollm2-135m",
-    n: Annotated[int, typer.Option("--n", "-n", help="Passages to sum over.")] = 256,
-    test: Annotated[int, typer.Option("--test", help="Other passages for the evidence.")] = 64,
-    space: Space = "query_frame",
-    skip: Skip = 1,
-    replicates: Replicates = 41,
+    n: Annotated[int, typer.Option("--n", "-n", help="Passages to fit on.")] = 192,
+    test: Annotated[int, typer.Option("--test", help="Passages of other documents to test on.")] = 64,
+    heads: Annotated[str | None, typer.Option("--heads", help="Heads like L18H6,L18H7; all by default.")] = None,
     seed: shell.Seed = 0,
-    batch_size: shell.BatchSize = 32,
+    batch_size: shell.BatchSize = 16,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
     everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Look at every head in one pass: directions above the null, the logit they carry, examples.
+    """Name every head: a sentence for each, with its share of the logit on documents that nothing was fitted on.
 
     A run that died goes on where it stopped.
     """
     from qkscope.analyses.atlas import atlas as run
-    from qkscope.analyses.atlas import checked_passages
-    from qkscope.analyses.discover.study import Options
+    from qkscope.analyses.names.study import Options
+    from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_atlas
     from qkscope.runs.folder import check_folder
 
+    chosen = None if heads is None else parse_heads(heads)
     check_folder(out, "atlas")
-    options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
-    Options(**options)
+    options: Any = {"batch_size": batch_size, "seed": seed}
+    Options(n, test, **options)
     texts = texts_of(sources or [PYTHON], "an atlas takes text files and folders, or nothing for Python's own texts")
-    checked_passages(texts, n, test)
     scope = shell.load_scope(model, device, dtype)
-    made = _run(lambda job: run(scope, texts, n, test=test, job=job, **options), draw_atlas, out, as_json, everything)
+    asked: Any = {"test": test, "heads": chosen, **options}
+    made = _run(lambda job: run(scope, texts, n, job=job, **asked), draw_atlas, out, as_json, everything)
     if not as_json:
-        head, asked = made.tables["atlas"][0]["head"], {"model": model, "device": device, "dtype": dtype}
+        head, said = made.tables["atlas"][0]["head"], {"model": model, "device": device, "dtype": dtype}
         named = out.with_name(head.lower())
-        shell.print_end(out, then=shell.command("discover", *(sources or [PYTHON]), heads=head, out=named, **asked))
+        shell.print_end(out, then=shell.command("discover", *(sources or [PYTHON]), heads=head, out=named, **said))
 
 
 def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool, everything: bool) -> Any:
@@ -132,7 +131,7 @@ def texts_of(sources: list[str], only: str | None = None) -> Any:
     from qkscope.tasks.texts import python_texts, read_documents
 
     if sources == [PYTHON]:
-        return python_texts()
+        return python_texts(docstrings=True)
     for source in sources:
         if is_task(source):
             instead = f"{only}, and {source} is a task: run qkscope discover {source} --heads … for tasks."

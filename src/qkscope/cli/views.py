@@ -299,9 +299,10 @@ VIEWS: Mapping[str, Sequence[View]] = {
     ],
     "atlas": [View(
         "atlas",
-        {"head": "head", "directions": "directions", "relation": "relation", "rate": "relation_rate", "chance":
-         "relation_chance", "logit_share": "logit_share"},
-        "directions above the null, most first; rate: how often it attends there; logit_share: what they carry.",
+        {"head": "head", "name": "name", "share": ("share", "low", "high"), "precision": "precision", "rest": "rest",
+         "key writer": "key_writer"},
+        "share: of the logit, with its 95% interval by document; precision: how often the most attended key is the "
+        "named one; rest: not explained.",
     )],
     "models": [View(
         "rows",

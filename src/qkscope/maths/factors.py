@@ -5,8 +5,8 @@ itself, the one before it, …), with a ridge:
 
     y = ȳ + Σ_f B_fᵀ (x_f − x̄_f) + rest                                    (mean, factors, rest: they sum to y)
 
-for queries and for keys, so that a logit ``scale · q·k`` is the sum of a block for each pair of parts. A block's share is
-what it adds to the logit of the keys that get attention, above the logit of the keys in sight:
+for queries and for keys, so that a logit ``scale · q·k`` is the sum of a block for each pair of parts. A block's share
+is what it adds to the logit of the keys that get attention, above the logit of the keys in sight:
 
     Σ (E_attention − E_uniform)[block] / Σ (E_attention − E_uniform)[logit]
 
@@ -168,7 +168,7 @@ def block_sums(
     k_parts: Sequence[Float[Tensor, "b g s d"]],
     weights: Float[Tensor, "b h t s"],
 ) -> Float[Tensor, "b h f f"]:
-    """``Σ_ts weights · q_i·k_j`` for each pair of a query's part i and a key's part j; h/g query heads share a key head."""
+    """``Σ_ts weights · q_i·k_j`` for each query's part i and key's part j; h/g query heads share a key head."""
     b, h, t, s = weights.shape
     groups = k_parts[0].shape[1]
     grouped = weights.reshape(b, groups, -1, s)

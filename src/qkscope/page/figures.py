@@ -165,14 +165,14 @@ def draw_discovery(result: Result) -> dict[str, str | bytes]:
 
 
 def draw_atlas(result: Result) -> dict[str, str | bytes]:
-    """The map of all heads: how many directions they have, and what these carry."""
+    """The map of all heads: the share that gave the name, and what is not explained."""
     with styled():
         figure = new_figure(8, 4.4)
         above, below = figure.subplots(2, 1, sharex=True)
-        head_map(above, result.tables["atlas"], "directions", None)
-        head_map(below, result.tables["atlas"], "logit_share")
-        above.set(title="directions above the shuffled null")
-        below.set(title="share of the logit they carry", xlabel="layer")
+        head_map(above, result.tables["atlas"], "share")
+        head_map(below, result.tables["atlas"], "rest")
+        above.set(title="share of the logit that the name explains")
+        below.set(title="share that nothing explains", xlabel="layer")
         return with_page(result, {"atlas": figure})
 
 

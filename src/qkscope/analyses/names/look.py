@@ -1,5 +1,6 @@
-"""The two passes over text: queries and keys against readings (fit), and on other documents what heads attend to, block by
-block (tested). Everything that is kept is a sum, so passes stop, go on and merge.
+"""The two passes over text: queries and keys against readings, and on other documents what heads attend to, by blocks.
+
+Everything that is kept is a sum, so passes stop, go on and merge.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 from qkscope.analyses.names.readings import Readings
 from qkscope.analyses.names.rules import RULES, holds
 from qkscope.capture.encode import choose_side
+from qkscope.capture.gather import Plan, layout_of
 from qkscope.capture.inputs import pad_rows
-from qkscope.capture.pick import Plan, plan_layers
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 from qkscope.errors import BadInput
@@ -41,10 +42,12 @@ class Batch:
 
     @property
     def ids(self) -> Int[Tensor, "b t"]:
+        """Its tokens."""
         return self.inputs["input_ids"]
 
     @property
     def there(self) -> Bool[Tensor, "b t"]:
+        """Where they are no padding."""
         return self.inputs["attention_mask"].bool()
 
 
@@ -57,7 +60,9 @@ class Text:
         if len(widths) > 1:
             raise BadInput(f"these heads have different widths {sorted(widths)}: take each width on its own.")
         self.d_head = widths.pop()
-        self.plans, self.kv_of_head = plan_layers(scope.facts, self.heads)
+        shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
+        layout = layout_of(shapes, self.heads)
+        self.plans, self.kv_of_head = layout.plans, layout.kv_of_head
         self.columns = len(heads) + max(self.kv_of_head) + 1  # queries first, then key heads
         self.deepest = max(self.plans)
 
@@ -152,7 +157,7 @@ class Looked:
         the most attended key is one; how often one drawn by lot would be.
     curve : [2, h, o] and count [o] : the logit by distance, and the part of it that is of the means alone.
     attended : [h, o] : attention by distance.
-    examples : [h, r, n, 4] : attention, passage, query and key of places where the rule holds for the most attended key.
+    examples : [h, r, n, 4] : attention, passage, query and key of places where the most attended key keeps the rule.
     """
 
     groups: tuple[int, ...]
@@ -173,13 +178,14 @@ class Looked:
     @classmethod
     def empty(cls, groups: Sequence[int], heads: int, parts: int, device: torch.device | str) -> Looked:
         """Nothing yet."""
-        u, r = len(groups), len(RULES)
-        zeros = lambda *shape: torch.zeros(shape, dtype=torch.float64, device=device)  # noqa: E731
-        return cls(
-            tuple(groups), zeros(u, heads, parts, parts), *(zeros(u, heads) for _ in range(4)), zeros(u), zeros(u, r),
-            zeros(u, heads, r), zeros(u, r), zeros(2, heads, OFFSETS), zeros(heads, OFFSETS), zeros(OFFSETS),
-            zeros(heads, r + 1, EXAMPLES, 4),
-        )  # fmt: skip
+        u, r, o = len(groups), len(RULES), OFFSETS
+        shapes = {
+            "blocks": (u, heads, parts, parts), "logit": (u, heads), "own": (u, heads), "foreign": (u, heads),
+            "mass": (u, heads), "queries": (u,), "covered": (u, r), "hits": (u, heads, r), "chance": (u, r),
+            "curve": (2, heads, o), "attended": (heads, o), "count": (o,), "examples": (heads, r + 1, EXAMPLES, 4),
+        }  # fmt: skip
+        zeros = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+        return cls(tuple(groups), **zeros)
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums by name, sharing memory."""

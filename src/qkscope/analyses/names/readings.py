@@ -75,8 +75,8 @@ class Readings:
 
     def to(self, device: torch.device | str) -> Readings:
         """The same on another device."""
-        moved = (x.to(device) for x in (self.vocabulary, self.table, self.flags))
-        return Readings(self.names, self.widths, *moved, self.positions)
+        vocabulary, table, flags = (x.to(device) for x in (self.vocabulary, self.table, self.flags))
+        return Readings(self.names, self.widths, vocabulary, table, flags, self.positions)
 
     def features(self, ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t p"]:
         """Features of every token of a batch, the factors side by side; padding on the right gets any."""

@@ -27,18 +27,20 @@ _SECOND = 0.1  # share from which on a second block is said
 _THIS = {
     "current": "the asking token", "previous": "the token before the asking one", "2 back": "the token 2 before it",
     "3 back": "the token 3 before it", "4 back": "the token 4 before it",
-    "followed": "what followed the asking token's last copy", "start": "whether it opens a sentence or line, or was there before",
+    "followed": "what followed the asking token's last copy",
+    "start": "whether the asking token opens a sentence or line, or was there before",
     "position": "its position",
 }  # fmt: skip
 _THAT = {
     "current": "the key's token", "previous": "the token before the key", "2 back": "the token 2 before the key",
     "3 back": "the token 3 before the key", "4 back": "the token 4 before the key",
     "followed": "what followed the key token's last copy",
-    "start": "whether the key opens a sentence or line, or its token was there before", "position": "the key's position",
+    "start": "whether the key opens a sentence or line, or its token was there before",
+    "position": "the key's position",
 }  # fmt: skip
 _EQUAL = {
     ("current", "current"): (COPY, "same token", "looks for earlier copies of the asking token"),
-    ("current", "previous"): (AFTER_COPY, "after a copy", "looks for the token after an earlier copy of the asking token"),
+    ("current", "previous"): (AFTER_COPY, "after a copy", "looks for what followed an earlier copy of its token"),
     ("previous", "previous"): (SAME_BEFORE, "same token before", "looks for tokens with the same token before them"),
 }  # fmt: skip
 
@@ -65,9 +67,9 @@ class HeadShares:
         left = looked.logit[:, h] - blocks[:, plain][:, :, plain].sum(dim=(1, 2))
         every = torch.cat([blocks.flatten(1), of_sham[:, None], left[:, None]], dim=1)
         found = shares(every, looked.logit[:, h], seed=seed)
-        square = (x[:-2].reshape(len(parts), len(parts)).cpu() for x in found)
-        edge = [tuple(float(x[i]) for x in found) for i in (-2, -1)]
-        return cls(parts, *square, *edge)
+        share, low, high = (x[:-2].reshape(len(parts), len(parts)).cpu() for x in found)
+        (s, s_low, s_high), (r, r_low, r_high) = ([float(x[i]) for x in found] for i in (-2, -1))
+        return cls(parts, share, low, high, (s, s_low, s_high), (r, r_low, r_high))
 
     def block(self, query: str, key: str) -> tuple[float, float, float]:
         """A block's share and its interval."""

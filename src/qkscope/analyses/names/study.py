@@ -64,11 +64,8 @@ def documents_of(texts: Texts) -> tuple[Document, ...]:
         return python_texts(docstrings=True)
     if isinstance(texts, str) or not all(isinstance(text, str | Document) for text in texts):
         raise BadInput("texts are documents, or a list of strings, each a document of its own.")
-    return tuple(
-        text if isinstance(text, Document) else Document(f"text {i}", text)
-        for i, text in enumerate(texts, 1)
-        if isinstance(text, Document) or text.strip()
-    )
+    made = [t if isinstance(t, Document) else Document(f"text {i}", str(t)) for i, t in enumerate(texts, 1)]
+    return tuple(document for document in made if document.text.strip())
 
 
 def passages_of(scope: Scope, texts: Texts, options: Options) -> tuple[list[Passage], list[Passage]]:
@@ -177,9 +174,7 @@ def _block_rows(head: Head, own: HeadShares) -> list[dict[str, Any]]:
 def _distance_rows(head: Head, looked: Looked, h: int) -> list[dict[str, Any]]:
     """Logit and attention by distance; ``mean`` is the part of the logit that is of distance alone."""
     count = looked.count.clamp_min(1)
-    every, mean, attended = (
-        (x / count).tolist() for x in (looked.curve[0, h], looked.curve[1, h], looked.attended[h])
-    )
+    every, mean, attended = ((x / count).tolist() for x in (looked.curve[0, h], looked.curve[1, h], looked.attended[h]))
     there = (looked.count > 0).tolist()
     return [
         {"head": str(head), "distance": i, "logit": every[i], "mean": mean[i], "attention": attended[i]}
@@ -191,7 +186,7 @@ def _distance_rows(head: Head, looked: Looked, h: int) -> list[dict[str, Any]]:
 def snippet(scope: Scope, ids: Sequence[int], query: int, key: int, around: int = 8) -> dict[str, Any]:
     """Text around two tokens, with their places in it as character offsets."""
     near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= around]
-    pieces = {i: scope.tokenizer.decode([ids[i]]) for i in near}
+    pieces = {i: scope.tokenizer.decode([ids[i]]) if scope.tokenizer else f" {ids[i]}" for i in near}
     text, spans, last = "", {}, -1
     for i in near:
         text += "" if i == last + 1 else " … "
@@ -212,5 +207,3 @@ def counted(number: int, what: str) -> str:
     ('1 head', '3 heads')
     """
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
