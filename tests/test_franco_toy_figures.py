@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,6 +255,17 @@ def test_no_claim_of_a_figure_stands_with_another_one(tiny):
     for result in tiny[1].values():
         for claim in result.claims:
             assert claim.source != "stated" or re.match(r"Sec\.|App\.|[A-G]\.\d|Theorem|Corollary", claim.paper), claim
+
+
+def test_every_column_is_defined_in_the_docs(tiny):
+    page = (Path(__file__).parents[1] / "docs" / "results-franco2026.md").read_text().partition("## Columns")[2]
+    named = set(re.findall(r"`([a-z_0-9]+)`", page)) | {f"band_{i}" for i in range(5)}
+    ends = re.compile(r"_(sd|untrained|low|high)$")
+    for result in tiny[1].values():
+        for table, rows in result.tables.items():
+            missing = {ends.sub("", column) for row in rows for column in row} - named
+            assert table in named, table
+            assert not missing, f"{result.experiment}, {table}: {missing}"
 
 
 def test_figure_3_trains_both_readings_of_the_loss_as_long_as_the_paper(tiny, tmp_path):

@@ -73,7 +73,7 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     own = sparsity(terms)
     exact, close = reconstruction_count(terms), reconstruction_count(terms, TOLERANCE)
     context = torch.arange(len(own))
-    columns = torch.stack([own, turned, own - turned, own - shared], dim=1)
+    columns = torch.stack([own, turned, own - turned], dim=1)
     low, high = clustered_bootstrap(columns, context, draws=_RESAMPLES, seed=seed)
     counted = exact[exact.isfinite()]
     count_low, count_high = (
@@ -85,8 +85,7 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
         "sparsity": float(own.mean()), "low": float(low[0]), "high": float(high[0]),
         "rotated": float(turned.mean()), "rotated_low": float(low[1]), "rotated_high": float(high[1]),
         "difference": float((own - turned).mean()), "difference_low": float(low[2]), "difference_high": float(high[2]),
-        "shared": float(shared.mean()), "shared_difference_high": float(high[3]),
-        "count": float(exact.nanmean()), "count_low": float(count_low[0]),
+        "shared": float(shared.mean()), "count": float(exact.nanmean()), "count_low": float(count_low[0]),
         "count_high": float(count_high[0]), "count_tol": float(close.nanmean()),
         "null_count": float(null_count(terms, TOLERANCE, seed=seed).nanmean()),
         "cancellation": float(cancellation(terms).nanmean()), "positive": float((terms.sum(-1) > 0).double().mean()),
