@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -266,29 +266,51 @@ def _others(groups: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
     return ring.gather(1, differs.int().argmax(dim=1, keepdim=True))[:, 0]
 
 
-def _take(text: Text, fit: FactorFit, sight: _Sight, call: Call, plan: Plan, found: Looked) -> None:
-    """One layer of one batch."""
-    groups, slots = sight.batch.groups.to(call.q.device), plan.slots
-    q, k = text.before_rotation(call, plan)
-    kv = torch.tensor([plan.kv_slots.index(text.kv_of_head[slot]) for slot in slots], device=q.device)
-    turned_q, turned_k = call.q[:, plan.heads].float(), call.k[:, plan.kv].float()
-    b, h, t, _ = q.shape
+class Attended(NamedTuple):
+    """What some heads of a layer attend to, first token aside: logits as they are before a soft-cap, with any bias."""
+
+    q: Float[Tensor, "b h t d"]  # as the dot product sees them
+    k: Float[Tensor, "b h t d"]
+    raw: Float[Tensor, "b h t s"]
+    bias: Float[Tensor, "b 1 t s"]  # what a model adds to a logit by distance; 0 in most
+    kept: Bool[Tensor, "b 1 t s"]
+    attention: Float[Tensor, "b h t s"]  # the model's own, 0 where a key is not kept
+    whole: Float[Tensor, "b h t"]  # log-sum-exp of the model's whole row
+
+
+def attend(text: Text, call: Call, plan: Plan, kept: Bool[Tensor, "b t s"]) -> Attended:
+    """The attention of a layer's heads that are looked at, from its call."""
+    b, _, t, _ = call.q.shape
+    kv = torch.tensor([plan.kv_slots.index(text.kv_of_head[slot]) for slot in plan.slots], device=call.q.device)
+    q, k = call.q[:, plan.heads].float(), call.k[:, plan.kv].float()[:, kv]
     rows = torch.arange(b, device=q.device)
     mask = call.mask_rows(rows.repeat_interleave(t), torch.arange(t, device=q.device).repeat(b)).unflatten(0, (b, t))
     mask = mask.transpose(1, 2)  # b 1 t s, or one for each head
     mask = mask if mask.shape[1] == 1 else mask[:, plan.heads]
     visible = mask > -torch.inf
-    kept = sight.kept[:, None] & visible
-    bias = mask.masked_fill(~visible, 0.0)  # what a model adds to a logit by distance; 0 in most
-    raw = call.scale * turned_q @ turned_k[:, kv].mT
+    seen = kept[:, None].to(q.device) & visible
+    raw = call.scale * q @ k.mT
     logits = call.cap(raw) + mask
-    sinks = None if call.sinks is None else call.sinks.float()[plan.heads].view(1, -1, 1, 1).expand(b, -1, t, 1)
-    attention = torch.softmax(logits if sinks is None else torch.cat([logits, sinks], dim=-1), dim=-1)
-    attention = attention[..., :t].nan_to_num() * kept
+    if call.sinks is not None:
+        sinks = call.sinks.float()[plan.heads].view(1, -1, 1, 1).expand(b, -1, t, 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    whole = logits.logsumexp(dim=-1)
+    attention = (logits[..., :t] - whole[..., None]).exp().nan_to_num() * seen
+    bias = mask.masked_fill(~visible, 0.0)
+    return Attended(q, k, raw + bias, bias, seen, attention, whole)
+
+
+def _take(text: Text, fit: FactorFit, sight: _Sight, call: Call, plan: Plan, found: Looked) -> None:
+    """One layer of one batch."""
+    groups, slots = sight.batch.groups.to(call.q.device), plan.slots
+    turned_q, turned_k, raw, bias, kept, attention, _ = attend(text, call, plan, sight.kept)
+    q, k = text.before_rotation(call, plan)
+    kv = torch.tensor([plan.kv_slots.index(text.kv_of_head[slot]) for slot in slots], device=q.device)
+    b, h, _, _ = q.shape
+    rows = torch.arange(b, device=q.device)
     uniform = kept / kept.sum(dim=-1, keepdim=True).clamp_min(1)
     mass = attention.sum(dim=-1, keepdim=True)
     weights = attention - mass * uniform
-    raw = raw + bias
     _add_heads(found.logit, groups, slots, (weights * raw).sum(dim=(2, 3)))
     _add_heads(found.mass, groups, slots, mass[..., 0].sum(dim=2))
 
@@ -304,7 +326,7 @@ def _take(text: Text, fit: FactorFit, sight: _Sight, call: Call, plan: Plan, fou
     # the query's own logit against that of another document's query at the same place, on the same keys
     alone = torch.where(kept, call.cap(raw - bias) + bias, -torch.inf)
     other = sight.other.to(q.device)
-    foreign_raw = call.scale * turned_q[other] @ turned_k[:, kv].mT + bias
+    foreign_raw = call.scale * turned_q[other] @ turned_k.mT + bias
     foreign = torch.where(kept, call.cap(foreign_raw - bias) + bias, -torch.inf)
     both = (sight.asked & sight.asked[sight.other])[:, None].to(q.device) & (other != rows)[:, None, None]
     for sums, own_logits, values in ((found.own, alone, raw), (found.foreign, foreign, foreign_raw)):
