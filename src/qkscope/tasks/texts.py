@@ -7,6 +7,7 @@ the default because they need no download: what ``help()`` has on its topics, an
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import logging
 import os
@@ -76,6 +77,8 @@ def python_texts(docstrings: bool = False) -> tuple[Document, ...]:
 def _docstrings() -> list[Document]:
     """The prose of each module of the standard library, read and never run."""
     library, found = Path(sysconfig.get_path("stdlib")), []
+    collects = gc.isenabled()
+    gc.disable()  # trees have no cycles, and to look for some in all that torch holds is two thirds of the time
     for folder, inside, files in os.walk(library):
         inside[:] = [name for name in inside if not _NOT_LIBRARY.fullmatch(name)]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
@@ -87,6 +90,8 @@ def _docstrings() -> list[Document]:
             if len(text) >= _LEAST_DOCUMENT:
                 parts = path.relative_to(library).with_suffix("").parts
                 found.append(Document(f"module {'.'.join(parts).removesuffix('.__init__')}", text))
+    if collects:
+        gc.enable()
     return sorted(found, key=lambda document: document.name)
 
 
