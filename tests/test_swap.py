@@ -11,7 +11,7 @@ from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.attention import AttentionRows
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
-from qkscope.maths.methods import cov_qk, key_pca
+from qkscope.maths.methods import cov_qk, key_pca, summed
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
 
@@ -39,6 +39,31 @@ def random_rows(seed, n=7, h=4, g=2, keys=5, d=6, capped=True):
         bias=bias,
         rest=randn(seed + 2, n, h),
     )
+
+
+@given(seeds)
+@settings(max_examples=10, deadline=None)
+def test_a_flip_is_of_the_whole_row_and_a_named_one_of_the_named_keys(seed):
+    """Keys that are left out of the names come back as the largest of the others."""
+    keys, q = randn(seed, 40, 1, 6, 4), randn(seed + 1, 40, 1, 4)
+    orig, target, p = (
+        torch.zeros(40, dtype=torch.long),
+        torch.ones(40, dtype=torch.long),
+        Projector(*[torch.eye(4)[None]] * 2),
+    )
+    whole = AttentionRows(q, keys, 1.0)
+    others = whole.logits()[..., 3:]
+    named = AttentionRows(q, keys[:, :, :3], 1.0, rest=others.logsumexp(-1), top=others.amax(-1))
+    one, other = (swap_attention(rows, orig, target, p) for rows in (whole, named))
+    assert torch.equal(one.flipped, other.flipped)
+    assert torch.equal(one.flipped, one.flipped_named)
+    assert bool((other.flipped <= other.flipped_named).all())
+    torch.testing.assert_close(one.left, other.left)
+
+
+def test_summed_projectors_count_twice_what_two_features_share():
+    a, b = torch.eye(4, dtype=torch.float64)[None, :, :2], torch.eye(4, dtype=torch.float64)[None, :, 1:3]
+    torch.testing.assert_close(summed([a, b]).matrix()[0].diagonal(), torch.tensor([1.0, 2.0, 1.0, 0.0]).double())
 
 
 @given(seeds)

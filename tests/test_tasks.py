@@ -115,9 +115,25 @@ def test_own_query_labels_the_copy_negative_and_same_query_leaves_that_to_the_pa
     assert not own.contrasts["lexical"].across
     assert same.contrasts["lexical"].across
     for (first, copy), (first_same, copy_same) in zip(own.fit("lexical", 8), same.fit("lexical", 8), strict=True):
-        assert (first, copy.text) == (first_same, copy_same.text)
-        assert labels_of(copy, "lexical") == [-label for label in labels_of(copy_same, "lexical")]
-        assert labels_of(copy, ANSWER) == labels_of(copy_same, ANSWER)
+        assert labels_of(copy, "lexical") == [-label for label in labels_of(first, "lexical")]
+        assert labels_of(copy_same, "lexical") == labels_of(first_same, "lexical")
+        assert labels_of(copy, ANSWER) == labels_of(first, ANSWER)
+
+
+@pytest.mark.parametrize("pool", [None, 7])
+def test_with_their_own_query_copies_take_words_that_prompts_never_use(pool):
+    units = tasks.binding(4, lexical="own_query", pool=pool).fit("lexical", 200)
+    prompts = {word for first, _ in units for word, _ in pairs_of(first.text, "list")[0]}
+    copies = {pairs_of(copy.text, "list")[1] for _, copy in units}
+    assert len(prompts) == (pool or len(OBJECTS) // 6)
+    assert not prompts & copies
+
+
+def test_prompts_as_the_paper_writes_them():
+    (listed,) = tasks.filter(form="find").test(1)[0]
+    assert re.search(r"^\w+(, [\w ]+){24}\. Find the (fruits|animals|vehicles|drinks|countries)\.$", listed.text)
+    (boxes,) = tasks.binding(3, "question", chat=True).test(1)[0]
+    assert re.search(r"\. Which box is the \w+ in\?\nAnswer: Box$", boxes.text)
 
 
 def test_filler_moves_tokens_but_not_pairs():

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from qkscope.errors import BadInput
 
-_PER_ROW = ("q", "k", "bias", "rest", "key_mask")
+_PER_ROW = ("q", "k", "bias", "rest", "key_mask", "top")
 _PER_HEAD = ("scale", "kv_of_head", "softcap")
 _PADDED = {"k": (0.0, (0, 0)), "bias": (-torch.inf, ()), "key_mask": (False, ())}  # with what, and the axes behind
 
@@ -37,6 +37,7 @@ class AttentionRows:
     bias : what is added to a logit after the cap (0, or −inf where the key is masked).
     rest : log-sum-exp of all the logits that are not named; −inf where the named keys are the whole row.
     key_mask : False where a slot is padding.
+    top : largest logit of the tokens that are not named; where it is not known, the named keys are all there is.
 
     Examples
     --------
@@ -53,6 +54,7 @@ class AttentionRows:
     bias: Float[Tensor, "n h k"] | None = None
     rest: Float[Tensor, "n h"] | None = None
     key_mask: Bool[Tensor, "n k"] | None = None
+    top: Float[Tensor, "n h"] | None = None
 
     def __post_init__(self) -> None:
         if self.q.ndim not in (3, 4) or self.k.ndim != 4 or self.q.shape[-1] != self.k.shape[-1]:
@@ -118,6 +120,7 @@ class AttentionRows:
             softcap=None if self.softcap is None else self.softcap[one],
             bias=None if self.bias is None else self.bias[:, one],
             rest=None if self.rest is None else self.rest[:, one],
+            top=None if self.top is None else self.top[:, one],
         )
 
     def present(self) -> Bool[Tensor, "n k"]:
@@ -163,6 +166,18 @@ class AttentionRows:
         if self.rest is not None:
             total = torch.logaddexp(total, self.rest)
         return (logits - total[..., None]).exp()
+
+    def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
+        """The slot of the key with the most attention; −1 where that is a token that is not named.
+
+        Examples
+        --------
+        >>> keys, others = torch.eye(4)[None, None, :2], torch.tensor([[2.0]])
+        >>> AttentionRows(torch.ones(1, 1, 4), keys, scale=1.0, top=others).largest()
+        tensor([[-1]])
+        """
+        best, slot = self.logits(products).max(dim=-1)
+        return slot if self.top is None else slot.masked_fill(self.top > best, -1)
 
     def _per_head(self, value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=self.q.dtype, device=self.q.device).reshape(-1)[:, None]

@@ -83,6 +83,7 @@ def swap(
     space, chat : how the prompts run where there is no fit, which says it otherwise.
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
+        ``tables["paired"]`` holds differences of two conditions' shifts on the same rows, with their intervals.
     clouds : also keys and queries as points, for a page (``tables["clouds"]`` and arrays ``cloud/NAME/…``).
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
@@ -124,9 +125,11 @@ def swap(
         for row in rows.table(projectors, seed=seed)
         if row["kind"] != "oblique" or number[row["head"]] is not None
     ]
-    tables: dict[str, list[dict[str, Any]]] = {"swap": table}
+    by_size = chosen.methods(draws, seed) if sizes else {}
+    pairs_of, everything = chosen.pairs(projectors, by_size, sizes)
+    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": rows.paired(pairs_of, everything, seed=seed)}
     if sizes:
-        tables["curve"] = rows.curve(chosen.methods(draws, seed), sizes, against="random", seed=seed)
+        tables["curve"] = rows.curve(by_size, sizes, against="random", seed=seed)
     about = chosen.fit.provenance.get("asked", {})
     arrays: dict[str, Tensor] = {}
     if clouds:
@@ -245,6 +248,28 @@ class Features:
             known = self.fit.covariances(self.heads, self.names)
             found |= {kind: make(*known) for kind, make in methods.BASELINES.items()}
         return {**found, "random": self._random(draws, seed)}
+
+    def pairs(
+        self,
+        projectors: Mapping[Condition, Projector],
+        by_size: Mapping[str | Condition, Method],
+        sizes: Sequence[int],
+    ) -> tuple[list[tuple[Condition, Condition]], dict[Condition, Projector]]:
+        """What is compared on the same rows: all features with each alone and with what chose its directions
+        otherwise, and each feature with the keys' principal components, also at every size.
+        """
+        joint = [one for one in (Condition(self.joint), Condition(self.joint, "summed")) if one in projectors]
+        pairs = [(one, Condition(name)) for one in joint for name in self.names if len(self.names) > 1]
+        for one in [*joint, *(Condition(name) for name in self.names)]:
+            others = [Condition(one.feature, kind) for kind in ("feature", "random", *methods.BASELINES)]
+            pairs += [(one, other) for other in others if other in projectors and other != one]
+        found = dict(projectors)
+        for k in sizes if "key_pca" in by_size else ():
+            for name in self.names:
+                pair = Condition(f"{name}, {k}"), Condition(f"key_pca, {k}")
+                found |= {pair[0]: by_size[Condition(name)](k), pair[1]: by_size["key_pca"](k)}
+                pairs.append(pair)
+        return list(dict.fromkeys(pairs)), found
 
     def _random(self, draws: int, seed: int) -> Method:
         return methods.random(self.heads, next(iter(self.subspaces.values())).d_head, draws, seed)

@@ -12,6 +12,9 @@ omega_svd  components of the logit, ``P = Σ n_j m_jᵀ``, by singular value: wh
 singular   the same components by what they carry of a contrast
 ========== ========================================================================================================
 
+Of several features together there are two ways: a joint basis, in which shared directions count once, and ``summed``,
+as the authors' scripts do it: their projectors are added, so that what features share is exchanged twice.
+
 Others are made anew for each size: `random` subspaces, `rotated` components (chosen as `singular` ones are, of rotated
 singular vectors), and `learned` ones, the ceiling. Of several features, `joint` spans all of them, and `oblique` swaps
 each along the others. Baselines are fitted on what the features were fitted on, never on the test set.
@@ -134,6 +137,12 @@ def joint(features: Sequence[Bases]) -> list[Float[Tensor, "d r"]]:
     return [joint_basis(list(bases)) for bases in zip(*features, strict=True)]
 
 
+def summed(features: Sequence[Bases]) -> Projector:
+    """At each head, the sum of all features' projectors: no projector, unless they are orthogonal."""
+    each = [torch.cat([basis.to(torch.float64) for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
+    return Projector.stack([Projector.orthogonal(columns) for columns in each])
+
+
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
     """For each feature the projectors onto it along the others, and the condition number of the set at each head.
 
@@ -165,7 +174,8 @@ def conditions(
     covariances: Mapping[str, tuple[Float[Tensor, "h d d"], Float[Tensor, "h d d"]]],
     random: Method,
 ) -> tuple[dict[Condition, Projector], list[float | None]]:
-    """Every feature, all together, each obliquely, and baselines of the same sizes; the condition number of each head.
+    """Every feature, all together (also ``summed``), each obliquely, baselines of the same sizes; and at each head the
+    condition number of the set.
 
     Parameters
     ----------
@@ -182,6 +192,7 @@ def conditions(
     }
     numbers: list[float | None] = [None] * len(every[name])
     if len(features) > 1:
+        found[Condition(name, "summed")] = summed(list(features.values()))
         projectors, numbers = oblique(list(features.values()))
         found |= {Condition(one, "oblique"): p for one, p in zip(features, projectors, strict=True)}
     for feature, bases in every.items():

@@ -31,7 +31,7 @@ Method = Callable[[int | Sequence[int]], Projector]
 """A way to choose k directions of every head; see `qkscope.maths.methods`."""
 
 _VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
-_MEASURES = ("shift", "gain", "carried", "carried_gain")
+_MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
 _ENDS = ("", "_low", "_high")
 _ATTENTION = ("orig_before", "target_before", "orig_after", "target_after", "shift")
 
@@ -68,13 +68,18 @@ def swapped_keys(
 
 @dataclass(frozen=True)
 class SwapEffect:
-    """Attention on the original and the target key, before and after; ``draws`` > 1 for random subspaces."""
+    """Attention on the original and the target key, before and after; ``draws`` > 1 for random subspaces.
+
+    ``flipped``: of all tokens of the row, the original key had the most attention, and the target has it afterwards;
+    ``flipped_named``: the same of the named keys alone.
+    """
 
     orig_before: Float[Tensor, "n h"]
     target_before: Float[Tensor, "n h"]
     orig_after: Float[Tensor, "draws n h"]
     target_after: Float[Tensor, "draws n h"]
     flipped: Bool[Tensor, "draws n h"]
+    flipped_named: Bool[Tensor, "draws n h"]
     rank: Int[Tensor, " h"]
     d_head: int
     gap: Float[Tensor, "n h"]
@@ -89,6 +94,11 @@ class SwapEffect:
         before, after = self.orig_before + self.target_before, self.orig_after + self.target_after
         moved = self.target_after / after - self.target_before / before
         return torch.where((before > 0) & (after > 0), moved, torch.zeros_like(moved)).mean(dim=0)
+
+    @property
+    def left(self) -> Float[Tensor, "n h"]:
+        """Attention that leaves the original key, averaged over draws."""
+        return self.orig_before - self.orig_after.mean(dim=0)
 
     @property
     def carried(self) -> Float[Tensor, "n h"]:
@@ -155,6 +165,22 @@ class SwapRows:
         against = {what: other for what, other in random.items() if other in conditions}
         return swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
 
+    def paired(
+        self, pairs: Sequence[tuple[Condition, Condition]], effects: Mapping[Condition, Projector], *, seed: int = 0
+    ) -> list[dict[str, Any]]:
+        """How much more one condition shifts than another on the same rows, with the interval of the difference."""
+        needed = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
+        table = []
+        for column, head in enumerate(self.heads):
+            values = torch.stack([(needed[one] - needed[other])[:, column] for one, other in pairs], dim=1)
+            low, high = clustered_bootstrap(values, self.cluster, seed=seed)
+            table += [
+                {"head": str(head), "one": one.name, "other": other.name, "difference": float(values[:, i].mean()),
+                 "low": float(low[i]), "high": float(high[i]), "n": len(values)}
+                for i, (one, other) in enumerate(pairs)
+            ]  # fmt: skip
+        return table
+
     def curve(
         self,
         methods: Mapping[str | Condition, Method],
@@ -175,7 +201,7 @@ class SwapRows:
             else:
                 pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
             for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
-                gains = {f"{name}{end}": row[f"{name}{end}"] for name in _MEASURES[1:] for end in _ENDS}
+                gains = {f"{name}{end}": row[f"{name}{end}"] for name in _MEASURES[1:4] for end in _ENDS}
                 table.append({
                     "head": row["head"], "method": row["condition"], "feature": row["feature"], "kind": row["kind"],
                     "k": k, **{name: row[name] for name in _ATTENTION},
@@ -222,14 +248,16 @@ def swap_attention(
     def pick(values: Tensor, slot: Tensor) -> Tensor:
         return (values * slot).sum(dim=-1)
 
-    orig_after, target_after, flipped, moved = [], [], [], []
+    orig_after, target_after, flipped, flipped_named, moved = [], [], [], [], []
+    first = rows.largest(before)
     for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
         change = up[..., None] * is_orig + down[..., None] * is_target
         moved.append((pick(change, at_target) - pick(change, at_orig)) / 2)
         after = rows.attention(before + change)
         orig_after.append(pick(after, at_orig))
         target_after.append(pick(after, at_target))
-        flipped.append((attention.argmax(-1) == watched[:, None]) & (after.argmax(-1) == wanted[:, None]))
+        flipped.append((first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None]))
+        flipped_named.append((attention.argmax(-1) == watched[:, None]) & (after.argmax(-1) == wanted[:, None]))
     rank = projector.rank
     return SwapEffect(
         orig_before=pick(attention, at_orig),
@@ -237,6 +265,7 @@ def swap_attention(
         orig_after=torch.stack(orig_after),
         target_after=torch.stack(target_after),
         flipped=torch.stack(flipped),
+        flipped_named=torch.stack(flipped_named),
         rank=rank[0] if rank.ndim == 2 else rank,
         d_head=rows.d_head,
         gap=pick(before, at_orig) - pick(before, at_target),
@@ -283,7 +312,7 @@ def swap_table(
 
     ``against`` names, for a condition, the baseline its shift is compared with on the same examples and resamples:
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
-    ``carried`` and ``carried_gain`` are the same for the logit.
+    ``carried`` and ``carried_gain`` are the same for the logit; ``left`` is the attention that leaves the original key.
     """
     pairs, names = dict(against or {}), list(effects)
     conditions = [_condition(name) for name in names]
@@ -307,7 +336,8 @@ def swap_table(
                 "target_before": float(effect.target_before[:, column].mean()),
                 "orig_after": float(effect.orig_after[..., column].mean()),
                 "target_after": float(effect.target_after[..., column].mean()), **told,
-                "flip": float(effect.flipped[..., column].double().mean()), "n": len(prompts),
+                "flip": float(effect.flipped[..., column].double().mean()),
+                "flip_named": float(effect.flipped_named[..., column].double().mean()), "n": len(prompts),
                 "draws": effect.orig_after.shape[0], "vacuous": bool(effect.vacuous[column]),
             })  # fmt: skip
     return table
@@ -322,4 +352,5 @@ def _measures(
         own = [getattr(effect, name)[:, column].double() for effect in effects]
         gain = [x - own[b] if b is not None else x for x, b in zip(own, baseline, strict=True)]
         measures += [torch.stack(own, dim=1), torch.stack(gain, dim=1)]
+    measures.append(torch.stack([effect.left[:, column].double() for effect in effects], dim=1))
     return torch.stack(measures, dim=1)

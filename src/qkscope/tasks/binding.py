@@ -5,7 +5,9 @@ Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
 - ``order``: the same words in every prompt, shuffled, and one fixed word asked for; + is the box at its place, − the
   other boxes. The word's own direction enters through the mean, so the query is centred.
 - ``lexical``: a copy of the prompt with the word asked for replaced in both places; + is its box, − the box of the
-  copy, seen by the same query. ``own_query`` is the authors' variant: each prompt's query meets its own key.
+  copy, seen by the same query. ``own_query`` is the authors' estimator, ``E[q kᵀ]`` of the prompts less that of the
+  copies, each query with its own key. Copies then take their word from a pool that the prompts never use: with one
+  pool for both, + and − would be exchangeable, and the difference nothing but noise.
 - ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
 
 The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
@@ -32,7 +34,7 @@ LINES: dict[str, tuple[str, str, str, str]] = {
     "sentence": ("The ", " is in Box ", ". ", "The {} is in Box"),
     "question": ("The ", " is in Box ", ". ", "Which box is the {0} in? The {0} is in Box"),
 }
-_CHAT = "Which box is the {} in?"  # a bare question breaks off in its answer; in a chat the model's turn follows it
+_CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
 FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
 
 
@@ -54,11 +56,14 @@ def binding(
     Parameters
     ----------
     entities : pairs of word and box in a prompt, 2 to 20.
-    form : ``list`` (``hat: O``), ``sentence``, or ``question`` (with the start of its answer, unless in a chat).
+    form : ``list`` (``hat: O``), ``sentence``, or ``question`` (with the start of its answer; in a chat it ends
+        ``Answer: Box``, as in the paper).
     seed : of every draw.
-    lexical : the lexical contrast: one query for both keys, or the authors' own query each.
+    lexical : the lexical contrast: one query for both keys, or the authors' estimator: each prompt's own query, and
+        copies with words of a pool of their own.
     words, boxes : what to draw from; the words are cut into disjoint pools for choosing, fitting and testing.
-    pool : how many different words the lexical contrast is fitted on; all of the fitting pool by default.
+    pool : how many different words the lexical contrast is fitted on; all of the fitting pool by default, and with
+        ``own_query`` half of it, as the copies' words are the others.
     filler : up to so many words before each pair, so that order is not token position.
     chat : whether prompts go into the model's chat template.
 
@@ -71,10 +76,12 @@ def binding(
     if len(labelled) <= entities:
         raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
-    if pool is not None and not entities < pool <= len(split["fit"]):
-        words_needed = f"from {entities + 1} to {len(split['fit'])}"
-        raise BadInput(f"{entities} entities and a counterfactual need a pool {words_needed}, but got {pool}.")
-    fitted, address = split["fit"][:pool], (form, entities)
+    disjoint = lexical == "own_query"
+    least, most = (entities, len(split["fit"]) - 1) if disjoint else (entities + 1, len(split["fit"]))
+    if pool is not None and not least <= pool <= most:
+        raise BadInput(f"{entities} entities and a counterfactual need a pool from {least} to {most}, but got {pool}.")
+    cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
+    fitted, address = split["fit"][:cut], (form, entities)
 
     def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
         """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
@@ -94,6 +101,7 @@ def binding(
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         own = fitted if use == "fit" else split[use]
+        copied = split["fit"][cut:] if disjoint and use == "fit" else own  # where a copy's word comes from
         swapped = seeded(seed, "binding", *address, use, "box")  # apart, so that both contrasts draw the same prompts
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
         for cluster in count():
@@ -110,7 +118,7 @@ def binding(
                 yield (first,)
                 continue
             other = list(pairs)
-            other[asked] = (rng.choice([word for word in own if word not in named]), labels[asked])
+            other[asked] = (rng.choice([word for word in copied if word not in named]), labels[asked])
             if contrast == "box":
                 other[asked] = (named[asked], swapped.choice([box for box in labelled if box not in labels]))
             after = rng.getstate()

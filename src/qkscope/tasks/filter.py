@@ -18,7 +18,7 @@ from qkscope.kinds import Count, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import CATEGORIES, FIVE
 
-Form = Literal["list", "bullets", "question"]
+Form = Literal["list", "bullets", "question", "find"]
 POOLED = "category"
 FORMS: dict[str, tuple[str, str, str, str]] = {
     # before the list, before an item, after an item, the question
@@ -26,6 +26,9 @@ FORMS: dict[str, tuple[str, str, str, str]] = {
     "bullets": ("Items:\n", "- ", "\n", "\nThe {} in the list are:"),
     "question": ("", "", ", ", "\nQuestion: Which of these are {}?\nAnswer:"),
 }
+
+
+_FIND = ("", "", ", ", " Find the {}.")  # as in the paper; not in FORMS, whose words the nano models know
 
 
 @checked_call
@@ -43,7 +46,7 @@ def filter_task(
     Parameters
     ----------
     categories : 5 or 13 for the papers' sets, or names from ``words``.
-    form : ``list``, ``bullets`` or ``question``.
+    form : ``list``, ``bullets``, ``question``, or ``find`` (the paper's: the list, then ``Find the fruits.``).
     seed : of every draw.
     items : items of each category in a prompt.
     words : words of every category; your own lists are welcome, and words of several tokens too.
@@ -90,15 +93,19 @@ def filter_task(
     contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
     lists = {name: list(words[name]) for name in named}
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
-    first = not chat and not FORMS[form][0]
+    first = not chat and not _parts(form)[0]
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
     # in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
     return made("filter", seed, contrasts, walk, asked, address, starts_with_key=first, apart=apart)
 
 
+def _parts(form: str) -> tuple[str, str, str, str]:
+    return _FIND if form == "find" else FORMS[form]
+
+
 def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:
-    start, before, after, question = FORMS[form]
+    start, before, after, question = _parts(form)
     draft = Draft().write(start) if start else Draft()
     for i, (word, name) in enumerate(chosen):
         sign = 1 if name == wanted else -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from qkscope.draws import derived_seed
 from qkscope.papers.fleet import toy_figures
 from qkscope.papers.lee2026.toy.retrieval import VARIANTS, Retrieval, Variant
 from qkscope.papers.lee2026.toy.stack import HeadCell
@@ -23,15 +24,17 @@ class HeadWork:
     replicates: int  # of the sign-flip null
     contexts: int  # for accuracy and ceilings
     swaps: int
+    seeds: int = 1  # heads of each cell; contexts and swaps are shared out among them
     ranks: dict[int, tuple[int, ...]] = field(default_factory=lambda: dict(GRIDS))  # d_head: the grid's ranks
 
 
 WORK = {
     # Enough training to see the point, not to finish: corners of the grids, a high learning rate, 800 steps.
-    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048, {8: (2, 5), 16: (4, 10)}),
+    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048,
+                      ranks={8: (2, 5), 16: (4, 10)}),
     "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240),
-    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200),
-}
+    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200, 5, {8: GRIDS[8], 16: tuple(range(4, 13))}),
+}  # fmt: skip
 Cells = Callable[[Settings], list[HeadCell]]
 """The heads that a figure needs, which depend on preset and seed."""
 
@@ -40,20 +43,27 @@ def whole_grids(*grids: tuple[Variant, int]) -> Cells:
     """Every cell of grids (variant, d_head)."""
     return lambda settings: [
         cell
+        for seed in _seeds(settings)
         for variant, d_head in grids
-        for cell in grid(variant, d_head, WORK[settings.preset].ranks[d_head], settings.seed)
+        for cell in grid(variant, d_head, WORK[settings.preset].ranks[d_head], seed)
     ]
+
+
+def _seeds(settings: Settings) -> list[int]:
+    more = range(1, WORK[settings.preset].seeds)
+    return [settings.seed, *(derived_seed(settings.seed, "head", again) for again in more)]
 
 
 def example_head(variant: Variant) -> Cells:
     """The paper's example, ranks (3, 5) at d_head 16."""
-    return lambda settings: [HeadCell(Retrieval((3, 5), variant), 16, settings.seed)]
+    return lambda settings: [HeadCell(Retrieval((3, 5), variant), 16, seed) for seed in _seeds(settings)]
 
 
 def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tuple[int, int]]) -> Cells:
     """Heads of one width and these ranks, in both variants; fewer at preset smoke."""
     return lambda settings: [
-        HeadCell(Retrieval(r, variant), d_head, settings.seed)
+        HeadCell(Retrieval(r, variant), d_head, seed)
+        for seed in _seeds(settings)
         for variant in VARIANTS
         for r in (smoke if settings.preset == "smoke" else ranks)
     ]
