@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from qkscope.analyses.clouds import principal
 from qkscope.analyses.find import Ranking
 from qkscope.capture.families import tiny_model
 from qkscope.heads import Head
-from qkscope.papers.lee2026.language import choose_heads
+from qkscope.papers.lee2026.language import choose_heads, for_choice
 from qkscope.papers.lee2026.points import align, nearest_centroid, separation
+from qkscope.papers.tables import Estimate
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 
 _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -26,7 +28,7 @@ _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if a
 def tokenizer(chat: bool) -> PreTrainedTokenizerFast:
     """One token per word and mark, as the tasks write them; the chat template is optional."""
     words = {"<pad>": 0, "<unk>": 1, "<user>": 2, "<end>": 3, "<bot>": 4}
-    text = "The is in Box . Which box the ? Question : Answer of these are , Items list - male female names"
+    text = "The is in Box . Which box the ? Question : Answer of these are Find , Items list - male female names"
     plain = text.split()
     named = [*OBJECTS, *BOXES, *(word for own in CATEGORIES.values() for word in own), *CATEGORIES, *plain]
     for word in named:
@@ -57,7 +59,8 @@ def reproduce(model: Path, out: Path, *figures: str) -> dict[str, dict]:
 
 
 SWAP_COLUMNS = {"head", "condition", "rank", "orig_before", "target_before", "orig_after", "target_after", "shift",
-                "shift_low", "shift_high", "flip", "n", "draws", "vacuous"}  # fmt: skip
+                "shift_low", "shift_high", "left", "left_low", "left_high", "flip", "flip_named", "n", "draws",
+                "vacuous"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def test_the_papers_templates_reach_a_named_llama(llama):
     assert manifest["asked"]["form"] == "question"
     prompt = results["fig10"]["tables"]["prompt"][0]["text"]
     assert "Which box is the" in prompt
-    assert prompt.endswith(" in?")  # the model's own turn follows
+    assert prompt.endswith(" in?\nAnswer: Box")  # the model's own turn follows
     tokens = [row["token"] for row in results["fig10"]["tables"]["tokens"]]
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
 
@@ -115,6 +118,25 @@ def test_binding_swaps_hold_every_condition_beside_its_baselines(llama, qwen):
             assert "sham_both" in own
         curve = {(row["method"], row["k"]) for row in result["tables"]["curve"]}
         assert {(m, k) for m in ("order", "lexical", "key_pca", "cov_qk", "random") for k in (1, 2, 4, 8, 12)} <= curve
+
+
+def test_both_estimators_stand_side_by_side(llama, qwen):
+    for result in (llama[0]["fig9"], llama[0]["fig18"], qwen[0]["fig20"]):
+        theirs, ours = result["tables"]["paper_swap"], result["tables"]["swap"]
+        assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in ours]
+        assert any(a["shift"] != b["shift"] for a, b in zip(theirs, ours, strict=True))
+        center = {row["contrast"]: row["center"] for row in result["tables"]["paper_ranks"]}
+        assert center == {"order": "none", "lexical": "none"}
+    for figure, table in (("fig8", "views"), ("fig10", "shares"), ("fig16", "counts"), ("fig17", "views")):
+        assert {"paper", "ours"} <= {row["estimator"] for row in llama[0][figure]["tables"][table]}
+
+
+def test_what_the_paper_states_has_its_place_and_what_fails_its_reason(llama, qwen):
+    for results in (llama[0], qwen[0]):
+        for result in results.values():
+            for claim in result["claims"]:
+                assert claim["source"] != "stated" or re.match(r"(§|Fig\. )[\dF]", claim["paper"]), claim
+                assert (claim["reason"] != "") == (claim["holds"] is False)
 
 
 def test_filter_swaps_cut_categories_at_one_direction_each(llama, qwen):
@@ -151,7 +173,8 @@ def test_logit_parts_sum_and_shares_are_of_one(llama):
 def test_a_random_model_binds_nothing(llama):
     """What needs a head that works must come out false here."""
     found = {claim["claim"]: claim["holds"] for claim in llama[0]["fig9"]["claims"]}
-    assert not next(holds for text, holds in found.items() if text.startswith("swapping both moves most"))
+    both = [holds for text, holds in found.items() if text.startswith("swapping both moves the majority")]
+    assert both == [False, False]
 
 
 def ranking(*rows: tuple[str, float, float, float, float]) -> Ranking:
@@ -208,7 +231,8 @@ def test_the_control_looks_at_the_keys_and_is_at_chance(kind):
 def test_the_bound_of_a_chosen_head_pays_for_the_choice():
     found = choose_heads(RANKING, "filter", 9)
     # nine heads: z of 1 - 0.025 / 9 is 2.773, the standard error is 0.01
-    assert found.ratio_low(Head(2, 1)) == pytest.approx(0.5 - 2.773 * 0.01, abs=1e-4)
+    assert found.row(Head(2, 1))["ratio_low"] == pytest.approx(0.5 - 2.773 * 0.01, abs=1e-4)
+    assert for_choice(Estimate(0.5, 0.5 - 0.0196, 0.5 + 0.0196), 9).high == pytest.approx(0.5277, abs=1e-4)
 
 
 def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():

@@ -1,5 +1,7 @@
 """Figures 8 and 17: boxes and questions as points, in the order and lexical subspaces, and without projecting.
 
+The subspaces are the paper's and ours (column ``estimator``); what the paper says is judged by its own, and drawn are
+ours, as an order of one dimension makes no picture.
 Prompts are held out: other words than those the subspaces were fitted on, so a cluster of a word is no memory of it.
 """
 
@@ -9,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import torch
@@ -19,10 +21,10 @@ from torch import Tensor
 from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
 from qkscope.page.figures import new_figure
-from qkscope.papers.lee2026.language import Session, session_of
-from qkscope.papers.lee2026.points import Points, capture_points, nearest_centroid, view
+from qkscope.papers.lee2026.language import ESTIMATORS, Estimator, Session, session_of
+from qkscope.papers.lee2026.points import Points, capture_points, nearest_hits, share_of, view
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.tables import Files, Row, figure_name, files_of, model_name, name_axes
+from qkscope.papers.tables import Files, Row, figure_name, files_of, model_name, name_axes, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -37,7 +39,7 @@ FEATURES = ("order", "lexical")
 def run(settings: Settings, projected: bool) -> Result:
     """Figure 8 projects on each feature's subspaces, figure 17 does not; the numbers of both stand in both."""
     session = session_of(settings)
-    found, fit = session.found("binding"), session.fit("binding")
+    found = session.found("binding")
     best = found.heads[0]
     points = binding_points(session)
     labels = _labels(session, points)
@@ -45,11 +47,13 @@ def run(settings: Settings, projected: bool) -> Result:
     arrays: dict[str, Tensor] = {}
     for head in found.all:
         for feature in FEATURES:
-            for space in (feature, "whole head"):
-                shown = head == best and (space == feature) == projected
-                mapped = shown and space == feature == "lexical"
-                row, drawn = _view(points, labels[feature][1], fit, head, feature, space, session.seed, mapped)
-                rows.append({"head": str(head), "is_control": head == found.control, **row})
+            for estimator in (*ESTIMATORS, None):
+                fit = None if estimator is None else session.binding_fit(estimator)
+                shown = head == best and estimator == ("ours" if projected else None)
+                mapped = shown and projected and feature == "lexical"
+                row, drawn = _view(points, labels[feature][1], fit, head, feature, session.seed, mapped)
+                about = {"head": str(head), "is_control": head == found.control, "estimator": estimator or ""}
+                rows.append({**about, **row})
                 if shown:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
     return settings.result(
@@ -91,30 +95,32 @@ def _labels(session: Session, points: Points) -> dict[str, tuple[list[str], Int[
 def _view(
     points: Points,
     labels: Int[Tensor, "n k"],
-    fit: Fit,
+    fit: Fit | None,
     head: Head,
     feature: str,
-    space: str,
     seed: int,
     mapped: bool,
 ) -> tuple[Row, dict[str, Tensor]]:
     q, k = points.at(head)
     asked = labels[torch.arange(len(labels)), points.answers()]
     flat, of_key = k.flatten(0, 1), labels.flatten()
-    if space != "whole head":
+    if fit is not None:
         q, flat = fit[feature, head].project(q, "query"), fit[feature, head].project(flat, "key")
     q_at, k_at, apart, everywhere, plane = view(q, asked, flat, of_key, seed)
-    early = torch.arange(len(labels)).repeat_interleave(k.shape[1]) % 2 == 0  # centroids from every other prompt
+    prompt = torch.arange(len(labels)).repeat_interleave(k.shape[1])
+    early = prompt % 2 == 0  # centroids from every other prompt
 
-    def clusters(x: Tensor) -> float:
-        return nearest_centroid(x[early], of_key[early], x[~early], of_key[~early])
+    def clusters(name: str, x: Tensor) -> Row:
+        found = share_of(nearest_hits(x[early], of_key[early], x[~early], of_key[~early]), prompt[~early])
+        return {name: found.mean, **{f"{name}_{end}": value for end, value in found.ends.items()}}
 
+    space, size = ("whole head", q.shape[1]) if fit is None else (feature, fit[feature, head].rank)
     row = {
-        "feature": feature, "space": space, "dimensions": fit[feature, head].rank if space == feature else q.shape[1],
+        "feature": feature, "space": space, "dimensions": size,
         "apart_on_pc1": apart,
         "cosine": everywhere.cosine, "cosine_shuffled_high": everywhere.shuffled_high,
         "cosine_pc23": plane.cosine, "cosine_pc23_shuffled_high": plane.shuffled_high,
-        "query_finds_keys": everywhere.hits, "clusters": clusters(flat), "clusters_3_pcs": clusters(k_at),
+        "query_finds_keys": everywhere.hits, **clusters("clusters", flat), **clusters("clusters_3_pcs", k_at),
         "chance": everywhere.chance,
     }  # fmt: skip
     shown = (of_key < _WORDS).nonzero()[:_SHOWN, 0]
@@ -141,51 +147,69 @@ def _umap(x: Float[Tensor, "n d"], seed: int) -> Float[Tensor, "n 2"] | None:
         return torch.from_numpy(umap.UMAP(n_components=2, random_state=seed).fit_transform(x.float().numpy())).float()
 
 
-def _row(rows: list[Row], head: str, feature: str, space: str) -> Row:
-    return next(r for r in rows if (r["head"], r["feature"], r["space"]) == (head, feature, space))
+def _row(rows: list[Row], head: str, feature: str, estimator: Estimator | Literal[""]) -> Row:
+    return pick(rows, head=head, feature=feature, estimator=estimator)[0]
 
 
 def _answer(rows: list[Row], head: str) -> str:
     parts = []
     for feature in FEATURES:
-        own, whole = _row(rows, head, feature, feature), _row(rows, head, feature, "whole head")
+        theirs, own, whole = (_row(rows, head, feature, which) for which in (*ESTIMATORS, ""))
         parts.append(
-            f"{feature} ({own['dimensions']} dimensions): centroid cosine {own['cosine']:.2f} (95% of random pairings "
-            f"below {own['cosine_shuffled_high']:.2f}; unprojected {whole['cosine']:.2f}), keys nearest to their own "
-            f"label's centroid {own['clusters']:.0%} (unprojected, three PCs {whole['clusters_3_pcs']:.0%}, chance "
-            f"{own['chance']:.0%})"
+            f"{feature} ({theirs['dimensions']} dimensions as in the paper, {own['dimensions']} as we fit it): "
+            f"centroid cosine {theirs['cosine']:.2f} and {own['cosine']:.2f} (95% of random pairings below "
+            f"{own['cosine_shuffled_high']:.2f}; unprojected {whole['cosine']:.2f}), keys nearest to their own label's "
+            f"centroid {theirs['clusters']:.0%} and {own['clusters']:.0%} (unprojected, three PCs "
+            f"{whole['clusters_3_pcs']:.0%}, chance {own['chance']:.0%})"
         )
     return f"At {head}, words not fitted on. " + "; ".join(parts) + "."
 
 
 def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[Claim]:
+    if not projected:
+        return _unprojected_claims(rows, head)
     claims = []
     for feature in FEATURES:
-        own, whole = _row(rows, head, feature, feature), _row(rows, head, feature, "whole head")
-        other = _row(rows, control, feature, feature)
-        if projected:
-            claims += [
-                Claim(f"{feature}: PC 1 separates keys from queries (AUC; control: a head at chance)",
-                      "PC 1 encodes keys versus queries", own["apart_on_pc1"], other["apart_on_pc1"], "ours >= 0.95"),
-                Claim(f"{feature}: keys and queries of one label align (cosine of centroids; control: 95% of random "
-                      "pairings)", "alignment", own["cosine"], own["cosine_shuffled_high"], "ours > control"),
-                Claim(f"{feature}: the alignment is this head's (cosine; control: a head at chance)",
-                      "implied", own["cosine"], other["cosine"], "ours > control + 0.1"),
-                Claim(f"{feature}: keys cluster by label (nearest centroid, other prompts; control: chance)",
-                      "clear clusters", own["clusters"], own["chance"], "ours > 2 * control"),
-                Claim(f"{feature}: the projection shows clusters that the first three PCs do not (three PCs each; "
-                      "control: unprojected)", "implied", own["clusters_3_pcs"], whole["clusters_3_pcs"],
-                      "ours > control + 0.02"),
-            ]  # fmt: skip
-        elif feature == "order":
-            claims.append(Claim("order is in the first three PCs of the whole head (nearest centroid; control: chance)",
-                                "encoded in the first few PCs", whole["clusters_3_pcs"], whole["chance"],
-                                "ours > 2 * control"))  # fmt: skip
-        else:
-            claims.append(Claim("lexical is not in the first three PCs of the whole head (nearest centroid; control: "
-                                "its own subspace)", "PCA does not localise it", whole["clusters_3_pcs"],
-                                own["clusters"], "ours < 0.5 * control"))  # fmt: skip
+        theirs, own, whole = (_row(rows, head, feature, which) for which in (*ESTIMATORS, ""))
+        other = _row(rows, control, feature, "paper")
+        why: Any = {"reason": "small model", "why": f"The paper's estimate of {feature} has {theirs['dimensions']} "
+                    "dimensions here."}  # fmt: skip
+        claims += [
+            Claim(f"{feature}: PC 1 separates keys from queries (AUC, the paper's subspace; control: a head at "
+                  "chance)", "Fig. 8: PC 1 encodes keys versus queries", theirs["apart_on_pc1"],
+                  other["apart_on_pc1"], "ours >= 0.95", **why),
+            Claim(f"{feature}: keys and queries of one label align (cosine of centroids, the paper's subspace; "
+                  "control: 95% of random pairings)", "§5.2, Fig. 8: alignment between keys and queries",
+                  theirs["cosine"], theirs["cosine_shuffled_high"], "ours > control", **why),
+            Claim(f"{feature}: keys cluster by label (nearest centroid, other prompts, the paper's subspace; control: "
+                  "chance)", "§5.2, Fig. 8: clear clusters", theirs["clusters"], theirs["chance"],
+                  "ours > 2 * control", theirs["clusters_low"], theirs["clusters_high"], **why),
+            Claim(f"{feature}: keys and queries align in our subspace (cosine of centroids; control: 95% of random "
+                  "pairings)", "", own["cosine"], own["cosine_shuffled_high"], "ours > control"),
+            Claim(f"{feature}: the alignment is this head's (cosine, our subspace; control: a head at chance)", "",
+                  own["cosine"], _row(rows, control, feature, "ours")["cosine"], "ours > control + 0.1"),
+            Claim(f"{feature}: keys cluster in our subspace (nearest centroid, other prompts; control: chance)", "",
+                  own["clusters"], own["chance"], "ours > 2 * control", own["clusters_low"], own["clusters_high"]),
+            Claim(f"{feature}: our subspace shows clusters that the first three PCs do not (three PCs each; control: "
+                  "unprojected)", "", own["clusters_3_pcs"], whole["clusters_3_pcs"], "ours > control",
+                  own["clusters_3_pcs_low"], own["clusters_3_pcs_high"]),
+        ]  # fmt: skip
     return claims
+
+
+def _unprojected_claims(rows: list[Row], head: str) -> list[Claim]:
+    order, lexical = (_row(rows, head, feature, "") for feature in FEATURES)
+    own = _row(rows, head, "lexical", "paper")
+    return [
+        Claim("order is in the first three PCs of the whole head (nearest centroid; control: chance)",
+              "§F.2, Fig. 17: order-ID is embedded in the first few principal components", order["clusters_3_pcs"],
+              order["chance"], "ours > 2 * control", order["clusters_3_pcs_low"], order["clusters_3_pcs_high"],
+              reason="small model", why="The paper's model has 8B weights."),
+        Claim("lexical is not in the first three PCs of the whole head (nearest centroid; control: its own subspace, "
+              "the paper's)", "§F.2, Fig. 17: PCA alone cannot inform us where other features are encoded",
+              lexical["clusters_3_pcs"], own["clusters"], "ours < 0.5 * control", lexical["clusters_3_pcs_low"],
+              lexical["clusters_3_pcs_high"], reason="small model", why="The paper's model has 8B weights."),
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -202,7 +226,8 @@ def draw(result: Result) -> Files:
     for line, feature in enumerate(FEATURES):
         labels = [row["label"] for row in result.tables["labels"] if row["feature"] == feature]
         space = feature if projected else "whole head"
-        row = next(dict(r) for r in result.tables["views"] if (r["feature"], r["space"]) == (feature, space))
+        which = "ours" if projected else ""
+        row = next(dict(r) for r in result.tables["views"] if (r["feature"], r["estimator"]) == (feature, which))
         solid: Any = figure.add_subplot(2, columns, line * columns + 1, projection="3d")
         plane = figure.add_subplot(2, columns, line * columns + 2)
         _scatter(solid, arrays, feature, labels, slice(0, 3))

@@ -1,9 +1,13 @@
 """What the figures of language models share: one model, the heads found in it, their fits, made once per invocation.
 
 On the two small models that packages hold, prompts are bare lists, which these can answer; any other model gets the
-paper's question form, in its chat template where it has one. Figures 19 and 20 are the paper's second model: Gemma 3
-270M where it is installed; where not, they repeat the test on the first with a second form of prompt, from finding the
-heads on.
+paper's prompts, in its chat template where it has one. Figures 19 and 20 are the paper's second model: Gemma 3 270M
+where it is installed; where not, they repeat the test on the first with a second form of prompt, from finding the heads
+on.
+
+Binding features are estimated twice. ``paper``: as the authors' scripts do it, order uncentred, lexical of each
+prompt's own query with copies from a pool of words of their own, both by adding projectors (``both_summed``). ``ours``:
+order query-centred, lexical of one query, both in one joint basis. What the paper says is judged by its own.
 """
 
 from __future__ import annotations
@@ -17,26 +21,30 @@ from typing import Any, Literal, TypeVar
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import Ranking, find_heads
-from qkscope.analyses.fit import Fit
+from qkscope.analyses.fit import Fit, fit_of
+from qkscope.analyses.prompts import made_from
 from qkscope.capture.packages import EMBEDDED as PACKAGED
 from qkscope.capture.packages import is_installed
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.papers.registry import EMBEDDED, Settings
-from qkscope.papers.tables import Row
+from qkscope.papers.tables import Estimate, Row
 from qkscope.runs.progress import doing
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
+Estimator = Literal["paper", "ours"]
+ESTIMATORS: tuple[Estimator, Estimator] = ("paper", "ours")
 
 SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 """The second model; the first where there is no other."""
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
+_PAPER_FORMS: dict[Kind, str] = {"filter": "find", "binding": "question"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class ModelWork:
     downstream: int  # test prompts whose answer is read from a patched run; 0: none
     replicates: int  # of each null
     count_replicates: int  # the same for figure 16
-    pools: tuple[int, ...]  # different words, three pairs in a prompt
+    pools: tuple[int, ...]  # different words, three pairs in a prompt; the paper's estimator needs one to spare
     entities: tuple[int, ...]  # pairs in a prompt, all the words
     heads: int = 9  # look into at most so many binding heads: as many as the paper has
     draws: int = 20
@@ -60,10 +68,10 @@ class ModelWork:
 
 
 WORK = {
-    "smoke": ModelWork(48, 10, 3, 32, 12, 32, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
-    "default": ModelWork(256, 64, 24, 320, 96, 256, 64, 199, 39, (4, 8, 16, 32), (2, 4, 9, 14)),
-    "paper": ModelWork(1000, 400, 400, 3000, 3000, 1000, 1000, 199, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
-                  (2, 3, 4, 5, 7, 9, 12, 15, 18, 20)),
+    "smoke": ModelWork(48, 10, 1, 32, 12, 32, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
+    "default": ModelWork(256, 64, 24, 320, 96, 256, 256, 199, 39, (4, 8, 16, 24, 32), (2, 4, 6, 9, 14)),
+    "paper": ModelWork(1000, 400, 154, 3000, 1000, 1000, 1000, 199, 39, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
+                  (2, 3, 4, 5, 7, 9, 12, 15, 18, 20), batch_size=128),
 }  # fmt: skip
 
 
@@ -82,16 +90,30 @@ class ChosenHeads:
         return [*self.heads, self.control]
 
     def row(self, head: Head) -> Row:
-        """Scores of one head, with a 95% interval of its row accuracy."""
-        row = next(dict(row) for row in self.ranking.tables["heads"] if row["head"] == str(head))
-        low, high = wilson(round(row["row_accuracy"] * row["n"]), row["n"])
-        return {**row, "row_low": low, "row_high": high}
+        """Scores of one head; intervals of its row accuracy and ratio hold for all heads at once (Bonferroni).
 
-    def ratio_low(self, head: Head) -> float:
-        """Lower bound of a head's ratio that holds for all heads at once: this one was chosen on the same prompts."""
-        row, count = self.row(head), len(self.ranking.tables["heads"])
-        error = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975))
-        return float(row["ratio"] - NormalDist().inv_cdf(1 - 0.025 / count) * error)
+        It was chosen among them, on the same prompts.
+        """
+        row = next(dict(row) for row in self.ranking.tables["heads"] if row["head"] == str(head))
+        z = _for_choice(len(self.ranking.tables["heads"]))
+        low, high = wilson(round(row["row_accuracy"] * row["n"]), row["n"], z)
+        half = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975)) * z
+        return {**row, "row_low": low, "row_high": high, "ratio_low": row["ratio"] - half,
+                "ratio_high": row["ratio"] + half}  # fmt: skip
+
+
+def _for_choice(count: int) -> float:
+    """Standard errors of an interval that holds for all of so many at once."""
+    return NormalDist().inv_cdf(1 - 0.025 / count)
+
+
+def for_choice(found: Estimate, count: int) -> Estimate:
+    """The interval of one of several, widened for its having been chosen among them."""
+    if found.low is None or found.high is None:
+        return found
+    wider = _for_choice(count) / NormalDist().inv_cdf(0.975)
+    low, high = found.mean - (found.mean - found.low) * wider, found.mean + (found.high - found.mean) * wider
+    return Estimate(found.mean, low, high)
 
 
 def choose_heads(ranking: Ranking, kind: Kind, most: int) -> ChosenHeads:
@@ -154,7 +176,7 @@ class Session:
 
     def form(self, kind: Kind, second: bool = False) -> str:
         """The form of the prompts; there is a second one where no second model is."""
-        return _FORMS[kind][second] if self.small else "question"
+        return _FORMS[kind][second] if self.small else _PAPER_FORMS[kind]
 
     @property
     def chat(self) -> bool:
@@ -185,11 +207,26 @@ class Session:
         return choose_heads(ranking, kind, self.work.heads)
 
     def fit(self, kind: Kind, second: bool = False) -> Fit:
-        """The task's contrasts at the found heads and at the control head.
+        """The task's contrasts at the found heads and at the control head, as we estimate them.
 
         Categories are cut at their top direction, the pooled contrast at the number of categories less one.
         """
         return self.once(("fit", kind, second), lambda: self._fit(kind, second))
+
+    def binding_fit(self, estimator: Estimator, second: bool = False) -> Fit:
+        """Order and lexical, as the paper estimates them or as we do."""
+        if estimator == "ours":
+            return self.fit("binding", second)
+        return self.once(("paper's fit", second), lambda: self._paper_fit(second))
+
+    def _paper_fit(self, second: bool) -> Fit:
+        """Order of the same sums, uncentred; lexical of prompts of its own."""
+        task = self.binding_task(second=second, lexical="own_query")
+        with doing("fitting binding as in the paper"):
+            heads = self.found("binding", second).all
+            lexical = self.decompose(task, heads, self.work.binding, contrasts=["lexical"])
+        sums = {"order": self.fit("binding", second).sums["order"], "lexical": lexical.sums["lexical"]}
+        return fit_of(sums, task, made_from(self.scope, task), center={"order": "none"})
 
     def _fit(self, kind: Kind, second: bool) -> Fit:
         task, found = self.task(kind, second), self.found(kind, second)

@@ -23,6 +23,8 @@ from qkscope.analyses.clouds import principal
 from qkscope.analyses.prompts import capture_units
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.papers.tables import Estimate
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 
@@ -156,9 +158,22 @@ def view(
     return View(q_at, k_at, separation(q_at[:, 0], k_at[:, 0]), everywhere, plane)
 
 
+def nearest_hits(
+    known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
+) -> Float[Tensor, " m"]:
+    """1 for each point that is nearest to the centroid of its own label, with centroids made from other points."""
+    count = int(max(known_labels.max(), labels.max())) + 1
+    return (torch.cdist(x, centroids(known, known_labels, count)).argmin(dim=1) == labels).double()
+
+
 def nearest_centroid(
     known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
 ) -> float:
-    """Share of points nearest to the centroid of their own label, with centroids made from other points."""
-    count = int(max(known_labels.max(), labels.max())) + 1
-    return float((torch.cdist(x, centroids(known, known_labels, count)).argmin(dim=1) == labels).double().mean())
+    """Share of points nearest to the centroid of their own label."""
+    return float(nearest_hits(known, known_labels, x, labels).mean())
+
+
+def share_of(hits: Float[Tensor, " m"], cluster: Int[Tensor, " m"]) -> Estimate:
+    """A mean with its interval; points that share a word or a prompt are resampled together."""
+    low, high = clustered_bootstrap(hits, cluster)
+    return Estimate(float(hits.mean()), float(low), float(high))

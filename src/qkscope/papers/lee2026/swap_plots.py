@@ -23,9 +23,11 @@ _COLUMNS = 4
 
 
 def _by_head(result: Result) -> dict[str, dict[str, Row]]:
+    """Conditions of each head, those of the paper's estimators as ``paper: both``."""
     cells: dict[str, dict[str, Row]] = {}
-    for row in result.tables["swap"]:
-        cells.setdefault(row["head"], {})[row["condition"]] = dict(row)
+    for table, prefix in (("swap", ""), ("paper_swap", "paper: ")):
+        for row in result.tables.get(table, ()):
+            cells.setdefault(row["head"], {})[prefix + row["condition"]] = dict(row)
     return cells
 
 
