@@ -85,6 +85,9 @@ def test_softmax_of_captured_logits_and_rest_is_the_models_attention(scope: Scop
         row = reference[head.layer][torch.arange(3), head.index, captured.query_positions]
         theirs = row.gather(-1, captured.key_positions) * captured.key_mask
         torch.testing.assert_close(ours[:, slot], theirs, atol=1e-5, rtol=0)
+        named = torch.zeros_like(row).scatter_add(-1, captured.key_positions, captured.key_mask.to(row))
+        largest = torch.where(row.masked_fill(named > 0, -1).amax(-1) > theirs.amax(-1), -1, theirs.argmax(-1))
+        assert torch.equal(captured.rows().largest()[:, slot], largest)
         # what is left over goes to the keys nobody named and to the sink; without a sink the row sums to 1
         unnamed = torch.softmax(torch.cat([captured.attention_logits(), captured.rest[..., None]], -1), -1)[:, slot, -1]
         if scope.model.config.model_type != "gpt_oss":

@@ -72,6 +72,8 @@ class Capture:
         slots); with ALiBi, what the distance adds, 0 at the query's own token.
     rest : Float32 [b, h] or None
         Log-sum-exp of everything not named, the sink included; None when it was not asked for.
+    top : Float32 [b, h] or None
+        Largest logit of the tokens that are not named, with ``rest``.
     example : Int [b]
         Index of the row's example in the list that was given.
     query_positions, key_positions : Int [b], [b, k]
@@ -107,6 +109,7 @@ class Capture:
     labels: Mapping[str, Int[Tensor, "b k"]] = field(default_factory=dict)
     logits: Float[Tensor, "b v"] | None = None
     space: Space = "post_rope"
+    top: Float[Tensor, "b h"] | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -122,7 +125,7 @@ class Capture:
         if self.space == "pre_rope":
             raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
         return AttentionRows(
-            self.q, self.k, self.scale, self.kv_of_head, self.softcap, self.bias, self.rest, self.key_mask
+            self.q, self.k, self.scale, self.kv_of_head, self.softcap, self.bias, self.rest, self.key_mask, self.top
         )
 
     def attention_logits(self) -> Float[Tensor, "b h k"]:
@@ -148,7 +151,7 @@ class Capture:
 
     def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
         """Some of the rows, in this order."""
-        names = ("q", "k", "key_mask", "bias", "rest", "example", "query_positions", "key_positions", "logits")
+        names = ("q", "k", "key_mask", "bias", "rest", "top", "example", "query_positions", "key_positions", "logits")
         taken: dict[str, Any] = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
         labels = {name: value[rows] for name, value in self.labels.items()}
         return dataclasses.replace(self, **taken, labels=labels)
@@ -173,7 +176,8 @@ class Picker(Gatherer):
         self.q = torch.zeros(rows, len(heads), self.d_head, device=self.device)
         self.k = torch.zeros(rows, self.groups, keys, self.d_head, device=self.device)
         self.bias = torch.zeros(rows, len(heads), keys, device=self.device)
-        self.rest = torch.zeros(rows, len(heads), device=self.device) if rest else None
+        others = [torch.zeros(rows, len(heads), device=self.device) if rest else None for _ in range(2)]
+        self.rest, self.top = others
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
 
@@ -206,8 +210,9 @@ class Picker(Gatherer):
         q, k = self.choose(every_q, plan.heads), self._keys(layers.k, plan.kv, at)
         bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
         self.put(self.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
-        if self.rest is not None:
-            self.put(self.rest, plan.slots, self.choose(self._rest(layers, at, every_q, elsewhere), plan.heads))
+        if self.rest is not None and self.top is not None:
+            for kept, value in zip((self.rest, self.top), self._rest(layers, at, every_q, elsewhere), strict=True):
+                self.put(kept, plan.slots, self.choose(value, plan.heads))
         if layers.rotary is not None and self.space == "query_frame":
             q, k = layers.rotary.turn_back(q, k, at.row, at.query, layers.offset)
         elif layers.own_k is not layers.k:
@@ -218,9 +223,10 @@ class Picker(Gatherer):
     def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
         return k[at.row[:, None, None], self.index(chosen, k.device)[:, None], at.keys[:, None]].float()
 
-    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
         call, (batch, groups, _, _) = layers.call, layers.k.shape
-        sums = []
+        sums, tops = [], []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
             row, query = at.row[part], at.query[part]
@@ -230,8 +236,9 @@ class Picker(Gatherer):
             for head, value in call.set_logits.items():
                 logits[:, head] = overlay(logits[:, head], value[row, query])
             sums.append(logits.logsumexp(-1))
-        rest = torch.cat(sums) if len(sums) > 1 else sums[0]
-        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest))
+            tops.append(logits.amax(-1))
+        rest, top = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (sums, tops))
+        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest)), top
 
     def _with_set(self, layers: Layers, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
@@ -272,4 +279,5 @@ class Picker(Gatherer):
             labels=labels,
             logits=logits,
             space=self.space,
+            top=self.top,
         )

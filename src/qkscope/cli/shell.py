@@ -70,7 +70,9 @@ Count = Annotated[int, typer.Option("--n", "-n", help="Number of prompts (for ea
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.", callback=_seed)]
 Form = Annotated[
     str,
-    typer.Option("--form", help="list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."),
+    typer.Option(
+        "--form", help="list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."
+    ),
 ]
 Size = Annotated[
     int | None, typer.Option("--size", help="Entities (binding), categories (filter) or words (induction).")

@@ -29,6 +29,11 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The interval, as a claim takes it."""
+        return {"low": self.low, "high": self.high}
+
 
 def over_runs(values: Iterable[float]) -> Estimate:
     """The mean over independent runs (seeds, directions, heads), with Student's interval: runs are few.
@@ -48,35 +53,6 @@ def over_runs(values: Iterable[float]) -> Estimate:
 def least(values: Iterable[float]) -> float:
     """The smallest; NaN of nothing."""
     return min(values, default=math.nan)
-
-
-_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5%, by n
-
-
-class Estimate(NamedTuple):
-    """A mean and its 95% interval; none of a single value."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-    @property
-    def ends(self) -> dict[str, Any]:
-        """The interval, as a claim takes it."""
-        return {"low": self.low, "high": self.high}
-
-
-def estimate(values: Iterable[float]) -> Estimate:
-    """Mean over seeds (or heads), with Student's interval.
-
-    >>> estimate([1.0, 2.0, 3.0])
-    Estimate(mean=2.0, low=-0.4844..., high=4.4844...)
-    """
-    kept = [float(value) for value in values]
-    if len(kept) < 2:
-        return Estimate(mean(kept), None, None)
-    half = _T.get(len(kept), 1.96) * statistics.stdev(kept) / math.sqrt(len(kept))
-    return Estimate(mean(kept), mean(kept) - half, mean(kept) + half)
 
 
 def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:

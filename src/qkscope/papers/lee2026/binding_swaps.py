@@ -25,7 +25,7 @@ from qkscope.papers.lee2026.language import (
 )
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.tables import Estimate, Files, Row, column, estimate, pick
+from qkscope.papers.tables import Estimate, Files, Row, column, over_runs, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -114,7 +114,7 @@ def _of(tables: dict[str, list[Row]], head: str, estimator: Estimator) -> Condit
 def _more(tables: dict[str, list[Row]], head: str, estimator: Estimator, one: str, other: str) -> Estimate:
     """How much more one condition shifts than another."""
     rows = pick(tables[_named("paired", estimator)], head=head, one=one, other=other)
-    return Estimate(*(rows[0][name] for name in ("difference", "low", "high"))) if rows else estimate([])
+    return Estimate(*(rows[0][name] for name in ("difference", "low", "high"))) if rows else over_runs([])
 
 
 def _over_alone(tables: dict[str, list[Row]], head: str, estimator: Estimator) -> Estimate:

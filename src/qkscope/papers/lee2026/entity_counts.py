@@ -11,7 +11,7 @@ from __future__ import annotations
 from qkscope.page.figures import REST, new_figure
 from qkscope.papers.lee2026.language import ESTIMATORS, Session, session_of
 from qkscope.papers.registry import Settings, figure
-from qkscope.papers.tables import Estimate, Files, Row, column, estimate, files_of, mean, model_name, pick
+from qkscope.papers.tables import Estimate, Files, Row, column, files_of, mean, model_name, over_runs, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -69,7 +69,7 @@ def _change(rows: list[Row], start: int) -> Estimate:
     """Change of the rank from one count to the most, over heads."""
     most = _counts(rows)[-1]
     before, after = ({row["head"]: row["rank"] for row in pick(rows, count=count)} for count in (start, most))
-    return estimate(after[head] - before[head] for head in after)
+    return over_runs(after[head] - before[head] for head in after)
 
 
 def _roomy(rows: list[Row], varied: str, contrast: str) -> int | None:
@@ -98,7 +98,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
         counts = _counts(own)
         near = min(counts[:-1], key=lambda n: abs(n - 2 * counts[-1] / 3))
         late, start = _change(own, near), _roomy(own, varied, contrast)
-        all_along = estimate([]) if start is None else _change(own, start)
+        all_along = over_runs([]) if start is None else _change(own, start)
         claims.append(
             Claim(
                 f"the {contrast} rank has stopped growing with the number of {varied} (change from two "

@@ -24,7 +24,7 @@ from qkscope.page.figures import new_figure
 from qkscope.papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope.papers.registry import Settings
-from qkscope.papers.tables import Estimate, Files, Row, column, estimate, files_of, mean, pick
+from qkscope.papers.tables import Estimate, Files, Row, column, files_of, mean, over_runs, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -177,7 +177,7 @@ def _claims(rows: list[Row], variant: str, total: int) -> list[Claim]:
     after, before = (pick(rows, head=name) for name in _HEADS)
 
     def both(name: str) -> tuple[Estimate, float]:
-        return estimate(column(after, name)), mean(column(before, name))
+        return over_runs(column(after, name)), mean(column(before, name))
 
     shape, shape_before = both("latent_fit_key")
     cosine, cosine_before = both("cosine")

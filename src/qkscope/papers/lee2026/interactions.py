@@ -24,7 +24,7 @@ from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_g
 from qkscope.papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
-from qkscope.papers.tables import Estimate, Files, Row, column, estimate, files_of, pick
+from qkscope.papers.tables import Estimate, Files, Row, column, files_of, over_runs, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -87,7 +87,7 @@ def _claims(variant: str, below: list[Row], above: list[Row]) -> list[Claim]:
     seeds = dict.fromkeys(column([*below, *above], "seed"))
 
     def over_seeds(rows: list[Row], name: str) -> Estimate:
-        return estimate(_median(pick(rows, seed=seed), name) for seed in seeds)
+        return over_runs(_median(pick(rows, seed=seed), name) for seed in seeds)
 
     off, split = over_seeds(above, "off_diagonal"), over_seeds(below, "off_diagonal")
     claims = [

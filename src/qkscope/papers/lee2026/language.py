@@ -109,8 +109,6 @@ def _for_choice(count: int) -> float:
 
 def for_choice(found: Estimate, count: int) -> Estimate:
     """The interval of one of several, widened for its having been chosen among them."""
-    if found.low is None or found.high is None:
-        return found
     wider = _for_choice(count) / NormalDist().inv_cdf(0.975)
     low, high = found.mean - (found.mean - found.low) * wider, found.mean + (found.high - found.mean) * wider
     return Estimate(found.mean, low, high)

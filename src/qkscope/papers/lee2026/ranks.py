@@ -25,7 +25,7 @@ from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceili
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
-from qkscope.papers.tables import Estimate, Files, Row, column, estimate, files_of, mean, pick
+from qkscope.papers.tables import Estimate, Files, Row, column, files_of, mean, over_runs, pick
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -140,7 +140,7 @@ def _claims(rows: list[Row], null: float, untrained: float) -> list[Claim]:
     below, above = ([row for row in rows if row["where"] == where] for where in ("below", "above"))
 
     def share(part: list[Row]) -> Estimate:
-        return estimate(share_exact(pick(part, seed=seed), "rank") for seed in dict.fromkeys(column(part, "seed")))
+        return over_runs(share_exact(pick(part, seed=seed), "rank") for seed in dict.fromkeys(column(part, "seed")))
 
     exact, lost = share(below), share(above)
     claims = [
@@ -162,7 +162,7 @@ def _claims(rows: list[Row], null: float, untrained: float) -> list[Claim]:
     for variant, d_head in dict.fromkeys((row["variant"], row["d_head"]) for row in rows):
         cells = pick(rows, variant=variant, d_head=d_head)
         seeds = dict.fromkeys(column(cells, "seed"))
-        found = estimate(mean(column(pick(cells, seed=seed), "accuracy")) for seed in seeds)
+        found = over_runs(mean(column(pick(cells, seed=seed), "accuracy")) for seed in seeds)
         ideal = mean(min(row["ceiling"], row["dot_ceiling"]) for row in cells)
         name = f"{variant}, d_head {d_head}: accuracy (mean of the grid; control: the best one head can do)"
         if (variant, d_head) == ("continuous", 8):
@@ -174,7 +174,7 @@ def _claims(rows: list[Row], null: float, untrained: float) -> list[Claim]:
                                 "or a dot product takes a long vector for the right one (continuous).",
                                 changed="was ours >= 0.99 of the lowest cell: the 85% in the same sentence can only be "
                                 "a mean, so all of them are."))  # fmt: skip
-    gap = estimate(
+    gap = over_runs(
         mean(row["accuracy"] - min(row["ceiling"], row["dot_ceiling"]) for row in pick(below, seed=seed))
         for seed in dict.fromkeys(column(below, "seed"))
     )

@@ -31,7 +31,7 @@ from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, 
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
-from qkscope.papers.tables import Estimate, Files, Row, estimate, files_of
+from qkscope.papers.tables import Estimate, Files, Row, files_of, over_runs
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
@@ -205,7 +205,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
     every = list(cells.values())
 
     def of(cell: list[dict[str, Row]], value: Callable[[dict[str, Row]], float]) -> Estimate:
-        return estimate(map(value, cell))
+        return over_runs(map(value, cell))
 
     def most(
         value: Callable[[dict[str, Row]], float], among: list[list[dict[str, Row]]] = every
@@ -260,8 +260,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
 def _difference(cell: list[dict[str, Row]], one: str, other: str) -> Estimate:
     """Of two shifts: over seeds, or of a single head from the intervals of both (as if they were not paired)."""
-    found = estimate(head[one]["shift"] - head[other]["shift"] for head in cell)
-    if found.low is not None:
+    found = over_runs(head[one]["shift"] - head[other]["shift"] for head in cell)
+    if not math.isnan(found.low):
         return found
     half = sum((cell[0][name]["shift_high"] - cell[0][name]["shift_low"]) / 2 for name in (one, other))
     return Estimate(found.mean, found.mean - half, found.mean + half)
