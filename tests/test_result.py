@@ -75,6 +75,7 @@ def test_a_tie_is_what_the_interval_leaves_open():
     for low, high, holds in ((0.01, 0.2, True), (-0.1, 0.2, None), (None, None, True)):
         assert Claim("c", "", 0.1, None, "ours > 0", low=low, high=high).holds is holds
     assert Claim("c", "", -0.1, None, "ours > 0", low=-0.2, high=-0.01).holds is False
+    assert Claim("c", "", 2.0, None, "abs(ours) <= 1", low=-3.0, high=7.0).holds is None  # true in the middle alone
 
 
 def test_a_claim_says_whose_it_is_and_why_it_fails():

@@ -1,7 +1,7 @@
 """A claim: what the paper says, what we measured, the same number for a control, and the rule that decides.
 
 A rule is text, ``ours > 2 * control``: parsed, not executed, arithmetic and comparisons only. Where the number has an
-interval, the rule is asked at both of its ends too: if they disagree, the data do not tell, and the claim is a tie.
+interval, the rule is asked all along it: if its answers differ, the data do not tell, and the claim is a tie.
 
 Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where it does. ``implied``:
 the paper needs it, but does not say it (``paper`` begins with that word). ``ours``: we ask it (``paper`` is empty).
@@ -20,6 +20,7 @@ from typing import Any
 from qkscope.errors import BadInput
 
 SOURCES = ("stated", "implied", "ours")
+_STEPS = 64  # places of an interval at which a rule is asked
 REASONS = ("refuted", "small model", "other setting", "not run here")
 
 
@@ -109,12 +110,14 @@ def count_claims(claims: Sequence[Claim]) -> str:
 def rule_verdict(
     rule: str, ours: float | None, control: float | None, low: float | None = None, high: float | None = None
 ) -> bool | None:
-    """What a rule says of a number; None where it says one thing at one end of its interval and another elsewhere.
+    """What a rule says of a number; None where it says one thing at one place of its interval and another elsewhere.
 
     >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55), rule_verdict("ours > 0", 0.1, None, -0.1, 0.3)
     (True, None)
     """
-    there = [ours, *(end for end in (low, high) if not _missing(end))]
+    there = [ours]
+    if low is not None and high is not None and not _missing(low + high):
+        there += [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
     said = {rule_holds(rule, {"ours": value, "control": control}) for value in there}
     return said.pop() if len(said) == 1 else None
 

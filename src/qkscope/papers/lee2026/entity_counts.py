@@ -119,14 +119,6 @@ def _claims(rows: list[Row]) -> list[Claim]:
                             "abs(ours) <= 1", **all_along.ends, reason="small model", why="The paper's heads are 128 "
                             "wide.", changed="was from the fewest on: four words or two pairs cap a rank in any "
                             "head."))  # fmt: skip
-    ends = [
-        mean(column(pick(own, count=_counts(own)[-1]), "rank"))
-        for own in (pick(rows, varied="words", estimator="paper", is_control=at) for at in (False, True))
-    ]
-    claims.append(Claim("where the lexical rank ends tells binding heads from a head at chance (most words, the "
-                        "paper's estimator; control: that head)", "implied by §5.2", ends[0], ends[1],
-                        "abs(ours - control) >= 2",
-                        why="A rank belongs to the contrast as much as to the head."))  # fmt: skip
     return claims
 
 

@@ -71,7 +71,8 @@ def run(settings: Settings, cells: Cells) -> Result:
             f"the head's space ({before['cosine']:.2f} untrained), and "
             f"{after['queries_at_their_keys']:.0%} of queries lie nearest to the keys of their own code "
             f"({before['queries_at_their_keys']:.0%}); in the coordinates of U and V they agree in any head "
-            f"({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained). {len(heads)} heads."
+            f"({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained). "
+            f"Means over {len(heads)} heads of each kind."
         ),
         tables={"geometry": rows, "clouds": clouds},
         claims=_claims(rows, task.variant, 2 ** task.ranks[0]),
