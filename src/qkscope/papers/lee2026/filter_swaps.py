@@ -75,7 +75,7 @@ def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> lis
     cells, count = [_of(tables["swap"], head) for head in heads], len(heads)
     said = "Fig. 19" if second else "§5.1, Fig. 7"
     setting: dict[str, Any] = {"reason": "other setting" if second else "small model", "why":
-                               "The paper's second model is Qwen3-4B; here a small model is asked in another form."
+                               "The paper's second model is Qwen3-4B; here it is a small model, asked with lists."
                                if second else "The paper's model has 8B weights."}  # fmt: skip
     weak = min(cells, key=lambda cell: cell[JOINT]["shift"] - 2 * cell[f"random_{JOINT}"]["shift"])
     moved = for_choice(Estimate(*(weak[JOINT][name] for name in ("shift", "shift_low", "shift_high"))), count)
