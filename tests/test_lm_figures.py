@@ -139,6 +139,15 @@ def test_what_the_paper_states_has_its_place_and_what_fails_its_reason(llama, qw
                 assert (claim["reason"] != "") == (claim["holds"] is False)
 
 
+def test_every_column_is_defined(llama, qwen):
+    text = (Path(__file__).parent.parent / "docs" / "columns.md").read_text()
+    said = set(re.findall(r"`(\w+)`", text)) | {"low", "high"}
+    for results in (llama[0], qwen[0]):
+        columns = {name for r in results.values() for rows in r["tables"].values() for row in rows for name in row}
+        short = {re.sub("^whole_|_(low|high)$", "", name) for name in columns if name not in said}
+        assert sorted(short - said - {"cosine_shuffled", "cosine_pc23_shuffled"}) == []  # ends in high by chance
+
+
 def test_filter_swaps_cut_categories_at_one_direction_each(llama, qwen):
     for result in (llama[0]["fig7"], qwen[0]["fig19"]):
         rows = result["tables"]["swap"]

@@ -42,8 +42,8 @@ _LITTLE: dict[str, Any] = {
 }
 _OTHER: dict[str, Any] = {
     "reason": "other setting",
-    "why": "The paper's second model is Qwen3-4B; here it is a small model, asked with lists or sentences, and it fails "
-    "with our estimators, too.",
+    "why": "The paper's second model is Qwen3-4B; here it is a small model, asked with lists or sentences, and it "
+    "fails with our estimators, too.",
 }
 _THEIRS: dict[str, Any] = {
     "reason": "refuted",
