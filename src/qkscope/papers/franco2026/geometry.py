@@ -3,7 +3,8 @@
 Without a head the paper sees antipodal pairs, one per dimension, and ``W Wᵀ = cI``. With a head the features of
 interest stand orthogonal to all others. In numbers: antipodal pairs (``cos < −0.9``), ``‖G/c − I‖``, and the largest
 |cos| of a feature of interest with any other feature - beside the same for features that are of no interest, and for
-the untrained dictionary. Which p the figures without a head have is lost in our copy: all of the paper's sweep are run.
+the untrained dictionary. Features that have vanished, with a norm of 0.002 and the like, point nowhere and are left
+out. Which p the figures without a head have is lost in our copy: all of the paper's sweep are run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 
 _ANTIPODAL = -0.9
+_VANISHED = 0.05  # of the largest norm
 NO_HEAD = {f"no head, p={p:.3g}": p for p in (50 ** (-k / 6) for k in range(7))}
 TABLE_1, _SHOWN = list(NO_HEAD)[1:3]  # the p of Table 1, and the one after it, which is drawn as well
 
@@ -75,16 +77,18 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
 def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> Row:
     """One dictionary in numbers."""
     W = toy.W.double()
-    unit = W / W.norm(dim=0)
+    norms = W.norm(dim=0)
+    unit, there = W / norms, norms >= _VANISHED * norms.max()
     angles = unit.mT @ unit
     paired = (angles < _ANTIPODAL).any(1)
     wanted = sorted({feature for pair in toy.task.pairs for feature in pair[:2]}) if toy.task.weight > 0 else []
-    largest = (cosines(W, W) - torch.eye(toy.task.n, dtype=W.dtype)).amax(1)
-    other = [i for i in range(toy.task.n) if i not in wanted]
+    largest = (cosines(W, W) - torch.eye(toy.task.n, dtype=W.dtype))[:, there].amax(1)
+    other = [i for i in range(toy.task.n) if i not in wanted and there[i]]
     g = gram(W)
     values = torch.linalg.eigvalsh(g)
     return {
         "config": config, "seed": seed, "step": step, "control": control, "antipodal": int(paired.sum()) // 2,
+        "vanished": int((~there).sum()),
         "isotropy_error": isotropy_error(g), "eigen_ratio": float(values[0] / values[-1]),
         "interest_overlap": float(largest[wanted].amax()) if wanted else math.nan,
         "other_overlap": float(largest[other].mean()) if other else math.nan,
@@ -141,10 +145,12 @@ def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> 
     for config, place in ((ONE_PAIR, "Fig. 1(b)"), (MANY_PAIRS, "Fig. 1(c)")):
         found = over_runs(r["interest_overlap"] for r in pick(after, config=config))
         claims.append(Claim(
-            f"{config}: features of interest are orthogonal to all others (largest |cos|, mean over seeds; control: "
-            "before training)", f"Sec. 4, {place}: orthogonal to all other features", found.mean,
-            mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1", found.low, found.high,
-            changed="It was the worst of five seeds; the paper shows one run."))  # fmt: skip
+            f"{config}: features of interest are orthogonal to all others (largest |cos| with one that has not "
+            "vanished, mean over seeds; control: before training)", f"Sec. 4, {place}: orthogonal to all other "
+            "features", found.mean, mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1",
+            found.low, found.high,
+            changed="It was the worst seed (the paper shows one run), and counted features of norm 0.002, which point "
+            "nowhere."))  # fmt: skip
     return claims
 
 
