@@ -8,7 +8,7 @@ import torch
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope.analyses.atlas import _one_query
-from qkscope.analyses.discover.texts import cut, text_examples
+from qkscope.analyses.texts import cut, text_examples
 from qkscope.analyses.trace import many
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.capture.writers import Reader

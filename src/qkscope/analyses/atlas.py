@@ -15,7 +15,7 @@ from typing import Any
 
 from qkscope.analyses.names.look import FIRST
 from qkscope.analyses.names.sentence import UNNAMED
-from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of
+from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of, passages_of
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
@@ -81,7 +81,8 @@ def atlas(
     start = time.perf_counter()
     options = Options(n, test, length, batch_size, seed, progress)
     documents, job = documents_of(texts), job or Job()
-    study = Study.of(scope, scope.parse(heads), documents, options, job, verb="atlas")
+    sides = passages_of(scope, documents, options)
+    study = Study.of(scope, scope.parse(heads), sides, options, job, verb="atlas")
     tables = study.tables()
     firsts, reads, refused = _reads(study, job)
     rows = sorted((row | firsts[row["head"]] for row in tables.pop("heads")), key=lambda row: -(row["share"] or 0))
@@ -93,10 +94,14 @@ def atlas(
         seed=seed,
         seconds=time.perf_counter() - start,
         provenance=provenance(
-            model=scope.name, weights=scope.weights_hash, text=text_hash(documents), n=len(study.fitted),
-            test=len(study.tested), length=length,
+            model=scope.name,
+            weights=scope.weights_hash,
+            text=text_hash(documents),
+            n=len(study.fitted),
+            test=len(study.tested),
+            length=length,
         ),
-    )  # fmt: skip
+    )
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.discover.study import Options, Study
-from qkscope.analyses.discover.texts import cut, text_examples
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
@@ -26,7 +24,6 @@ from qkscope.analyses.trace.rows import SIDES, HeadRows
 from qkscope.bench.harness import Row, Seconds, compare, hardware, row
 from qkscope.capture.encode import Encoding
 from qkscope.capture.marginals import marginals
-from qkscope.capture.pool import pool
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
 from qkscope.heads import Head, parse_heads
@@ -35,7 +32,6 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.maths.writers import relative_weights
 from qkscope.tasks.task import ANSWER, Unit
-from qkscope.tasks.texts import python_texts
 
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
@@ -95,28 +91,6 @@ def early_stop() -> Row:
     batches = _order_prompts(scope, 2 * _BATCH)
     seconds = against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
     return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
-
-
-@row
-def discover_overhead() -> Row:
-    """All heads over passages of Python's topics, eight queries each, in the query's frame, against the bare body."""
-    scope = _scope()
-    size = 16 if scope.device.type == "cpu" else 256  # a GPU that waits for its orders measures nothing but them
-    examples = text_examples(scope, cut(python_texts())[0][: 2 * size])
-    heads, replicates = scope.heads(), 41
-    contrast = Study(scope, tuple(heads), Options(replicates=replicates)).contrast()
-
-    def look(batch: Encoding) -> None:
-        pooled = pool(scope, batch, space="query_frame")
-        drawn = {"drawn": pooled.drawn, "drawn_mask": pooled.drawn_mask}
-        whose = {"prompts": pooled.example, "valid": pooled.valid}
-        contrast.update(pooled.q, pooled.attended, pooled.mean, **whose, **drawn)
-
-    batches = [scope.encode(examples[i : i + size]) for i in range(0, len(examples), size)]
-    seconds = against_body(scope, batches, look, repeats=5)
-    tokens, queries = sum(map(len, examples)), sum(len(example.queries) for example in examples)
-    note = f"{len(heads)} heads, {tokens} tokens, {queries} queries, {replicates} replicates each"
-    return seconds.overhead(f"{note}; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- who wrote the query and the key

@@ -2,7 +2,7 @@
 
 What comes in: the name of a model (`Scope.load`) and examples, text with marked queries and keys (`Example`).
 What goes out: a `Capture` for each batch (queries, keys, and the rest of their attention rows, which `Capture.rows`
-gives as `AttentionRows`), the keys every query attended to summed up (`pool`), patched runs (`Edit`), and the weights
+gives as `AttentionRows`), patched runs (`Edit`), and the weights
 ``W_Q``, ``W_K`` of heads (`head_weights`).
 
 Its files, in reading order. The way of a batch through a model:
@@ -15,7 +15,7 @@ Its files, in reading order. The way of a batch through a model:
 - ``spaces``: before the rotation, after it, and in the query's frame
 - ``gather``: heads gathered layer by layer; layers that are alike wait, and are done together
 - ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else
-- ``pool``: what every query attended to, no key named beforehand
+- ``tokens``: what a token is before any context
 - ``patch``: other keys, queries or logits in chosen heads, and the model runs on
 
 Whether a model can be trusted to be looked into:

@@ -11,57 +11,46 @@ import typer
 from qkscope.cli import shell
 from qkscope.errors import BadInput
 
-Space = Annotated[str, typer.Option("--space", help="query_frame or post_rope.")]
-Directions = Annotated[int, typer.Option("--directions", help="The most directions to look for at a head.")]
-Replicates = Annotated[int, typer.Option("--replicates", help="Null replicates of each head.")]
-Skip = Annotated[int, typer.Option("--skip", help="Tokens from the first on that are left out.")]
 PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
-Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Learn a basis by gradient, to compare with.")]
 
 
 @shell.app.command()
 def discover(
-    sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, texts, or python (its help).")],
+    sources: Annotated[list[str], typer.Argument(help="A task, a .jsonl file, texts, or python (its own texts).")],
     heads: Annotated[str, typer.Option("--heads", help="Heads like L18H6,L18H7.")],
     out: shell.Out,
     model: shell.Model = "smollm2-135m",
-    n: Annotated[int, typer.Option("--n", "-n", help="Passages of text, or prompts to fit and to test.")] = 256,
-    directions: Directions = 16,
-    space: Space = "query_frame",
-    skip: Skip = 1,
-    replicates: Replicates = 199,
+    n: Annotated[int, typer.Option("--n", "-n", help="Passages or prompts to fit on.")] = 192,
+    test: Annotated[int, typer.Option("--test", help="Others to test on.")] = 64,
+    changes: Annotated[int, typer.Option("--changes", help="Tokens to change in the text at each head.")] = 48,
     form: shell.Form = "list",
     size: shell.Size = None,
     seed: shell.Seed = 0,
     chat: shell.Chat = False,
-    contrasts: Annotated[str | None, typer.Option("--contrasts", help="Labelled contrasts to compare with.")] = None,
-    ceiling: Ceiling = True,
     batch_size: shell.BatchSize = 16,
     device: shell.Device = None,
     dtype: shell.Dtype = None,
     everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Find the features that some heads match on, without labels, with the evidence for each on held-out text.
+    """Say what some heads match on, by name, with the evidence on text that nothing was fitted on.
 
     A run that died goes on where it stopped.
     """
-    from qkscope.analyses.discover.discover import checked_source
     from qkscope.analyses.discover.discover import discover as run
-    from qkscope.analyses.discover.study import Options
+    from qkscope.analyses.names.study import Options
     from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_discovery
     from qkscope.runs.folder import check_folder
 
     chosen = parse_heads(heads)
     check_folder(out, "discover")
-    options: Any = {"space": space, "skip": skip, "replicates": replicates, "batch_size": batch_size, "seed": seed}
+    options: Any = {"test": test, "batch_size": batch_size, "seed": seed}
+    Options(n, **options)
     task = len(sources) == 1 and is_task(sources[0])
     source = shell.make_task(sources[0], form, size, seed, chat) if task else texts_of(sources)
-    named = None if contrasts is None else [part.strip() for part in contrasts.split(",") if part.strip()]
-    checked_source(source, n, directions, named, Options(**options))
     scope = shell.load_scope(model, device, dtype)
-    asked: Any = {"directions": directions, "contrasts": named, "ceiling": ceiling, **options}
+    asked: Any = {"changes": changes, **options}
     _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json, everything)
     if not as_json:
         shell.print_end(out, then=shell.command("view", out))

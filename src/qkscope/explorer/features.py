@@ -15,7 +15,6 @@ from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.discover.rows import relation_words
 from qkscope.analyses.fit import Fit, load
 from qkscope.analyses.fit_folder import read_job, task_of
 from qkscope.analyses.prompts import check_same_model
@@ -89,7 +88,7 @@ class Features:
                 basis = torch.linalg.qr(torch.as_tensor(value).float())[0]
                 made.of[Head.parse(head)] = {"discovered": Feature(basis, basis, framed)}
         for row in [*result.tables.get("heads", []), *result.tables.get("atlas", [])]:
-            made.said[Head.parse(row["head"])] = relation_words(row)
+            made.said[Head.parse(row["head"])] = str(row.get("name") or "")
         for row in result.tables.get("examples", []):
             made.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
         return made

@@ -12,5 +12,5 @@ their controls, swaps in closed form, splits of a logit, and singular vectors. F
   writers of the residual stream, and edges cut and kept.
 - ``singular``: a head's singular vectors. ``relative``: relative attention as a sum of their terms, how few carry it.
   ``bridge``: which of them carry a feature.
-- ``discovery``, ``components``, ``ica``: the contrast that needs no labels, and its independent parts.
+- ``factors``: queries and keys as sums of readable causes, and the share of each pair of them.
 """

@@ -111,7 +111,8 @@ class FactorSums(Accumulator):
         floor = ridge * count + 1e-9 * gram.diagonal().amax().clamp_min(1e-9)
         lower = torch.linalg.cholesky(gram + floor * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
         found = torch.cholesky_solve(cross, lower).unflatten(1, y_mean.shape)
-        return FactorFit(self.names, self.widths, x_mean.float(), y_mean.float(), found.float())
+        covariance = (gram / count).float()
+        return FactorFit(self.names, self.widths, x_mean.float(), y_mean.float(), found.float(), covariance)
 
 
 def _with_one(x: Float[Tensor, "n p"]) -> Float[Tensor, "n p+1"]:
@@ -127,6 +128,7 @@ class FactorFit:
     factors, widths : the factors, and how many features each has.
     x_mean, y_mean : means of features and of vectors, over the tokens fitted on.
     coefficients : Float [p, columns, d].
+    x_covariance : of the features, over the tokens fitted on.
     """
 
     factors: tuple[str, ...]
@@ -134,6 +136,7 @@ class FactorFit:
     x_mean: Float[Tensor, " p"]
     y_mean: Float[Tensor, "c d"]
     coefficients: Float[Tensor, "p c d"]
+    x_covariance: Float[Tensor, "p p"]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
-from qkscope.analyses.discover.study import counted
+from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
 from qkscope.page import asked, discovered, traced
 from qkscope.page.block import Block, Row, Tables

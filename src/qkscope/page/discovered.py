@@ -7,10 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qkscope.analyses.discover.rows import relation_words
-from qkscope.analyses.discover.study import counted, share_words
+from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
 from qkscope.page.block import Block, Row, Tables, number
+
+
+def relation_words(row: Row) -> str:
+    """What a head is called."""
+    return str(row.get("name") or "")
+
+
+def share_words(share: float | None, whose: str = "the logit") -> str:
+    """A share in words."""
+    return f"{share or 0:.0%} of {whose}"
+
 
 _PASSAGE = ("text", "query_start", "query_stop", "key_start", "key_stop")
 _SCORES = {

@@ -66,7 +66,7 @@ def with_page(result: Result, figures: Mapping[str, Figure]) -> dict[str, str | 
 Row = Mapping[str, Any]
 
 _VARIANTS = ("_all", "_moving")  # of a method: on the page, not in the picture
-_NOT_DRAWN = ("self_contrast_svd", "self_contrast_uncentred", "box")
+_NOT_DRAWN = ("box",)
 _TASKS = {
     "indirect objects": ("ioi",),
     "induction": ("induction",),
@@ -195,7 +195,7 @@ def _curve(result: Result) -> Figure:
                 at, label = [sizes.index(row["k"]) for row in own], name.replace("_", " ")
                 style: Any = {"color": look[name], "linestyle": line_of(name), "marker": "o", "markersize": 3}
                 axis.plot(at, column(own, kind), label=label, **style)
-                if name == "self_contrast":
+                if name == "block":
                     axis.fill_between(at, column(own, low), column(own, high), color=look[name], alpha=0.15)
             axis.set_xticks(range(len(sizes)), sizes)
         axes[0, place].set(title=head)

@@ -1,8 +1,5 @@
-"""Features of heads without labels: text or a task comes in, `discover` gives the features of some heads, and
-`qkscope.analyses.atlas` the directions of every head.
+"""Some heads in depth: text or a task comes in, `discover` gives what each head matches on, named and tested.
 
-In reading order: `texts` (plain text as examples), `rows` (what heads attended to, one row per query, and what the
-attended token is to the asking one), `study` (what both verbs share: options, the pass over the examples, the
-row of a head), `evidence` (what speaks for a feature), `curve` (a subspace beside its rivals at every size), `discover`
-(the verb).
+In reading order: `closer` (token pairs and directions of a head's leading block, and rows to swap), `changes` (a token
+is changed in the text), `discover` (the verb). The names themselves are `qkscope.analyses.names`.
 """

@@ -1,64 +1,61 @@
-"""A head's features without labels: one pass over any text or task, and the evidence for each feature beside it.
+"""Some heads in depth: what each matches on, by name, with the evidence on documents that nothing was fitted on.
 
-The directions come from the self-contrast (`qkscope.maths.discovery`). What is tested is that queries and attended keys
-go together more than when passages exchange them; that a head *uses* what goes together is for the swaps to say, and
-heads that only follow their mean query pass the test too. Directions are taken apart into independent components shared
-by queries and attended keys (`qkscope.maths.components`); and what is found is tested on text that nothing was fitted
-on. For a task with labels the labelled contrasts stand beside it.
+Beside what the atlas says of a head: the token pairs behind its leading block and the block's directions by their
+tokens; the change of the logit when a token is changed in the text, against the one predicted; and how much attention
+the block's directions move when they are swapped, beside rivals of the same size. A task's prompts are text too: other
+words are tested on than were fitted on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.discover.curve import Curve
-from qkscope.analyses.discover.evidence import Evidence, feature_row, nearest_contrast, nearest_singular
-from qkscope.analyses.discover.rows import QueryRows, relation_words
-from qkscope.analyses.discover.study import AttentionSpace, Findings, Options, Study, counted, untested_words
-from qkscope.analyses.discover.texts import LENGTH, QUERIES, Texts, checked_texts, different
-from qkscope.analyses.fit import Fit
-from qkscope.analyses.fit_folder import checked_contrasts
+from qkscope.analyses.discover.changes import CHANGES, change_row
+from qkscope.analyses.discover.closer import (
+    Rows,
+    direction_rows,
+    directions_of,
+    look_closer,
+    mean_rotation,
+    pair_rows,
+)
+from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of, passages_of
+from qkscope.analyses.prompts import cluster_of
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import SIZES
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.kinds import Count, Natural, checked_call, checked_class
 from qkscope.maths import methods
-from qkscope.maths.components import Components, paired_components
-from qkscope.maths.discovery import SelfContrast, directions_in_order, head_tests
+from qkscope.maths.factors import MEAN
 from qkscope.maths.singular import SingularBasis
+from qkscope.maths.swap import Condition, Method
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Task, Unit
 from qkscope.tasks.texts import text_hash
 
-_SPAN = "a span, not identifiable"
-_PER_DIRECTION = 10  # queries needed for each direction asked for
-_TABLES = ("heads", "features", "examples", "spectrum")  # with rows of every head
+_TABLES = ("directions", "pairs", "changes", "curve")
+_KEPT = 8  # directions of a block that other tools read (`arrays`)
 
 
 @checked_class
 @dataclass(frozen=True)
 class Discovery(Result):
-    """Features of some heads: ``found["L18H6"]`` are the components of one (None where there are none)."""
+    """Some heads by name; ``tables["heads"]`` says what each is."""
 
-    main = "features"
-
-    found: Mapping[Head, Components] = field(default_factory=dict)
-    contrast: SelfContrast | None = None
-
-    def __getitem__(self, head: str | Head) -> Components | None:
-        return self.found.get(Head.parse(head))
+    main = "heads"
 
 
 @checked_call
@@ -66,45 +63,32 @@ def discover(
     scope: Scope,
     source: Texts | Task,
     heads: str | Head | Sequence[str | Head],
-    n: Count = 256,
+    n: Count = PASSAGES,
     *,
-    directions: Count = 16,
-    queries: int = QUERIES,
-    length: int = LENGTH,
-    space: AttentionSpace = "query_frame",
-    skip: int = 1,
-    replicates: int = 199,
-    draws: int = 20,
+    test: Count = TESTED,
+    length: Count = LENGTH,
+    changes: Natural = CHANGES,
     sizes: Sequence[Count] = SIZES,
-    ceiling: bool = True,
-    contrasts: Sequence[str] | None = None,
+    draws: Count = 20,
     batch_size: int = 16,
     seed: int = 0,
     progress: bool | None = None,
     job: Job | None = None,
 ) -> Discovery:
-    """Find what some heads match on.
+    """Find what some heads match on, and test it.
 
     Parameters
     ----------
     scope : the model.
-    source : passages of text, documents to cut into them (`qkscope.tasks.texts`), or a task (its queries are asked; its
-        labels serve the comparison alone).
+    source : documents, or strings that are documents of their own; a task, whose prompts are read; None for the texts
+        that come with Python.
     heads : heads like ``"L18H6"``, or a list of them.
-    n : passages to take: two thirds to fit, one third to test. Of a task, units to fit and as many to test.
-    directions : the most directions to look for at a head.
-    queries, length : queries drawn in each passage, and its tokens at most.
-    space : ``query_frame`` (the default: features of content and offset, not of the place in the text) or
-        ``post_rope``. What is before rotation does not give the attention that all of this rests on.
-    skip : tokens from the first on that are left out: a resting place of many heads.
-    replicates : null replicates of each head, half of them of each kind (`qkscope.maths.discovery`).
-    draws : random subspaces beside each swap.
+    n, test : passages (or prompts) to fit on, and others to test on.
+    length : the most tokens of a passage.
+    changes : tokens that are changed in the text at each head; 0 for none.
     sizes : dimensions of the curve (``tables["curve"]``) over the rivals; none for no curve.
-    ceiling : whether the curve has a basis learned by gradient, for every size. That is most of the curve's work:
-        leave it out to be done sooner.
-    contrasts : labelled contrasts of the task to compare with; all by default.
-    batch_size : examples per batch; passages exchange what they attended to within one. The labelled contrasts and
-        the curve of a task, which look at named keys alone, take twice as many.
+    draws : random subspaces beside each swap.
+    batch_size : passages per batch.
     seed : of every draw.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
     job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
@@ -113,130 +97,70 @@ def discover(
     --------
     >>> from qkscope import tasks
     >>> scope = Scope.load("nano:mixed", device="cpu")
-    >>> found = discover(scope, tasks.induction(), "L1H1", 40, directions=2, sizes=[], progress=False)
-    >>> found.tables["heads"][0]["directions"]
-    2
+    >>> found = discover(scope, tasks.induction(), "L1H1", 200, test=60, sizes=[2], progress=False)
+    >>> found.tables["heads"][0]["name"]
+    'after a copy'
     """
     start = time.perf_counter()
-    options = Options(space, skip, queries, length, replicates, draws, batch_size, seed, progress)
+    options = Options(n, test, length, batch_size, seed, progress)
     chosen = tuple(scope.check(head) for head in parse_heads(heads))
-    hashed = {} if isinstance(source, Task) else {"texts": text_hash(source)}
-    source = checked_source(source, n, directions, contrasts, options)
-    task = source if isinstance(source, Task) else None
-    if directions > scope.d_head:
-        raise BadInput(f"directions are from 1 to the {scope.d_head} dimensions of a head, but got {directions}.")
-    study = Study(scope, chosen, options, bool(task and task.chat), job or Job())
-    fit_on, test_on = _examples(study, source, n)
-    _check_queries(directions, sum(max(len(example.queries), 1) for example in fit_on), "these examples have")
-    sizes = [k for k in sizes if k <= scope.d_head]
-    asked = {"heads": [str(head) for head in chosen], "n": n, "directions": directions}
-    study.job.begin(
-        scope,
-        [fit_on, test_on],
-        verb="discover",
-        sizes=sizes,
-        ceiling=ceiling,
-        chat=study.chat,
-        contrasts=None if contrasts is None else list(contrasts),
-        task=task and [task.asked, task.seed],
-        **asked,
-        **options.asked(),
-    )
-    contrast = study.contrast(source=task.name if task else "text")
-    fitted = study.rows("fit", fit_on, 8, contrast)
-    tested = study.rows("test", test_on, 4)
-    fit = None if task is None else _labelled(study, task, n, contrasts)
-    singular = _singular(scope, chosen)
-    findings = Findings.of(study, contrast, head_tests(contrast), tested)
-    found: dict[Head, Components] = {}
-    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES} | {"relations": findings.relations}
+    sizes, job = [k for k in sizes if k <= scope.d_head], job or Job()
+    if isinstance(source, Task):
+        sides, of = _prompts(scope, source, options), {"task": source.name, **made_of(source)}
+    else:
+        documents = documents_of(source)
+        sides, of = passages_of(scope, documents, options), {"text": text_hash(documents)}
+    study = Study.of(scope, chosen, sides, options, job, verb="discover", changes=changes, sizes=sizes, draws=draws)
+    tables = study.tables() | {name: [] for name in _TABLES}
+    singular, arrays = _singular(scope, chosen), dict[str, Tensor]()
     for h, head in enumerate(chosen):
-        made = study.job.once(f"head {head}", partial(_one_head, findings, fitted, h, directions, fit, singular))
-        if made["components"] is not None:
-            found[head] = Components.from_plain(made["components"])
+        made = job.once(f"head {head}", partial(_closer, study, h, singular, changes, sizes, draws))
         for name in _TABLES:
             tables[name] += made[name]
-    if sizes:
-        curve = Curve(study, contrast, singular, sizes, ceiling)
-        tables["curve"] = curve.on_task(task, fit, n) if task and fit else curve.on_text(fitted, tested)
-    names = ("query", "key", "query_mean", "key_mean", "query_pattern", "key_pattern")
-    used = {
-        name: value for name, value in options.asked().items() if name in ("queries", "length", "skip", "replicates")
-    }
+        if made["basis"] is not None:
+            arrays[f"{head}/key_pattern"] = made["basis"]
     return Discovery(
         experiment="discover",
-        answer=_answer(tables["heads"]),
+        answer=_answer(tables),
         tables=tables,
-        arrays={f"{head}/{name}": getattr(own, name) for head, own in found.items() for name in names},
+        arrays=arrays,
         model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(**contrast.about, **hashed, **asked, **used),
-        found=found,
-        contrast=contrast,
+        provenance=provenance(
+            model=scope.name,
+            weights=scope.weights_hash,
+            space="query_frame",
+            **of,
+            n=len(study.fitted),
+            test=len(study.tested),
+            length=length,
+        ),
     )
 
 
-@checked_call
-def checked_source(
-    source: Texts | Task, n: Count, directions: Count, contrasts: Sequence[str] | None, options: Options
-) -> tuple[str, ...] | Task:
-    """The task, or its different passages; what cannot be asked of any model is refused before one is loaded."""
-    if isinstance(source, Task):
-        checked_contrasts(source, contrasts)
-        source.test(1)
-        _check_queries(directions, len(_units(source, n)), f"the prompts of {source.name} have")
-        return source
-    if contrasts is not None:
-        raise BadInput("contrasts are of a task, and text has none: leave them out.")
-    texts = checked_texts(source)
-    passages = min(n, len(texts))
-    _check_queries(directions, options.queries * max(2 * passages // 3, 1), f"{passages} passages have at most")
-    return texts
+def made_of(task: Task) -> dict[str, Any]:
+    """What a task was asked for."""
+    return {"asked": dict(task.asked), "task_seed": task.seed}
 
 
-def _check_queries(directions: int, count: int, said: str) -> None:
-    """Refuse to look for more directions than so many queries can tell."""
-    needed = _PER_DIRECTION * directions
-    if count < needed:
-        raise BadInput(
-            f"{directions} directions need {needed} queries to fit on, but {said} {count}: give more text, raise n, or "
-            "ask for fewer directions."
-        )
-
-
-def _units(task: Task, n: int) -> Sequence[Unit]:
+def _prompts(scope: Scope, task: Task, options: Options) -> tuple[list[Passage], list[Passage]]:
+    """A task's prompts as passages: words of the fitting and of the testing set are not the same."""
     try:
-        return task.draw("fit", ANSWER, n)
+        fitted: Sequence[Unit] = task.draw("fit", ANSWER, options.n)
     except BadInput:  # a file that labels its right keys for other uses only
-        return task.fit(next(iter(task.contrasts)), n)
+        fitted = task.fit(next(iter(task.contrasts)), options.n)
+    return _read(scope, task, fitted), _read(scope, task, task.test(options.test))
 
 
-def _examples(study: Study, source: Sequence[str] | Task, n: int) -> tuple[list[Example], list[Example]]:
-    """What to fit on and what to test on: other words of a task, other passages of a text."""
-    if isinstance(source, Task):
-        return different([unit[0] for unit in _units(source, n)]), different([unit[0] for unit in source.test(n)])
-    examples = study.passages(source, n)
-    if len(examples) < 3:
-        raise BadInput("these passages are too short to ask in: give passages of a few words each, 3 or more.")
-    cut = max(2 * len(examples) // 3, 1)
-    return examples[:cut], examples[cut:]
-
-
-def _labelled(study: Study, task: Task, n: int, contrasts: Sequence[str] | None) -> Fit:
-    options = study.options
-    return decompose(
-        study.scope,
-        task,
-        study.heads,
-        n,
-        contrasts=contrasts,
-        space=options.space,
-        batch_size=options.labelled_batch_size,
-        seed=options.seed,
-        out=study.job.sub("contrasts"),
-        progress=options.progress,
-    )
+def _read(scope: Scope, task: Task, units: Sequence[Unit]) -> list[Passage]:
+    clusters: dict[object, int] = {}
+    found: dict[tuple[int, ...], Passage] = {}
+    for number, unit in enumerate(units):
+        group = clusters.setdefault(cluster_of(unit, number), len(clusters))
+        for tokens in scope.encoder.tokenise(list(unit), task.chat):
+            found.setdefault(tuple(tokens.ids), Passage(f"{task.name} {number}", group, tuple(tokens.ids)))
+    return list(found.values())
 
 
 def _singular(scope: Scope, heads: Sequence[Head]) -> SingularBasis | None:
@@ -246,98 +170,80 @@ def _singular(scope: Scope, heads: Sequence[Head]) -> SingularBasis | None:
         return None
 
 
-def _one_head(
-    findings: Findings, fitted: QueryRows, h: int, directions: int, fit: Fit | None, singular: SingularBasis | None
+def _closer(
+    study: Study, h: int, singular: SingularBasis | None, changes: int, sizes: Sequence[int], draws: int
 ) -> dict[str, Any]:
-    """One head's rows of every table, and its components."""
-    contrast, study = findings.contrast, findings.study
-    # few passages span few directions: with those projected out, replicates have no room left, and anything passes
-    most = min(directions, len(fitted.example.unique()) // 4)
-    further, null_high = directions_in_order(contrast, h, most)
-    # whether there is a first one, the heads together decide
-    rank = max(further, 1) if findings.tests[h].rank and not fitted.rests(h) else 0
-    spectrum = torch.linalg.svdvals(contrast.delta()[h])
-    made: dict[str, Any] = {"features": [], "examples": [], "components": None}
-    made["spectrum"] = [
-        {
-            "head": str(contrast.heads[h]), "component": j + 1, "value": float(spectrum[j]),
-            "null_high": null_high[j] if j < len(null_high) else None, "above": j < rank,
-        }
-        for j in range(min(max(rank + 3, 12), len(spectrum)))
-    ]  # fmt: skip
-    row: dict[str, Any] = {
-        "queries": int(fitted.valid[:, h].sum()), "features": 0, "identifiable": 0, "rejected": 0, "logit_share": 0.0,
-        "diagonal": None, "diagonal_null": None,
-    }  # fmt: skip
-    above = ""
-    if rank:
-        own = fitted.of_head(h)
-        components = paired_components(own, rank, held=findings.tested.of_head(h), seed=study.options.seed)
-        made |= _features(findings, h, components, fit, singular)
-        identifiable = sum(feature.identifiable for feature in components.features)
-        row |= {
-            "features": len(components.features), "identifiable": identifiable,
-            "rejected": len(components.rejected), "logit_share": sum(r["logit_share"] for r in made["features"]),
-        }  # fmt: skip
-        if rank > 1 and identifiable:
-            row |= {"diagonal": components.diagonal, "diagonal_null": components.diagonal_bound}
-        above = _verdict(components)
-    return {**made, "heads": [findings.head_row(h, rank, fitted, above) | row]}
+    """One head's rows of the further tables, and its block's directions among keys."""
+    named = study.shares(h).named()
+    pair = next((pair for pair in named if pair != (MEAN, MEAN)), None)
+    made: dict[str, Any] = {name: [] for name in _TABLES} | {"basis": None}
+    if pair is None:
+        return made
+    found = directions_of(study, h, *pair)
+    tested = look_closer(study, h, pair, study.tested, found)
+    made["pairs"] = pair_rows(study, h, tested)
+    if found is not None:
+        made["directions"] = direction_rows(study, h, pair, found, tested)
+    if changes and (row := change_row(study, h, pair, changes)) is not None:
+        made["changes"] = [row]
+    block = block_delta(study, h, pair)
+    if block is not None:
+        made["basis"] = methods.moving(block[None])(min(_KEPT, study.text.d_head)).left[0]
+        if sizes:
+            fitted = look_closer(study, h, None, study.fitted[: len(study.tested)], None)
+            made["curve"] = _curve(study, h, block, fitted, tested, singular, sizes, draws)
+    return made
 
 
-def _features(
-    findings: Findings, h: int, components: Components, fit: Fit | None, singular: SingularBasis | None
-) -> dict[str, Any]:
-    """The features of one head, with their evidence and examples."""
-    options, head, scope = findings.study.options, findings.contrast.heads[h], findings.study.scope
-    cov_q, cov_k = (c[h : h + 1].cpu() for c in findings.contrast.covariances())
-    baselines = {
+def block_delta(study: Study, h: int, pair: tuple[str, str]) -> Float[Tensor, "d d"] | None:
+    """``Cov(q_a) R̄ Cov(k_b) R̄ᵀ``: where both parts of a block vary, in the query's frame; None where one does not."""
+    text, covariances = study.text, []
+    slots = (h, len(text.heads) + text.kv_of_head[h])
+    for name, slot in zip(pair, slots, strict=True):
+        if name == MEAN:
+            mean = study.fit.y_mean[slot].double().cpu()
+            covariances.append(torch.outer(mean, mean))
+            continue
+        own = study.fit.where(name)
+        b = study.fit.coefficients[own][:, slot].double().cpu()
+        covariances.append(b.T @ study.fit.x_covariance[own, own].double().cpu() @ b)
+    turn = mean_rotation(text, text.heads[h], study.looked.attended[h]).double()
+    return covariances[0] @ turn @ covariances[1] @ turn.T
+
+
+def _curve(
+    study: Study,
+    h: int,
+    block: Float[Tensor, "d d"],
+    fitted: Rows,
+    tested: Rows,
+    singular: SingularBasis | None,
+    sizes: Sequence[int],
+    draws: int,
+) -> list[dict[str, Any]]:
+    """How much attention the block's directions move at every size, beside rivals made from the fitted documents."""
+    head = study.text.heads[h]
+    cov_q, cov_k = fitted.covariances()
+    every: dict[str | Condition, Method] = {
+        "block": methods.moving(block[None]),
+        "cov_qk_moving": methods.moving(cov_q @ cov_k),
         "key_pca": methods.key_pca(cov_k),
-        "cov_qk": methods.cov_qk(cov_q, cov_k),
-        "random": methods.random([head], scope.d_head, options.draws, options.seed),
+        "random": methods.random([head], study.text.d_head, draws, study.options.seed),
     }
-    evidence = Evidence.of(findings.tested, h)
-    parts = evidence.parts(components.query, components.query_pattern, components.query_mean)
-    shares = evidence.shares(parts)
-    labelled = {} if fit is None else {name: fit[name, head].basis("key") for name in fit.contrasts}
-    rows, examples = [], []
-    for number, feature in enumerate(components.features, 1):
-        index, basis = list(feature.index), components.key_basis(feature)
-        rows.append({
-            "head": str(head), "feature": number, "logit_share": float(shares[index].sum()),
-            **feature_row(evidence, components, feature, baselines, options.seed), **nearest_contrast(basis, labelled),
-            **nearest_singular(basis, None if singular is None else singular[head]),
-        })  # fmt: skip
-        examples += evidence.examples(scope, number, parts[:, index].sum(dim=1))
-    return {"components": components.to_plain(), "features": rows, "examples": examples}
+    if singular is not None:
+        every["omega_svd"] = methods.omega_svd(singular, [head])
+    return tested.swaps(head).curve(every, sizes, against="block", seed=study.options.seed)
 
 
-def _verdict(components: Components) -> str:
-    """What the components of a head with directions above the null are."""
-    if not components.features:
-        return "directions that no key answers"
-    if components.rank == 1:
-        return "one direction"
-    if not any(feature.identifiable for feature in components.features):
-        return _SPAN  # and so is the diagonal of what one could turn as one likes
-    return "matches like with like" if components.matched else "directions, not matched one to one"
-
-
-def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    more = [f"and {len(rows) - 4} more heads"] if len(rows) > 4 else []
-    said = "; ".join([*(_head_answer(row) for row in rows[:4]), *more])
-    above = sum(row["directions"] > 0 for row in rows)
-    shuffled = f" In {above} of {counted(len(rows), 'head')} this is more than when passages are shuffled."
-    return f"{said}.{shuffled}{untested_words(rows)}"
-
-
-def _head_answer(row: Mapping[str, Any]) -> str:
-    """What a head looks at, and in how much of it queries and keys go together."""
-    looks = f"{row['head']} looks at {relation_words(row) or 'no token that has a name here'}"
-    if not row["directions"]:
-        return f"{looks}, and its queries and keys go together in no direction ({row['verdict']})"
-    how = {
-        _SPAN: "which cannot be told apart one by one",
-        "matches like with like": f"{counted(row['features'], 'feature')} that match like with like",
-    }.get(row["verdict"], f"{counted(row['features'], 'feature')} ({row['verdict']})")
-    return f"{looks}, and its queries and keys go together in {counted(row['directions'], 'direction')}, {how}"
+def _answer(tables: dict[str, list[dict[str, Any]]]) -> str:
+    rows = tables["heads"]
+    if len(rows) == 1:
+        said = f"{rows[0]['head']}: {rows[0]['sentence']}"
+    else:
+        said = f"{counted(len(rows), 'head')}: " + ", ".join(f"{row['head']} {row['name']}" for row in rows) + "."
+    for row in tables["changes"][:1]:
+        said += (
+            f" Changing the token in the text changes the logit of {row['head']} by {row['slope']:.2f} of what was "
+            f"predicted [{row['low']:.2f}, {row['high']:.2f}]; a sham by {row['sham_slope']:.2f}."
+        )
+    return said

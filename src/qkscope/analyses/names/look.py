@@ -209,7 +209,7 @@ def look(
 
     def run(indices: list[int]) -> None:
         batch = text.batch(passages, indices, [number[passages[i].group] for i in indices])
-        sight = _Sight.of(text, batch)
+        sight = Sight.of(text, batch)
 
         def take(call: Call, plan: Plan) -> None:
             _take(text, fit, sight, call, plan, found)
@@ -225,7 +225,7 @@ def look(
 
 
 @dataclass(frozen=True)
-class _Sight:
+class Sight:
     """What the queries of a batch see, the same for every head (a window narrows it)."""
 
     batch: Batch
@@ -238,7 +238,8 @@ class _Sight:
     other: Int[Tensor, " b"]  # a passage of another document for each, as long or as near as there is
 
     @classmethod
-    def of(cls, text: Text, batch: Batch) -> _Sight:
+    def of(cls, text: Text, batch: Batch) -> Sight:
+        """Of one batch."""
         places = torch.arange(batch.ids.shape[1], device=batch.ids.device)
         asked = batch.there & (places >= FIRST)
         kept = (places[:, None] >= places) & (places >= SKIP) & batch.there[:, None] & asked[..., None]
@@ -300,7 +301,7 @@ def attend(text: Text, call: Call, plan: Plan, kept: Bool[Tensor, "b t s"]) -> A
     return Attended(q, k, raw + bias, bias, seen, attention, whole)
 
 
-def _take(text: Text, fit: FactorFit, sight: _Sight, call: Call, plan: Plan, found: Looked) -> None:
+def _take(text: Text, fit: FactorFit, sight: Sight, call: Call, plan: Plan, found: Looked) -> None:
     """One layer of one batch."""
     groups, slots = sight.batch.groups.to(call.q.device), plan.slots
     turned_q, turned_k, raw, bias, kept, attention, _ = attend(text, call, plan, sight.kept)
@@ -354,7 +355,7 @@ def _keep_examples(
     weight: Float[Tensor, "b h t"],
     top: Int[Tensor, "b h t"],
     rules: Bool[Tensor, "b h t r"],
-    sight: _Sight,
+    sight: Sight,
 ) -> None:
     """The places with most attention on the key, for each rule, and for any key at all; one in a passage."""
     slot = torch.tensor(list(slots), device=examples.device)

@@ -82,6 +82,12 @@ class Readings:
         """Features of every token of a batch, the factors side by side; padding on the right gets any."""
         return torch.cat(self._parts(ids, self.names), dim=-1)
 
+    def token_features(self, tokens: Int[Tensor, " n"], name: str) -> Float[Tensor, "n a"]:
+        """Features that tokens have as one of the factors that are a token at a fixed distance."""
+        if name == "current":
+            return self._parts(tokens[:, None], [name])[0][:, 0]
+        return self._read(torch.searchsorted(self.vocabulary, tokens), _AXES.get(name, _FEWER))
+
     def _parts(self, ids: Int[Tensor, "b t"], names: Sequence[str]) -> list[Float[Tensor, "b t x"]]:
         token = torch.searchsorted(self.vocabulary, ids).clamp_max(len(self.vocabulary) - 1)
         found = []

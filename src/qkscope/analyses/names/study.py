@@ -97,21 +97,31 @@ class Study:
     options: Options
 
     @classmethod
-    def of(cls, scope: Scope, heads: Sequence[Head], texts: Texts, options: Options, job: Job, **asked: Any) -> Study:
-        """Both passes; what is done is kept in the job, which goes on from it."""
-        fitted, tested = passages_of(scope, texts, options)
-        names = [str(head) for head in heads]
-        job.begin(scope, [fitted, tested], heads=names, **options.asked(), **asked)
-        readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
-        text = Text(scope, heads, readings)
+    def of(
+        cls,
+        scope: Scope,
+        heads: Sequence[Head],
+        sides: tuple[Sequence[Passage], Sequence[Passage]],
+        options: Options,
+        job: Job,
+        **asked: Any,
+    ) -> Study:
+        """Both passes, over passages to fit on and to test on; what is done is kept in the job."""
+        fitted, tested = sides
+        job.begin(scope, [list(fitted), list(tested)], heads=[str(head) for head in heads], **options.asked(), **asked)
+        text = Text(scope, heads, Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested]))
         run: Any = {"batch_size": options.batch_size, "progress": options.progress}
         fit = fit_factors(text, fitted, job, **run)
         return cls(text, fit, look(text, fit, tested, job, **run), tuple(tested), tuple(fitted), options)
 
+    def shares(self, h: int) -> HeadShares:
+        """One head's shares, with intervals by document."""
+        return HeadShares.of(self.looked, self.fit.names, h, self.options.seed)
+
     def tables(self) -> dict[str, list[dict[str, Any]]]:
         """Rows of every head: what it is called (``heads``), its blocks, rules, distances and examples."""
         looked, heads = self.looked, self.text.heads
-        own = [HeadShares.of(looked, self.fit.names, h, self.options.seed) for h in range(len(heads))]
+        own = [self.shares(h) for h in range(len(heads))]
         match = match_rows(looked, self.options.seed)
         rows = [
             {"head": str(head), "layer": head.layer, "index": head.index, **name_row(looked, own[h], h), **match[h]}

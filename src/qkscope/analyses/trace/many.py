@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.discover.texts import Texts, cut, text_examples
 from qkscope.analyses.prompts import batches_of, made_from
+from qkscope.analyses.texts import Texts, cut, text_examples
 from qkscope.analyses.trace.edges import writer_rows
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
 from qkscope.analyses.trace.tally import Tally, WordSums

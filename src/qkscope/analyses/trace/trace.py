@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.discover.texts import Texts
 from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
+from qkscope.analyses.texts import Texts
 from qkscope.analyses.trace.choose import Chosen, choose_writers
 from qkscope.analyses.trace.edges import DRAWS, EdgeTest
 from qkscope.analyses.trace.graph import trace_graph

@@ -1,0 +1,199 @@
+"""The test in the text itself: another token is put where a head's leading block reads one, and the model is run again.
+
+For a query t and the key s it attends to most, the token that the block reads at the key is replaced. The key's part
+then changes by ``B_b (x' − x)``, with B_b fitted on other documents, so the relative logit should change by
+``scale · q_t · R_{s−t} B_b (x' − x)``, with the query as it was. The slope of actual on predicted changes is 1 if the
+block is what the head uses. A sham changes the token six places further back and predicts as if it were the right one:
+its slope should be 0. For a block whose key part is the mean, the query's token is changed in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.names.look import FIRST, Sight, Text, attend, by_length
+from qkscope.analyses.names.readings import BACK, SHAM
+from qkscope.analyses.names.study import Study
+from qkscope.capture.gather import Plan
+from qkscope.capture.tap import Call
+from qkscope.draws import derived_seed
+from qkscope.maths.factors import shares
+from qkscope.tasks.sides import Passage
+
+CHANGES = 48  # places that are changed for each head
+_APART = 8  # tokens between a changed one and the other end at least: only one end should change
+_FARTHER = 6  # places that the sham is further back
+_SAME = 0.33  # of the changes, that put the asking token there: equal tokens are rare, and matter
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One change: a passage up to its query, where, and what."""
+
+    passage: int
+    query: int
+    key: int
+    at: int  # the token that is changed
+    new: int
+
+
+def changeable(pair: tuple[str, str] | None) -> tuple[str, str] | None:
+    """Which side of a block can be changed by one token, and the factor there; None if neither."""
+    if pair is None:
+        return None
+    for side, part in (("key", pair[1]), ("query", pair[0])):
+        if part in BACK and part != SHAM:
+            return side, part
+    return None
+
+
+@torch.no_grad()
+def change_row(study: Study, h: int, pair: tuple[str, str], count: int = CHANGES) -> dict[str, Any] | None:
+    """How the logit changed beside what was predicted: slope with its interval by document, correlation, sham."""
+    found = changeable(pair)
+    if found is None:
+        return None
+    side, factor = found
+    one = _One(study, h, side, factor)
+    before = one.places(count)
+    if len(before) < _FEWEST:
+        return None
+    actual, predicted, groups = one.measured(before, 0)
+    sham, sham_predicted, _ = one.measured(before, _FARTHER)
+    slope, low, high = _slope(actual, predicted, groups, study.options.seed)
+    sham_slope, sham_low, sham_high = _slope(sham, sham_predicted, groups, study.options.seed)
+    return {
+        "head": str(study.text.heads[h]), "factor": factor, "kind": side, "slope": slope, "low": low, "high": high,
+        "correlation": float(torch.corrcoef(torch.stack([actual, predicted]))[0, 1]), "sham_slope": sham_slope,
+        "sham_low": sham_low, "sham_high": sham_high, "n": len(before),
+    }  # fmt: skip
+
+
+def _slope(y: Tensor, x: Tensor, groups: Int[Tensor, " n"], seed: int) -> tuple[float, float, float]:
+    """``Σ xy / Σ x²`` and its interval; no change predicted means no change expected, so there is no intercept."""
+    _, cluster = groups.unique(return_inverse=True)
+    sums = torch.zeros(int(cluster.max()) + 1, 2, dtype=torch.float64)
+    sums.index_add_(0, cluster, torch.stack([x * y, x * x], dim=1))
+    slope, low, high = shares(sums[:, :1], sums[:, 1], seed=seed)
+    return float(slope), float(low), float(high)
+
+
+class _One:
+    """One head, and the side of its block that is changed."""
+
+    def __init__(self, study: Study, h: int, side: str, factor: str) -> None:
+        self.study, self.h, self.side, self.factor = study, h, side, factor
+        self.text = Text(study.text.scope, [study.text.heads[h]], study.text.readings)
+        self.slot = h if side == "query" else len(study.text.heads) + study.text.kv_of_head[h]
+        self.back = BACK[factor]
+
+    def places(self, count: int) -> list[_Place]:
+        """Queries by lot, with the key that the head attends to most among those far enough off."""
+        study, seed = self.study, self.study.options.seed
+        long = [i for i, passage in enumerate(study.tested) if len(passage.ids) > 2 * FIRST + _APART + _FARTHER]
+        if not long:
+            return []
+        generator = torch.Generator().manual_seed(derived_seed(seed, "changed", str(study.text.heads[self.h])))
+        fitted = torch.tensor([token for passage in study.fitted for token in passage.ids])
+        asked = []
+        for j in range(count):
+            i = long[j % len(long)]
+            first = FIRST + _APART + _FARTHER + self.back + 1
+            asked.append((i, int(torch.randint(first, len(study.tested[i].ids), (1,), generator=generator))))
+        made = []
+        tops = self._top([Passage("", 0, study.tested[i].ids[: t + 1]) for i, t in asked])
+        for (i, t), s in zip(asked, tops, strict=True):
+            at = (s if self.side == "key" else t) - self.back
+            new = int(fitted[torch.randint(len(fitted), (1,), generator=generator)])
+            if self.side == "key" and float(torch.rand(1, generator=generator)) < _SAME:
+                new = study.tested[i].ids[t]
+            if new != study.tested[i].ids[at]:
+                made.append(_Place(i, t, s, at, new))
+        return made
+
+    def _top(self, passages: Sequence[Passage]) -> list[int]:
+        """The key that the last query of each passage attends to most, of those that can be changed alone."""
+        found = dict[int, int]()
+
+        def take(indices: list[int], attention: Tensor, *_: Tensor) -> None:
+            for row, i in enumerate(indices):
+                last = len(passages[i].ids) - 1
+                own = attention[row, last].clone()
+                own[: self.back + _FARTHER + 1], own[last - _APART - self.back :] = 0, 0
+                found[i] = int(own.argmax())
+
+        self._run(passages, take)
+        return [max(found[i], self.back + _FARTHER + 1) for i in range(len(passages))]
+
+    def measured(self, places: Sequence[_Place], farther: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Actual and predicted changes of the relative logit, and the documents; ``farther`` makes the sham."""
+        tested = self.study.tested
+        plain = [tested[place.passage].ids[: place.query + 1] for place in places]
+        changed = []
+        for ids, place in zip(plain, places, strict=True):
+            at = place.at - farther
+            changed.append((*ids[:at], place.new, *ids[at + 1 :]))
+        before, after = dict[int, float](), dict[int, float]()
+        predicted = dict[int, float]()
+
+        def note(kept: dict[int, float], predict: bool) -> Any:
+            def take(indices: list[int], attention: Tensor, raw: Tensor, seen: Tensor, turn: Any) -> None:
+                for row, i in enumerate(indices):
+                    place = places[i]
+                    own, sight = raw[row, place.query], seen[row, place.query].clone()
+                    sight[place.key] = False
+                    kept[i] = float(own[place.key] - (own * sight).sum() / sight.sum().clamp_min(1))
+                    if predict:
+                        old = plain[i][place.at - farther]
+                        predicted[i] = turn(row, place, old, sight)
+
+            return take
+
+        self._run([Passage("", 0, ids) for ids in plain], note(before, True))
+        self._run([Passage("", 0, ids) for ids in changed], note(after, False))
+        every = range(len(places))
+        actual = torch.tensor([after[i] - before[i] for i in every], dtype=torch.float64)
+        guess = torch.tensor([predicted[i] for i in every], dtype=torch.float64)
+        return actual, guess, torch.tensor([tested[place.passage].group for place in places])
+
+    def _run(self, passages: Sequence[Passage], take: Any) -> None:
+        """Each passage's attention, logits and keys in sight, with a function that predicts a change in a row."""
+        fit, readings = self.study.fit, self.text.readings
+        own = fit.where(self.factor)
+        coefficients = fit.coefficients[own][:, self.slot]
+        for indices in by_length(passages, self.study.options.batch_size):
+            batch = self.text.batch(passages, indices, [0] * len(indices))
+            sight = Sight.of(self.text, batch)
+
+            def visit(call: Call, plan: Plan, indices: list[int] = indices, sight: Sight = sight) -> None:
+                seen = attend(self.text, call, plan, sight.kept)
+
+                def predict(row: int, place: _Place, old: int, others: Tensor) -> float:
+                    tokens = torch.tensor([place.new, old], device=readings.vocabulary.device)
+                    x = readings.token_features(tokens, self.factor)
+                    change = (x[0] - x[1]).to(coefficients) @ coefficients
+                    at = place.key if self.side == "key" else place.query
+                    turned = _rotated(self.text, call, change.to(seen.q), row, at)
+                    if self.side == "key":
+                        return float(call.scale * seen.q[row, 0, place.query] @ turned)
+                    mean = (seen.k[row, 0] * others[:, None]).sum(0) / others.sum().clamp_min(1)
+                    return float(call.scale * (seen.k[row, 0, place.key] - mean) @ turned)
+
+                take(indices, seen.attention[:, 0], seen.raw[:, 0], seen.kept[:, 0], predict)
+
+            self.text.watch(batch, visit)
+
+
+def _rotated(text: Text, call: Call, x: Float[Tensor, " d"], row: int, place: int) -> Float[Tensor, " d"]:
+    offset = text.scope.facts.layers[call.layer].offset
+    if call.rotary is None or offset is None:
+        return x
+    at = torch.tensor([[place]], device=x.device)
+    return call.rotary.turn(x.view(1, 1, 1, -1), torch.tensor([row], device=x.device), at, offset)[0, 0, 0]
