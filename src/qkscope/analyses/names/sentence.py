@@ -123,6 +123,17 @@ def name_row(looked: Looked, own: HeadShares, h: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def block_words(query: str, key: str) -> str:
+    """What a block is made of, in words.
+
+    >>> block_words("current", "previous"), block_words("mean", "mean")
+    ('the asking token with the token before the key', 'distance alone')
+    """
+    if query == MEAN:
+        return "distance alone" if key == MEAN else f"{_THAT[key]}, whatever asks"
+    return f"distance, by {_THIS[query]}" if key == MEAN else f"{_THIS[query]} with {_THAT[key]}"
+
+
 def _left(own: HeadShares) -> str:
     return f"{max(own.rest[0], 0):.0%} of the logit is not explained."
 

@@ -194,12 +194,17 @@ def _distance_rows(head: Head, looked: Looked, h: int) -> list[dict[str, Any]]:
 
 
 def snippet(scope: Scope, ids: Sequence[int], query: int, key: int, around: int = 8) -> dict[str, Any]:
-    """Text around two tokens, with their places in it as character offsets."""
-    near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= around]
-    pieces = {i: scope.tokenizer.decode([ids[i]]) if scope.tokenizer else f" {ids[i]}" for i in near}
+    """Text around two tokens, with their places in it as character offsets, and as tokens of a prompt (``…_at``)."""
+    decode = (lambda *some: scope.tokenizer.decode(list(some))) if scope.tokenizer else lambda *some: f" {some[-1]}"
+    special = set(getattr(scope.tokenizer, "all_special_ids", ())) - {ids[query], ids[key]}
+    near = [i for i in range(len(ids)) if min(abs(i - query), abs(i - key)) <= around and ids[i] not in special]
+    pieces = {i: decode(ids[i]) for i in near}
     text, spans, last = "", {}, -1
     for i in near:
-        text += "" if i == last + 1 else " … "
+        if text and i != last + 1:
+            text += " …" if pieces[i].startswith(" ") else " … "
+        elif text and decode(ids[last], ids[i]) == f"{pieces[last]} {pieces[i]}":  # words that come without their space
+            text += " "
         spans[i] = (len(text), len(text) + len(pieces[i]))
         text += pieces[i]
         last = i
@@ -207,7 +212,17 @@ def snippet(scope: Scope, ids: Sequence[int], query: int, key: int, around: int 
         "query": pieces[query], "key": pieces[key], "text": text,
         "query_start": spans[query][0], "query_stop": spans[query][1],
         "key_start": spans[key][0], "key_stop": spans[key][1],
+        "query_at": _typed(scope, text, ids[query], spans[query]), "key_at": _typed(scope, text, ids[key], spans[key]),
     }  # fmt: skip
+
+
+def _typed(scope: Scope, text: str, token: int, span: tuple[int, int]) -> int | None:
+    """A token's place where the text is a prompt of its own; None where that comes apart into other tokens there."""
+    if not getattr(scope.tokenizer, "is_fast", False):
+        return None
+    ids, offsets = next(scope.encoder.ids_and_offsets([text], chat=False))
+    found = [i for i, (start, stop) in enumerate(offsets) if ids[i] == token and start < span[1] and stop > span[0]]
+    return found[0] if len(found) == 1 else None
 
 
 def counted(number: int, what: str) -> str:
