@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from qkscope import BadInput, reproduce, tasks
+from qkscope.analyses.sparsity import Sparsity
 from qkscope.capture.families import tiny_model
 from qkscope.papers.franco2026 import model_sweep
 from qkscope.papers.franco2026.isotropy import isotropy, read_dictionary
 from qkscope.papers.franco2026.model_sparsity import relabelled
-from qkscope.papers.franco2026.model_sweep import PYTHIA, SweepWork, revisions_of
+from qkscope.papers.franco2026.model_sweep import PYTHIA, Sweep, SweepWork, revisions_of
 from qkscope.papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope.papers.registry import EMBEDDED, NANO, figure_of
 from qkscope.tasks.ioi import TEMPLATES
@@ -84,6 +86,29 @@ def test_a_model_with_one_checkpoint_has_no_training_to_show(tmp_path, nano_toke
     assert not any("over training" in claim.claim for claim in results["fig7b"].claims)
     for figure in SWEPT:
         assert written(tmp_path / "out", figure)["model"] == str(folder)
+
+
+def test_a_mean_is_as_sure_as_its_templates_are_many():
+    generator = torch.Generator().manual_seed(0)
+    clusters = torch.arange(128) % 8
+    values = torch.randn(8, generator=generator, dtype=torch.float64)[clusters].expand(3, -1)
+    by_template, by_prompt = (
+        Sweep(None, [], {}, own, "ioi").mean(values, [0, 2]) for own in (clusters, torch.arange(128))
+    )
+    assert by_template.mean == by_prompt.mean == pytest.approx(float(values.mean()))
+    widths = [found.high - found.low for found in (by_template, by_prompt)]
+    assert widths[0] > 2.5 * widths[1], "16 prompts of a template say the same"
+    one = Sweep(None, [], {}, torch.zeros(128), "ioi").mean(values, [0])
+    assert math.isnan(one.low), "of one template there is nothing to draw anew"
+
+
+def test_a_failure_is_laid_to_the_model_where_it_is_not_the_papers():
+    def reason(model, prompts="ioi"):
+        return Sweep(Sparsity("sparsity/ioi", {}, model=model), [], {}, torch.zeros(1), prompts).unlike(PYTHIA)[0]
+
+    assert [reason(model) for model in (PYTHIA, NANO, EMBEDDED)] == ["refuted", "small model", "other setting"]
+    assert reason(PYTHIA, "text") == "other setting"
+    assert reason(PYTHIA, "single") == "refuted", "the paper's own prompt"
 
 
 def test_the_papers_one_prompt_can_be_asked_for(tmp_path):

@@ -21,7 +21,7 @@ from qkscope.analyses.sparsity import Sparsity
 from qkscope.analyses.sweep import stored_terms, sweep
 from qkscope.capture.names import Checkpoint, checkpoints, nano_steps
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.papers.franco2026.prompts import IOI, clusters_of, prompts_of
+from qkscope.papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope.papers.registry import Settings
 from qkscope.papers.tables import Estimate, Row
 
@@ -106,11 +106,11 @@ class Sweep:
     def unlike(self, paper: str) -> tuple[str, str]:
         """Why a statement of the paper may fail here: its reason, and the sentence that argues it."""
         model = str(self.result.model)
-        if self.prompts == IOI and model == paper:
+        if self.prompts != TEXT and model == paper:
             return "refuted", ""
         if model.startswith("nano:"):
             return "small model", f"A nano of 0.7 million parameters stands in for {paper}, which was not at hand."
-        text = " on natural text" if self.prompts != IOI else ""
+        text = " on natural text" if self.prompts == TEXT else ""
         return "other setting", f"This is {Path(model).name}{text}; {paper} was not at hand."
 
     def rows(self, checkpoint: Checkpoint, circuit: bool | None = None) -> list[Row]:
