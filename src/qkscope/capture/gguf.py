@@ -85,7 +85,7 @@ def _make(file: Path, folder: Path) -> None:
         except OSError:
             shutil.copy(file, alone / "model.gguf")
     options: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
-    with doing(f"reading {file.name}, the first time only"), opened_once(file) as reader:
+    with doing(f"reading {file.name} once"), opened_once(file) as reader:
         header = _read_header(file, reader)
         rules = TokenRules.of(header.fields)
         model, report = AutoModelForCausalLM.from_pretrained(

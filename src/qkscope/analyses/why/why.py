@@ -239,7 +239,7 @@ def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _share(name: str, value: float, one: PromptTrace) -> str:
-    return f"{name} {value / one.total:.0%}" if one.total else f"{name} {value:+.1f}"
+    return f"{name} {value / one.total:z.0%}" if one.total else f"{name} {value:+.1f}"
 
 
 def _written(one: PromptTrace, graph: Sequence[Mapping[str, Any]]) -> str:
