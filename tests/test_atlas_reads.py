@@ -7,7 +7,6 @@ import torch
 
 import qkscope as qk
 from browser import Watched, chromium
-from qkscope.analyses.atlas import _one_query
 from qkscope.analyses.texts import cut, text_examples
 from qkscope.analyses.trace import many
 from qkscope.analyses.trace.many import first_writers, told
@@ -27,12 +26,12 @@ def scope():
 
 @pytest.fixture(scope="module")
 def texts():
-    return [unit[0].text for unit in qk.tasks.induction().test(64)]
+    return [unit[0].text for unit in qk.tasks.induction().test(400)]
 
 
 @pytest.fixture(scope="module")
 def found(scope, texts):
-    return qk.atlas(scope, texts, 48, test=16, progress=False)
+    return qk.atlas(scope, texts, 192, test=64, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_every_head_has_its_first_writers(found):
 def test_sums_are_those_of_one_text_after_the_other(scope, texts):
     """Batches, groups of texts and passages that do not count change nothing but rounding."""
     reader = Reader(scope, scope.parse("L1H0,L2H3"))
-    units = [(_one_query(example, 0),) for example in text_examples(scope, texts)][:6]
+    units = [(example,) for example in text_examples(scope, texts[:6])]
     together = told(reader, first_writers(reader, units, Job(), batch_size=4, progress=False))["tables"]["heads"]
     for row in together:
         alone = [
@@ -85,7 +84,7 @@ def test_a_model_that_cannot_be_traced_has_an_atlas_without_writers(texts):
     hook = loaded.model.base_model.layers[0].register_forward_hook(lambda module, args, out: torch.tanh(out))
     try:
         squashed = qk.Scope.from_model(loaded.model, loaded.tokenizer, name="squashed")
-        found = qk.atlas(squashed, texts, 48, test=16, progress=False)
+        found = qk.atlas(squashed, texts, 192, test=64, progress=False)
     finally:
         hook.remove()
     assert found.answer.count("Who wrote keys and queries is not said") == 1
@@ -155,3 +154,12 @@ def test_documents_are_traced_as_their_passages_and_resampled_whole(scope, texts
         qk.trace(scope, documents, "all", len(pieces), progress=False)
     assert seen == [{"text 0", "text 1", "text 2", "text 3"}]
     assert set(text_of) == {0, 1, 2, 3}
+
+
+def test_passages_are_bounded_lose_nothing_and_know_their_document():
+    text = "\n\n".join(f"Line {i} of a text that goes on and on." * (1 + i % 30) for i in range(60))
+    pieces, text_of = cut([Document("a", text), Document("b", "Another. " * 300)])
+    assert max(map(len, pieces)) <= 480
+    assert "".join("".join(pieces[: text_of.index(1)]).split()) == "".join(text.split())
+    assert {text_of[i] for i, piece in enumerate(pieces) if "Another" in piece} == {1}
+    assert cut(["as it is"]) == (("as it is",), (0,))

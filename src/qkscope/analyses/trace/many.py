@@ -59,7 +59,7 @@ def trace_many(
         pieces, text_of = cut(what)
         lot = torch.Generator().manual_seed(derived_seed(seed, "texts"))
         order = torch.randperm(len(pieces), generator=lot).tolist()[:n]
-        examples = text_examples(scope, [pieces[i] for i in order], queries=1, seed=seed)
+        examples = text_examples(scope, [pieces[i] for i in order], seed)
         examples = [replace(own, cluster=text_of[order[int(own.cluster)]]) for own in examples]
         if not examples:
             raise BadInput("no text is long enough to ask in: give longer ones.")
