@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
 
 from qkscope.draws import derived_seed
 from qkscope.papers.fleet import toy_figures
@@ -12,6 +17,8 @@ from qkscope.papers.lee2026.toy.stack import HeadCell
 from qkscope.papers.lee2026.toy.trained import GRIDS, TrainedHead, grid, train_heads
 from qkscope.papers.registry import Figure, Settings
 from qkscope.papers.trainer import Recipe
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class HeadWork:
     replicates: int  # of the sign-flip null
     contexts: int  # for accuracy and ceilings
     swaps: int
-    seeds: int = 1  # heads of each cell; contexts and swaps are shared out among them
+    seeds: int = 1  # heads of each cell; in grids their pairs and contexts are shared out among them, swaps everywhere
     ranks: dict[int, tuple[int, ...]] = field(default_factory=lambda: dict(GRIDS))  # d_head: the grid's ranks
 
 
@@ -72,6 +79,12 @@ def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tu
 def train(cells: Cells, settings: Settings) -> list[TrainedHead]:
     """The heads of a figure, from the shared folder where they are there already."""
     return _train(cells(settings), settings)
+
+
+def side_by_side(measure: Callable[[TrainedHead], T], heads: Sequence[TrainedHead]) -> list[T]:
+    """What is measured of each head, on all cores: a head is small, so that each gets one."""
+    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(measure, heads))
 
 
 def _train_together(figures: Sequence[Figure], settings: Settings) -> None:

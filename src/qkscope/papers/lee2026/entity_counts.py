@@ -44,20 +44,17 @@ def _rows(session: Session) -> list[Row]:
         jobs += [("pairs", n, session.binding_task(n, lexical=lexical), contrasts) for n in work.entities]
     rows: list[Row] = []
     for varied, count, task, contrasts in jobs:
-        fit = session.decompose(task, found.all, work.counts, contrasts=contrasts, replicates=work.count_replicates)
+        fit = session.decompose(task, found.all, work.counts, contrasts=contrasts, replicates=1)  # ranks alone
         for row in fit.table():
             about = {
                 "varied": varied, "count": count, "head": row["head"], "contrast": row["contrast"],
                 "is_control": row["head"] == str(found.control), "mean_dominance": row["mean_dominance"],
                 "n": work.counts,
             }  # fmt: skip
-            centred = {"rank": row["rank_99_centred"], "detected": row["interaction_rank"]}
-            plain = {"rank": row["rank_99"], "detected": row["rank_null"]}
+            ranks = {"paper" if task.asked["lexical"] == "own_query" else "ours": row["rank_99"]}
             if row["contrast"] == "order":
-                rows += [{**about, "estimator": "ours", **centred}, {**about, "estimator": "paper", **plain}]
-            else:
-                paper = task.asked["lexical"] == "own_query"
-                rows.append({**about, "estimator": "paper" if paper else "ours", **plain})
+                ranks = {"paper": row["rank_99"], "ours": row["rank_99_centred"]}
+            rows += [{**about, "estimator": estimator, "rank": rank} for estimator, rank in ranks.items()]
     return rows
 
 

@@ -44,6 +44,7 @@ SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
+_WIDE = 128
 _PAPER_FORMS: dict[Kind, str] = {"filter": "find", "binding": "question"}
 
 
@@ -59,7 +60,6 @@ class ModelWork:
     test: int
     downstream: int  # test prompts whose answer is read from a patched run; 0: none
     replicates: int  # of each null
-    count_replicates: int  # the same for figure 16
     pools: tuple[int, ...]  # different words, three pairs in a prompt; the paper's estimator needs one to spare
     entities: tuple[int, ...]  # pairs in a prompt, all the words
     heads: int = 9  # look into at most so many binding heads: as many as the paper has
@@ -68,9 +68,9 @@ class ModelWork:
 
 
 WORK = {
-    "smoke": ModelWork(48, 10, 1, 32, 12, 32, 0, 39, 39, (4, 8, 16), (3, 6), heads=4),
-    "default": ModelWork(256, 64, 24, 320, 96, 256, 256, 199, 39, (4, 8, 16, 24, 32), (2, 4, 6, 9, 14)),
-    "paper": ModelWork(1000, 400, 154, 3000, 1000, 1000, 1000, 199, 39, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
+    "smoke": ModelWork(48, 10, 1, 32, 12, 32, 0, 39, (4, 8, 16), (3, 6), heads=4),
+    "default": ModelWork(256, 64, 24, 320, 96, 256, 256, 199, (4, 8, 16, 24, 32), (2, 4, 6, 9, 14)),
+    "paper": ModelWork(1000, 400, 154, 3000, 1000, 1000, 1000, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20), batch_size=128),
 }  # fmt: skip
 
@@ -237,7 +237,9 @@ class Session:
 
     def decompose(self, task: Task, heads: list[Head], n: int, **options: Any) -> Fit:
         """`decompose` with this preset's counts."""
-        settings = {"replicates": self.work.replicates, "batch_size": self.work.batch_size, "seed": self.seed}
+        # Each replicate costs eigenvalues of d_head × d_head matrices, stage by stage: few do in wide heads.
+        replicates = self.work.replicates if self.scope.d_head <= _WIDE else min(self.work.replicates, 19)
+        settings = {"replicates": replicates, "batch_size": self.work.batch_size, "seed": self.seed}
         return decompose(self.scope, task, heads, n, **{**settings, **options})
 
     def about(self, **more: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from qkscope.draws import derived_seed, draw_signs
 from qkscope.maths.bases import energy_rank
 from qkscope.maths.controls import rank_above
 from qkscope.page.figures import INK, new_figure
-from qkscope.papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
+from qkscope.papers.lee2026.cells import WORK, Cells, side_by_side, toy_figure, train, whole_grids
 from qkscope.papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope.papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope.papers.lee2026.toy.trained import TrainedHead
@@ -39,10 +39,10 @@ _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous",
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]
-    signs = draw_signs(settings.seed, torch.arange(work.replicates)[:, None], torch.arange(work.contrast_pairs)).float()
+    pairs, contexts = work.contrast_pairs // work.seeds, work.contexts // work.seeds
+    signs = draw_signs(settings.seed, torch.arange(work.replicates)[:, None], torch.arange(pairs)).float()
     signs = signs.to(settings.device)
-    contexts = work.contexts // work.seeds
-    rows = [rank_row(trained, signs, contexts, settings.seed) for trained in train(cells, settings)]
+    rows = side_by_side(lambda head: rank_row(head, signs, contexts, settings.seed), train(cells, settings))
     summary = summarise(rows)
     below = [row for row in rows if row["where"] == "below"]
     null, untrained = (share_exact(below, kind) for kind in ("null", "untrained"))
@@ -57,7 +57,7 @@ def run(settings: Settings, cells: Cells) -> Result:
         about={
             "lr": work.lr,
             "recipe": work.recipe.about(),
-            "contrast_pairs": work.contrast_pairs,
+            "contrast_pairs": pairs,
             "replicates": work.replicates,
         },
     )

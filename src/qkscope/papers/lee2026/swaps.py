@@ -27,7 +27,7 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope.page.figures import INK, ORIGINAL, TARGET, new_figure
-from qkscope.papers.lee2026.cells import WORK, Cells, example_head, some_cells, toy_figure, train
+from qkscope.papers.lee2026.cells import WORK, Cells, example_head, side_by_side, some_cells, toy_figure, train
 from qkscope.papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope.papers.lee2026.toy.trained import TrainedHead
 from qkscope.papers.registry import Settings
@@ -50,8 +50,9 @@ def run(settings: Settings, cells: Cells) -> Result:
     work = WORK[settings.preset]
     rows: list[Row] = []
     overlaps: list[Row] = []
-    for trained in train(cells, settings):
-        found, overlap = swap_rows(trained, work.contrast_pairs, work.swaps // work.seeds, settings.seed)
+    n = work.swaps // work.seeds
+    heads = train(cells, settings)
+    for found, overlap in side_by_side(lambda head: swap_rows(head, work.contrast_pairs, n, settings.seed), heads):
         rows += found
         overlaps.append(overlap)
     first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
