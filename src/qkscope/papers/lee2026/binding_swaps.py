@@ -206,10 +206,11 @@ def _swap_claims(tables: dict[str, list[Row]], head: str, estimator: Estimator, 
     both, random = at[_TOGETHER[estimator]], at["random_both"]
     moved, alone = _shift(both), _over_alone(tables, head, estimator)
     paper = {
-        "both": f"{said}: intervening on both subspaces shifts the majority of the attention",
-        "alone": f"{said}: each individual subspace can shift some of the attention",
-        "larger": f"{said}: intervening on both yields a larger shift",
-    } if said else dict.fromkeys(("both", "alone", "larger"), "")  # fmt: skip
+        "both": "intervening on both subspaces shifts the majority of the attention",
+        "alone": "each individual subspace can shift some of the attention",
+        "larger": "intervening on both yields a larger shift",
+    }
+    paper = {what: f"{said}: {says}" if said else "" for what, says in paper.items()}
     was: dict[str, Any] = {"changed": _WAS} if said else {}
     return [
         Claim(f"swapping both moves the majority of the attention (shift, {whose} estimators; control: random)",
