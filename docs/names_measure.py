@@ -2,10 +2,10 @@
 
 ``python docs/names_measure.py --model smollm2-135m --out runs/names`` reads Python's own texts; ``--texts DIR`` reads a
 folder of documents whose names end in a year instead (choose: divisible by four, fit: the other even years, test: odd).
-Labels come from repeated random tokens: a head is called a previous-token, duplicate-token or induction head if it gives
-the token before, the earlier copy, or what followed it, three tenths of its attention. What predicts them is read off
-the text alone: the attention that distance alone would give the token before, times the head's attention off the first
-token; the share of current · current; the share of current · previous.
+Labels come from repeated random tokens: a head is called a previous-token, duplicate-token or induction head if it
+gives the token before, the earlier copy, or what followed it, three tenths of its attention. What predicts them is read
+off the text alone: the attention that distance alone would give the token before, times the head's attention off the
+first token; the share of current · current; the share of current · previous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sklearn.metrics import roc_auc_score
 
 from qkscope import Scope
 from qkscope.analyses.discover.changes import change_row
-from qkscope.analyses.names.look import Text, attend
+from qkscope.analyses.names.look import attend
 from qkscope.analyses.names.study import Options, Study, documents_of, passages_of
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
