@@ -64,7 +64,7 @@ def test_only_these_supported_families_cannot_be_traced_and_they_say_why(table):
     refused = {
         family: row["reason"] for family, row in table.items() if row["supported"] and row["trace_error"] is None
     }
-    assert set(refused) == {"jetmoe", "gemma3n_text"}
+    assert set(refused) == {"jetmoe", "gemma3n_text", "qwen3_next"}
     assert "no one matrix adds up its heads' outputs" in refused["jetmoe"]
     assert "4 residual streams" in refused["gemma3n_text"]
 
@@ -78,6 +78,12 @@ def test_these_families_are_supported_without_limits(table, family):
 def test_a_family_without_attention_is_refused_with_that_reason(table):
     assert not table["mamba"]["supported"]
     assert "attention interface" in table["mamba"]["reason"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "granitemoehybrid"])
+def test_hybrids_are_served_and_the_layers_without_attention_are_named(table, family):
+    assert table[family]["supported"]
+    assert "no heads in layers 0, 2: these have a " in table[family]["reason"]
 
 
 def test_a_family_that_fails_gets_a_row_and_not_a_traceback(monkeypatch):

@@ -15,8 +15,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
 TRUE_CAUSES = {
-    "mamba": "never call .* own attention",
-    **dict.fromkeys(["qwen3_next", "lfm2", "jamba", "granitemoehybrid"], "only 2 of its 4 layers call"),
+    "mamba": "never call .*none of their modules is an attention",
     "t5": "encoder-decoder",
     "mllama": r"cross-attention layers \(1 of 4\) run only beside an image",
 }

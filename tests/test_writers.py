@@ -18,9 +18,13 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 NOT_SERVED = [
-    "diffllama", "mamba", "qwen3_next", "lfm2", "jamba", "granitemoehybrid", "mllama", "t5",
+    "diffllama", "mamba", "mllama", "t5",
 ]  # fmt: skip
-NOT_TRACED = {"jetmoe": "no one matrix adds up its heads' outputs", "gemma3n_text": "it has 4 residual streams"}
+NOT_TRACED = {
+    "jetmoe": "no one matrix adds up its heads' outputs",
+    "qwen3_next": "no one matrix adds up its heads' outputs",  # gated before it
+    "gemma3n_text": "it has 4 residual streams",
+}
 TRACED = [family for family in FAMILIES if family not in [*NOT_SERVED, *NOT_TRACED]]
 HELD = ["nanochat", "hunyuan_v1_dense", "llama4_text", "deepseek_v3"]
 DEEPER = [

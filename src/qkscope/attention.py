@@ -34,7 +34,7 @@ class AttentionRows:
     kv_of_head : which key head each head reads; 0, 1, … by default.
     scale : factor on q·k, as the model's attention call passes it.
     softcap : soft-cap of each head; infinite where there is none.
-    bias : what is added to a logit after the cap (0, or −inf where the key is masked).
+    bias : what is added to a logit after the cap (0, or −inf where the key is masked; with ALiBi, of the distance).
     rest : log-sum-exp of all the logits that are not named; −inf where the named keys are the whole row.
     key_mask : False where a slot is padding.
     top : largest logit of the tokens that are not named; where it is not known, the named keys are all there is.

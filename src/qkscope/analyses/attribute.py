@@ -122,7 +122,7 @@ def attribute(
         experiment="explain",
         answer=(
             f"{head} gives {rows[best]['attention']:.2f} of its attention to {rows[best]['token']!r} "
-            f"(token {best}): logit {rows[best]['logit']:.2f} = {shown}."
+            f"(token {best}): logit {rows[best]['logit']:.2f} = {shown}{_biased(captured, best)}."
         ),
         tables={
             "tokens": rows,
@@ -143,6 +143,11 @@ def attribute(
             space=space,
         ),
     )
+
+
+def _biased(captured: Capture, key: int) -> str:
+    bias = float(captured.bias[0, 0, key])
+    return f", and {bias:+.2f} for the distance (ALiBi)" if bias else ""
 
 
 def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:

@@ -112,7 +112,7 @@ def swap_downstream(
         answers = [read.answers(before.logits)]
         for kind, group in cases:
             edits = [_edit(before, head, projectors[kind], orig, target, own) for head in group]
-            last = Head(scope.n_layers - 1, 0)
+            last = scope.heads()[-1]
             after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
             answers.append(read.answers(after.logits))
         return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}

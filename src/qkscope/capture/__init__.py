@@ -21,6 +21,7 @@ Its files, in reading order. The way of a batch through a model:
 Whether a model can be trusted to be looked into:
 
 - ``probe``: what its attention is and how it counts positions, read off live calls
+- ``refused``: the true cause where a model cannot be looked into
 - ``selfcheck``: five facts that must hold before a number is believed
 - ``families``: a tiny random model of every family, and the check behind ``qkscope models``
 

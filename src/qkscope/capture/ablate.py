@@ -48,7 +48,9 @@ def taken_out(
 
     for layer in {head.layer for head in heads}:
         own = [head for head in heads if head.layer == layer]
-        hooks.append(reader.blocks[layer].output.register_forward_pre_hook(replace(layer, own)))
+        output = reader.blocks[layer].output
+        assert output is not None
+        hooks.append(output.register_forward_pre_hook(replace(layer, own)))
     for module, value in (held or {}).items():
         hooks.append(module.register_forward_hook(lambda _module, _args, _out, value=value: value))
     try:
@@ -89,7 +91,8 @@ def outputs_summed(reader: Reader, shown: Bool[Tensor, "b t"]) -> Iterator[dict[
 
     for layer, block in enumerate(reader.blocks):
         heads = reader.scope.facts.layers[layer].n_heads
-        hooks.append(block.output.register_forward_pre_hook(note(layer, heads)))
+        if block.output is not None:
+            hooks.append(block.output.register_forward_pre_hook(note(layer, heads)))
     try:
         yield sums
     finally:

@@ -248,6 +248,9 @@ def _why(failure: Exception) -> str:
 
 def _limits(scope: Scope) -> Iterator[str]:
     refused = {(space, why) for layer in scope.facts.layers for space, why in layer.refusals.items()}
+    for kind in dict.fromkeys(layer.instead for layer in scope.facts.layers if layer.instead):
+        layers = ", ".join(str(i) for i, layer in enumerate(scope.facts.layers) if layer.instead == kind)
+        yield f"no heads in layers {layers}: these have a {kind} instead of attention"
     for space, why in sorted(refused):
         yield f"no {space}: {why}"
     try:

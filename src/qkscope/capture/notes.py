@@ -129,7 +129,8 @@ def hooked(
             if layer in (0, *layers):
                 hooks.append(block.module.register_forward_pre_hook(entering(layer), with_kwargs=True))
             if layer + 1 < len(blocks):
-                hooks.append(block.output.register_forward_pre_hook(giving(found.heads, layer)))
+                if block.output is not None:
+                    hooks.append(block.output.register_forward_pre_hook(giving(found.heads, layer)))
                 hooks += [norm.register_forward_pre_hook(giving(found.given, norm)) for norm in block.norms]
                 hooks += [module.register_forward_hook(putting_out(module)) for module in block.parts]
         yield

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkscope.capture.inputs import (
     SIDES,
@@ -28,6 +28,9 @@ from qkscope.capture.inputs import (
     short_inputs,
     text_config,
 )
+from qkscope.capture.own_code import own_attention
+from qkscope.capture.projection import layer_number
+from qkscope.capture.refused import check_honoured, check_kind, refusal, replaced, without_attention
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
 from qkscope.capture.tap import Anatomy, Call, Stop, tap
 from qkscope.errors import BadInput
@@ -37,13 +40,17 @@ from qkscope.kinds import checked_class
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates."""
+    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
+
+    A layer without attention has no heads; `instead` names the module that it has in its place.
+    """
 
     n_heads: int
     n_kv_heads: int
     d_head: int
     offset: int | None
     refusals: dict[Space, str]
+    instead: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Shape:
         return len(self.facts.layers)
 
     def _uniform(self, what: str) -> int:
-        values = sorted({getattr(layer, what) for layer in self.facts.layers})
+        values = sorted({getattr(layer, what) for layer in self.facts.layers if layer.n_heads})
         if len(values) > 1:
             raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
         return values[0]
@@ -141,7 +148,13 @@ class Shape:
         head = Head.parse(head)
         if head.layer >= self.n_layers:
             raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
-        count = self.facts.layers[head.layer].n_heads
+        count, instead = self.facts.layers[head.layer].n_heads, self.facts.layers[head.layer].instead
+        if instead:
+            with_heads = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
+            raise BadInput(
+                f"{head} does not exist: layer {head.layer} of {self.name} has a {instead} instead of attention; heads"
+                f" are in {with_heads}."
+            )
         if head.index >= count:
             raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
         return head
@@ -170,46 +183,34 @@ def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
     return tuple(Head(layer, i) for layer, count in enumerate(counts) for i in range(count))
 
 
-def refusal(model: Any, why: str) -> BadInput:
-    """What is raised about a model that cannot be looked into."""
-    return BadInput(f"{model.config.model_type} cannot be looked into: {why}.")
-
-
 @torch.no_grad()
 def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
-    _check_kind(model)
+    check_kind(model)
     model.eval()
     inputs = short_inputs(model)
     implementation = model.config._attn_implementation
-    calls = _calls(model, inputs, lambda call: _check_honoured(implementation, call))
+    calls = _calls(model, inputs, lambda call: check_honoured(implementation, call))
     if not calls:
-        why = _replaced(model) or "they hold their own attention code, or none"
+        code = "they hold attention code of their own, in which no softmax of one product q·k is seen"
+        why = replaced(model) or (code if own_attention(model) else "none of their modules is an attention that does")
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
     modules = [id(call.module) for call in calls]
     if len(set(modules)) < len(modules):
         raise refusal(model, "one attention module is called several times in a pass")
-    _check_every_layer(model, calls)
+    instead = without_attention(model, calls)
     if calls[0].biases:
         added = f"its attention call adds a learned {calls[0].biases[0]} to its logits"
         raise refusal(model, f"{added}, so they are not scale q·k + mask")
     family = _family_refusals(model, inputs, calls)
-    takes_positions, first_position, sides = _counting(model, inputs, calls)
-    layer_of = {module: layer for layer, module in enumerate(modules)}
-    layers = tuple(_layer(call, family) for call in calls)
+    takes_positions, first_position, sides = _counting(model, inputs, calls, bool(instead))
+    names = {id(module): name for name, module in model.named_modules()}
+    numbers = [layer_number(model, names[module], i) for i, module in enumerate(modules)]
+    layer_of = dict(zip(modules, numbers, strict=True))
+    seen = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
+    seen |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
+    layers = tuple(seen[number] for number in sorted(seen))
     return Facts(layers, layer_of, takes_positions, first_position, sides, Anatomy.of(model))
-
-
-def _check_kind(model: Any) -> None:
-    """Refuse what cannot be fed: two stacks of layers, or neither ids nor pixels."""
-    read = model.main_input_name
-    has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
-    if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
-        kind = model.config.model_type
-        raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
-    if read not in ("input_ids", "pixel_values"):
-        given = "qkscope can give a model only token ids or an image"
-        raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
 
 
 def _calls(
@@ -231,57 +232,8 @@ def _calls(
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise refusal(model, _replaced(model) or f"a short forward failed with {error!r}") from error
+        raise refusal(model, replaced(model) or f"a short forward failed with {error!r}") from error
     return calls
-
-
-def _replaced(model: Any) -> str | None:
-    """Say so where the forward of an attention (or of what holds one) is not of its class's own file."""
-    for part in model.modules():
-        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
-            continue
-        forward = vars(part).get("forward", type(part).forward)  # wrappers, as accelerate's, keep the name of the file
-        if forward.__module__ not in {kind.__module__ for kind in type(part).__mro__}:
-            return (
-                f"the forward of {type(part).__name__} was replaced by {forward.__qualname__}, which bypasses"
-                " transformers' attention interface: load the model without that patch"
-            )
-    return None
-
-
-def _check_every_layer(model: Any, calls: list[Call]) -> None:
-    """Refuse a model some of whose layers did not call: what they do is no attention, or needs what was not given."""
-    names = {id(module): name for name, module in model.named_modules()}
-    stack = _stack(model, names.get(id(calls[0].module), ""))
-    known = getattr(text_config(model), "num_hidden_layers", len(calls))
-    expected, called = len(stack) if stack is not None else known, {id(call.module) for call in calls}
-    silent = [block for block in stack or () if not any(id(part) in called for part in block.modules())]
-    if len(calls) == expected and not silent:
-        return
-    if any("cross" in name for block in silent for name, _ in block.named_children()):
-        why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
-        raise refusal(model, f"{why}, and qkscope gives it text alone")
-    if len(calls) > expected:
-        why = f"{len(calls)} attention calls come from {expected} layers"
-        raise refusal(model, f"{why}, so which layer is which is not known")
-    raise refusal(model, f"only {len(calls)} of its {expected} layers call transformers' attention interface")
-
-
-def _stack(model: Any, name: str) -> nn.ModuleList | None:
-    """The outermost list of layers a module stands in."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        found = model.get_submodule(".".join(parts[:end]))
-        if isinstance(found, nn.ModuleList):
-            return found
-    return None
-
-
-def _check_honoured(implementation: str, call: Call) -> None:
-    """SDPA has no place for a soft-cap or a sink; some versions refuse them, others drop them without a word."""
-    for what, value in (("soft-cap", call.softcap), ("attention sink", call.sinks)):
-        if value is not None and implementation != "eager":
-            raise BadInput(f"{implementation} attention drops this model's {what}: load the model with attn='eager'.")
 
 
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
@@ -342,12 +294,15 @@ def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
     return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
 
 
-def _counting(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> tuple[bool, int, tuple[PaddingSide, ...]]:
+def _counting(
+    model: Any, inputs: dict[str, Tensor], calls: list[Call], hybrid: bool
+) -> tuple[bool, int, tuple[PaddingSide, ...]]:
     """How a model counts positions: whether 0, 1, 2, ... may be passed, where it begins, and where it can be padded.
 
     Nothing is believed that was not seen: positions that are accepted but change nothing (Bart's decoder counts
     columns), or that the model counts from another number (RoBERTa from behind its padding id), leave it to the padded
-    prompts themselves, compared with the same prompt alone in every layer, to say which side is right.
+    prompts themselves, compared with the same prompt alone in every layer, to say which side is right. So do layers
+    without attention, which may read padding.
     """
     if "attention_mask" not in inputs:  # an image has no padding
         return False, 0, SIDES
@@ -359,7 +314,7 @@ def _counting(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> tuple
     takes, first = False, 0
     if "position_ids" in forward_arguments(model.base_model):
         takes = same_at(counted)
-        if takes and not same_at(counted + counted % 2):
+        if takes and not hybrid and not same_at(counted + counted % 2):
             return True, 0, SIDES
         behind = (model_pad_id(model) or 0) + 1
         limit = context_limit(model)

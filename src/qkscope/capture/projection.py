@@ -84,8 +84,8 @@ class LayerCall:
         return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
 
 
-def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerCall]:
-    """Run one token and note, in order of execution, how each attention module is called.
+def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, LayerCall]:
+    """Run one token and note, in order of execution, how the attention module of each layer is called.
 
     Parameters
     ----------
@@ -106,6 +106,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     alive: list[Tensor] = []  # an id means something only while its tensor lives
     normed: dict[nn.Module, Tensor] = {}
     qk_norms: dict[nn.Module, list[nn.Module]] = {}
+    number: dict[nn.Module, int] = {}
     stop = Stop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +123,8 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         if call.module in qk_norms:
             raise BadInput(f"{names[call.module]} calls its attention function more than once.")
         qk_norms[call.module] = [part for part in call.module.modules() if is_norm(part) and part in inputs]
-        if call.layer == last:
+        number[call.module] = layer_number(model, names[call.module], call.layer)
+        if number[call.module] == last:
             raise stop
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
@@ -132,8 +134,9 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
     if not qk_norms:
         raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
 
-    calls = []
+    calls = {}
     for attention, norms in qk_norms.items():
+        layer = number[attention]
         parts = {norm: take_apart(norm, inputs[norm][0][0]) for norm in norms}
         call = LayerCall(model.config.model_type, attention, *inputs[attention], None, None, parts)
         block = block_of(names[attention], model)
@@ -143,7 +146,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
         before_it = next((module for module in made if is_norm(module)), None) if not makers else None
         block_args, block_kwargs = inputs[block]
         if makers or any(call.hidden is value for value in (*block_args, *block_kwargs.values())):
-            calls.append(replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it))
+            calls[layer] = replace(call, input_norm=makers[0] if makers else None, stream_norm=before_it)
             continue
         times = [(norm, _times(out, call.hidden)) for norm, out in normed.items() if norm in inside]
         found = [(norm, number) for norm, number in times if number is not None]
@@ -152,7 +155,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> list[LayerC
                 f"{call.family} has no weights to read: what enters {names[attention]} is neither a norm's output nor"
                 " the residual stream, but something made of them."
             )
-        calls.append(replace(call, input_norm=found[0][0], input_scale=found[0][1]))
+        calls[layer] = replace(call, input_norm=found[0][0], input_scale=found[0][1])
     return calls
 
 
@@ -287,6 +290,22 @@ def _rotation(embeddings: Any, rotated: bool) -> Any:
     cos, sin = embeddings
     length = (cos.square() + sin.square()).sqrt()
     return (cos / length, sin / length) if rotated else (torch.ones_like(cos), torch.zeros_like(sin))
+
+
+def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
+    """The outermost list of layers a module stands in, and the number of its layer there."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        found = model.get_submodule(".".join(parts[:end]))
+        if isinstance(found, nn.ModuleList):
+            return found, int(parts[end])
+    return None
+
+
+def layer_number(model: Any, name: str, otherwise: int) -> int:
+    """The number of the layer a module stands in; layers without attention count."""
+    place = place_of(model, name)
+    return otherwise if place is None else place[1]
 
 
 def block_of(name: str, model: PreTrainedModel) -> nn.Module:

@@ -24,12 +24,11 @@ from qkscope.capture.files import cache_dir, read_json, write_json
 from qkscope.capture.inputs import short_ids, short_inputs
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Picker, Places
-from qkscope.capture.probe import refusal
+from qkscope.capture.refused import refusal
 from qkscope.capture.spaces import SPACES, Space
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
-from qkscope.heads import Head
 
 if TYPE_CHECKING:
     from qkscope.capture.encode import Encoding
@@ -159,7 +158,7 @@ _Captures = dict[tuple[int, Space], Capture]
 
 def _eager_attention(
     scope: Scope, inputs: dict[str, Tensor], visit: Callable[[Call], None] | None, rotary: bool = False
-) -> tuple[Tensor, ...]:
+) -> dict[int, Tensor]:
     """Attention weights as the model reports them when run eagerly; a visitor may watch the same pass.
 
     Where its own code was watched, they are what its own softmax gave.
@@ -173,7 +172,7 @@ def _eager_attention(
 
     if scope.facts.anatomy.own:
         scope.watch(inputs, take, *([visit] if visit is not None else []), rotary=rotary)
-        return tuple(own[layer].to(scope.device) for layer in range(scope.n_layers))
+        return {layer: weights.to(scope.device) for layer, weights in own.items()}
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
     before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
     try:
@@ -185,12 +184,14 @@ def _eager_attention(
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
-    if attentions is None or len(attentions) != scope.n_layers or any(layer is None for layer in attentions):
+    reported = [layer for layer in attentions or () if layer is not None]
+    layers = sorted(set(scope.facts.layer_of.values()))
+    if len(reported) != len(layers):
         raise BadInput(f"{model.config.model_type} does not report its attention, so the tap cannot be checked on it.")
-    return tuple(layer.to(scope.device) for layer in attentions)
+    return {layer: weights.to(scope.device) for layer, weights in zip(layers, reported, strict=True)}
 
 
-def _reported(own: Capture, attentions: tuple[Tensor, ...]) -> Tensor:
+def _reported(own: Capture, attentions: dict[int, Tensor]) -> Tensor:
     """What the model reports of the attention of captured rows; `example` is the row of the batch."""
     rows = [attentions[head.layer][own.example, head.index, own.query_positions] for head in own.heads]
     return torch.stack([row.float().gather(-1, own.key_positions) for row in rows], dim=1)
@@ -207,7 +208,7 @@ class _Single(NamedTuple):
     """One prompt as bare ids, whose positions nobody but the model counts: what we see of it, and what it reports."""
 
     captures: _Captures
-    attentions: tuple[Tensor, ...]
+    attentions: dict[int, Tensor]
     logits: Tensor | None
 
     @classmethod
@@ -270,7 +271,7 @@ def _captures(scope: Scope, encoded: Encoding, spaces: tuple[Space, ...]) -> _Ca
 
 def _slots(scope: Scope, own: Capture) -> dict[int, list[int]]:
     """Heads by layer: in half precision rounding grows from layer to layer, so there the first two have to tell."""
-    layers = range(min(2, scope.n_layers) if _is_half(scope) else scope.n_layers)
+    layers = sorted({head.layer for head in scope.heads()})[: 2 if _is_half(scope) else None]
     slots = {layer: [slot for slot, head in enumerate(own.heads) if head.layer == layer] for layer in layers}
     return {layer: own for layer, own in slots.items() if own}
 
@@ -320,7 +321,7 @@ def _padding_error(scope: Scope, captures: _Captures, single: _Single, example: 
 
 
 def _write_effect(scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, allowed: float) -> float:
-    head = Head(0, 0)
+    head = scope.heads()[0]
     last = places.keys[:1, -1:].expand(len(next(iter(inputs.values()))), 1)  # the last token: real in every row
     rows = torch.arange(len(last), device=last.device)
     there = Places(rows, last[:, 0], last, torch.ones_like(last, dtype=torch.bool))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import short_inputs
-from qkscope.capture.projection import block_of, is_norm
+from qkscope.capture.projection import block_of, is_norm, place_of
 from qkscope.capture.tap import Call, tap
 from qkscope.errors import BadInput
 
@@ -71,11 +71,11 @@ Node = Entered | Heads | Part | Normed | Scaled | Sum
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its modules and what its output is made of."""
+    """One block: its modules and what its output is made of. One without attention has no heads to add up."""
 
     module: nn.Module
-    attention: nn.Module
-    output: nn.Module  # W_O: a linear map of the heads' outputs, head after head
+    attention: nn.Module | None
+    output: nn.Module | None  # W_O: a linear map of the heads' outputs, head after head
     tree: Node
 
     def walk(self) -> Iterator[Node]:
@@ -106,9 +106,9 @@ class _Seen:
 
     entered: Tensor
     left: Tensor
-    heads: Tensor  # through W_O
-    output: nn.Module
-    attention: nn.Module
+    heads: Tensor  # through W_O; 0 where there are none
+    output: nn.Module | None
+    attention: nn.Module | None
     depth: dict[nn.Module, int]
     gave: dict[nn.Module, Tensor]
     given: dict[nn.Module, Tensor]
@@ -137,8 +137,7 @@ class _Seen:
                 inner = self.explain(self.given[module], through)
                 if inner is not None and not isinstance(inner, Part):
                     return Scaled(module, gain, inner)
-        attention = set(self.attention.modules())
-        alone = [module for module in makers if not attention & set(module.modules())]
+        alone = [module for module in makers if not self._attends(module)]
         if alone and target is not self.left:  # a block may end inside a module of its own, which adds the stream
             # one that only hands on (dropout) may be called for other parts, too
             return Part(min(alone, key=lambda module: (next(module.parameters(), None) is None, self.depth[module])))
@@ -154,11 +153,10 @@ class _Seen:
         """A tree, and beside it what puts out nothing at all (weights of 0): it writes, though not a thing."""
         if tree is None:
             return None
-        attention = set(self.attention.modules())
-        silent: list[Node] = [] if bool(self.heads.any()) else [Heads()]
+        silent: list[Node] = [] if self.attention is None or bool(self.heads.any()) else [Heads()]
         heads = len(silent)
         for module, out in self.gave.items():
-            apart = self.depth[module] == 1 and not is_norm(module) and not attention & set(module.modules())
+            apart = self.depth[module] == 1 and not is_norm(module) and not self._attends(module)
             if apart and not bool(out.any()) and any(True for _ in module.parameters()):
                 silent.append(Part(module))
         terms = tree.terms if isinstance(tree, Sum) else ((1.0, tree),)
@@ -166,6 +164,10 @@ class _Seen:
         place = through.index(True) + 1 if True in through else 0  # heads come before other parts, as in all blocks
         more = tuple((1.0, node) for node in silent)
         return Sum((*terms[:place], *more[:heads], *terms[place:], *more[heads:])) if silent else tree
+
+    def _attends(self, module: nn.Module) -> bool:
+        """Whether a module holds some of the attention."""
+        return self.attention is not None and not set(self.attention.modules()).isdisjoint(module.modules())
 
     def _gain(self, module: nn.Module, out: Tensor) -> Tensor | None:
         """A number for each coordinate by which a module with one vector of parameters multiplies, if it does."""
@@ -232,11 +234,14 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     """
     names = {module: name for name, module in model.named_modules()}
     attentions = {layer_of[id(module)]: module for module in names if id(module) in layer_of}
-    blocks = [block_of(names[attentions[layer]], model) for layer in sorted(attentions)]
+    blocks = {layer: block_of(names[module], model) for layer, module in attentions.items()}
+    place = place_of(model, names[attentions[min(attentions)]])
+    if place is not None and len(place[0]) > len(blocks):  # layers without attention write, too
+        blocks = dict(enumerate(place[0])) | blocks
     given: dict[nn.Module, Any] = {}
     gave: dict[nn.Module, Any] = {}
     heads: dict[int, Tensor] = {}
-    watched = {module for block in blocks for module in block.modules()}
+    watched = {module for block in blocks.values() for module in block.modules()}
     hooks = [module.register_forward_pre_hook(_note(given), with_kwargs=True) for module in watched]
     hooks += [module.register_forward_hook(_note_out(gave)) for module in watched]
 
@@ -251,12 +256,13 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
             hook.remove()
     found: list[Block] = []
     before: Tensor | None = None
-    for layer, block in enumerate(blocks):
+    for layer, block in sorted(blocks.items()):
         kind = f"{model.config.model_type} layer {layer}"
-        seen = _seen(kind, block, attentions[layer], heads[layer], given, gave)
+        seen = _seen(kind, block, attentions.get(layer), heads.get(layer), given, gave)
         tree = seen.with_silent(seen.explain(seen.left))
         nodes = [] if tree is None else list(_walk(tree))
-        if tree is None or not any(isinstance(node, Entered) for node in nodes) or Heads() not in nodes:
+        wanted = Heads() in nodes or seen.attention is None
+        if tree is None or not any(isinstance(node, Entered) for node in nodes) or not wanted:
             raise BadInput(
                 f"{kind} cannot be traced: what it adds to the residual stream is not a sum of its heads and its other"
                 " parts, so its writers cannot be told apart."
@@ -264,15 +270,15 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
         if before is not None and not seen.same(seen.entered, before.to(seen.entered.device)):
             raise BadInput(f"{kind} cannot be traced: what enters it is not what left the layer before it.")
         before = seen.left
-        found.append(Block(block, attentions[layer], seen.output, tree))
+        found.append(Block(block, seen.attention, seen.output, tree))
     return found
 
 
-def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: Any, gave: Any) -> _Seen:
+def _seen(kind: str, block: nn.Module, attention: nn.Module | None, z: Tensor | None, given: Any, gave: Any) -> _Seen:
     entered, left = _main(given.get(block)), _main(gave.get(block))
     if entered is None or left is None:
         raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
-    if entered.shape[:-1] != z.shape[:-1]:
+    if z is not None and entered.shape[:-1] != z.shape[:-1]:
         streams = entered.shape[:-1].numel() // z.shape[:-1].numel()
         raise BadInput(
             f"{kind} cannot be traced: it has {streams} residual streams, and what it adds goes to all of them."
@@ -280,7 +286,7 @@ def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: A
     tolerance = max(1e-5, 2 * torch.finfo(entered.dtype).eps)  # what rounding leaves of a sum of a few
     # logits, too, are rounded in half precision, so the heads' outputs are known less well
     close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 0.1
-    inner = set(attention.modules()) - {attention}
+    inner = set() if attention is None else set(attention.modules()) - {attention}
     tokens = entered.shape[:-1]
 
     def shaped(value: Tensor | None, width: int) -> Tensor | None:
@@ -291,12 +297,13 @@ def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: A
     outputs = [
         module
         for module in block.modules()
-        if len(list(module.parameters(recurse=False)))
+        if z is not None
+        and len(list(module.parameters(recurse=False)))
         and not any(module.children())
         and (got := shaped(_main(given.get(module)), z.shape[-1])) is not None
         and bool((got - z).norm() <= close * z.norm())
     ]
-    if not outputs:
+    if attention is not None and not outputs:
         raise BadInput(
             f"{kind} cannot be traced: no one matrix adds up its heads' outputs; they are changed or routed before."
         )
@@ -308,10 +315,11 @@ def _seen(kind: str, block: nn.Module, attention: nn.Module, z: Tensor, given: A
         if module not in inner and (value := shaped(_main(gave.get(module)), width)) is not None
     }
     into = {module: value for module in out if (value := shaped(_main(given.get(module)), width)) is not None}
-    heads = shaped(_main(gave[outputs[0]]), width)
+    output = outputs[0] if outputs else None
+    heads = torch.zeros_like(entered).float() if output is None else shaped(_main(gave[output]), width)
     if heads is None:
         raise BadInput(f"{kind} cannot be traced: its heads are not added up to the width of the residual stream.")
-    return _Seen(entered.float(), left.float(), heads, outputs[0], attention, depth, out, into, tolerance)
+    return _Seen(entered.float(), left.float(), heads, output, attention, depth, out, into, tolerance)
 
 
 def _main(value: Any) -> Tensor | None:

@@ -109,14 +109,14 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
 
 def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeights:
     calls = record_calls(model, last=None if wanted is None else max(head.layer for head in wanted))
-    layers = range(len(calls)) if wanted is None else {head.layer for head in wanted if head.layer < len(calls)}
+    layers = list(calls) if wanted is None else {head.layer for head in wanted if head.layer in calls}
     zero = {layer: _at_zero(calls[layer]) for layer in layers}
     n_heads = {layer: at.q.shape[1] for layer, at in zero.items()}
     if wanted is None:
         wanted = [Head(layer, index) for layer in zero for index in range(n_heads[layer])]
     for head in wanted:
-        if head.layer >= len(calls):
-            raise BadInput(f"{head} does not exist: the model has {len(calls)} layers, counted from 0.")
+        if head.layer not in calls:
+            raise BadInput(f"{head} does not exist: the model's layers with attention are {_listed(calls)}.")
         if head.index >= n_heads[head.layer]:
             raise BadInput(f"{head} does not exist: layer {head.layer} has {n_heads[head.layer]} heads.")
     if len({zero[head.layer].q.shape[-1] for head in wanted}) > 1:
@@ -146,6 +146,10 @@ def _read_weights(model: PreTrainedModel, wanted: list[Head] | None) -> HeadWeig
         c_Q=c[:n],
         c_K=c[n:],
     )
+
+
+def _listed(layers: Iterable[int]) -> str:
+    return ", ".join(f"L{layer}" for layer in layers)
 
 
 @torch.no_grad()

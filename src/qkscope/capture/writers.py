@@ -130,7 +130,7 @@ class Reader:
             pickers[0].visit(call)
 
         kept = self.layers if layers is None else layers
-        held = {layer: self.calls[layer] for layer in kept if self.holds(layer)}
+        held = {layer: self.calls[layer] for layer in kept if layer in self.calls and self.holds(layer)}
         with hooked(self.blocks[: max(self.layers) + 1], kept, held, found, pick):
             self.scope.watch(inputs, visit, *visits, take, rotary=True)
         found.captured = pickers[0].finish(places.row, {})
@@ -190,6 +190,7 @@ class Reader:
         """W_O of each head of a layer, and its bias, found by asking it."""
         if layer not in self._outputs:
             module = self.blocks[layer].output
+            assert module is not None
             weight = next(module.parameters())
             width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
             zero = module(torch.zeros(1, width, dtype=weight.dtype, device=weight.device))[0].float()

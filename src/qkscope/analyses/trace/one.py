@@ -146,6 +146,12 @@ class PromptTrace:
         """The relative logit."""
         return float(self.logits() @ self.weights)
 
+    @property
+    def distance(self) -> float:
+        """What a bias for the distance (ALiBi) adds to it; 0 where there is none."""
+        bias = self.captured.bias[0, self.column]
+        return float(bias.masked_fill(bias == -torch.inf, 0.0) @ self.weights.to(bias))
+
     # ------------------------------------------------------------------ parts
 
     @cached_property

@@ -85,7 +85,8 @@ class Output:
             seen.values[call.layer] = call.v[0]
 
         for layer, block in enumerate(self.reader.blocks):
-            hooks.append(block.output.register_forward_pre_hook(heads(layer)))
+            if block.output is not None:
+                hooks.append(block.output.register_forward_pre_hook(heads(layer)))
         hooks += [module.register_forward_hook(norm) for module in [*outside, *after]]
         head = self.scope.model.get_output_embeddings()
         if head is not None:
@@ -166,7 +167,7 @@ class Output:
             edits.append(Edit.logits(head, queries, positions, torch.full((count, 1), -torch.inf, device=device)))
         rows = torch.arange(count, device=device)
         places = Places.everywhere(rows, torch.full_like(rows, self.query), inputs["attention_mask"])
-        last = Head(self.scope.n_layers - 1, 0)
+        last = self.scope.heads()[-1]
         found = self.scope.capture_inputs(inputs, places=places, heads=[last], rest=False, logits=True, edits=edits)
         assert found.logits is not None
         return found.logits

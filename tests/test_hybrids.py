@@ -1,0 +1,100 @@
+"""Hybrids: layers with attention are looked into, layers without keep their numbers, write, and are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from qkscope.capture.families import tiny_model
+from qkscope.capture.patch import Edit
+from qkscope.capture.scope import Scope
+from qkscope.capture.split_check import trace_error
+from qkscope.capture.weights import head_weights
+from qkscope.capture.writers import BIAS, EMBEDDING, Reader
+from qkscope.errors import BadInput
+from qkscope.examples import Example, Key
+from qkscope.heads import Head
+
+INSTEAD = {
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "lfm2": "Lfm2ShortConv",
+    "jamba": "JambaMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+}
+
+
+@pytest.fixture(scope="module", params=INSTEAD)
+def scope(request: pytest.FixtureRequest) -> Scope:
+    return Scope.from_model(tiny_model(request.param))
+
+
+def examples() -> list[Example]:
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length in (11, 7):
+        tokens = torch.randint(5, 100, (length,), generator=draw).tolist()
+        made.append(Example(ids=tokens, keys=[Key((p, p + 1)) for p in (1, length - 2)]))
+    return made
+
+
+def test_heads_bear_the_number_of_their_layer(scope: Scope) -> None:
+    assert (scope.n_layers, scope.n_heads, scope.n_kv_heads) == (4, 4, 2)
+    assert scope.heads() == [Head(layer, i) for layer in (1, 3) for i in range(4)]
+    weights = head_weights(scope, "L3H2")
+    assert torch.equal(weights.W_Q[0], head_weights(scope)["L3H2"][0])
+
+
+def test_a_head_of_a_layer_without_attention_is_one_sentence(scope: Scope) -> None:
+    instead = INSTEAD[scope.model.config.model_type]
+    with pytest.raises(BadInput, match=rf"layer 2 of .* has a {instead} instead of attention; heads are in L1, L3\."):
+        scope.check("L2H0")
+    with pytest.raises(BadInput, match="layers with attention are L1, L3"):
+        head_weights(scope.model, "L2H0")
+
+
+@pytest.mark.parametrize("space", ["post_rope", "pre_rope", "query_frame"])
+def test_a_prompt_in_a_padded_batch_is_the_prompt_alone(scope: Scope, space: str) -> None:
+    alone = {i: next(iter(scope.capture([one], space=space))) for i, one in enumerate(examples())}
+    for side in scope.facts.sides:
+        batch = next(iter(scope.capture(examples(), space=space, padding_side=side)))
+        for row, example in enumerate(batch.example.tolist()):
+            torch.testing.assert_close(batch.k[row], alone[example].k[0], atol=1e-4, rtol=1e-4)
+            if space != "pre_rope":
+                torch.testing.assert_close(batch.attention()[row], alone[example].attention()[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_write_into_a_late_layer_moves_the_output_and_one_of_the_same_does_not(scope: Scope) -> None:
+    encoded = scope.encode(examples())
+    before = scope.capture_inputs(encoded, heads="L3H1", logits=True)
+    same = before.k[:, before.kv_of_head[0]]
+    for keys, moves in ((same, False), (-4 * same, True)):
+        edits = [Edit.keys("L3H1", before.key_positions, keys)]
+        after = scope.capture_inputs(encoded, heads="L3H1", logits=True, edits=edits)
+        assert bool((after.logits - before.logits).abs().max() > 1e-3) is moves
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "granitemoehybrid"])
+def test_what_stands_instead_of_attention_is_a_writer(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    writers = Reader(scope, [Head(3, 0)]).writers(3)
+    heads = [f"L1H{i}" for i in range(4)]
+    assert writers == [EMBEDDING, "M0.0", "M0.1", *heads, "M1", "M2.0", "M2.1", BIAS]
+    assert trace_error(scope) < 1e-5
+
+
+def test_attention_that_is_not_called_is_not_taken_for_something_else() -> None:
+    """A layer that skips its attention has the same modules as one that does not."""
+    model = tiny_model("llama", num_hidden_layers=3)
+
+    class Skips(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.extra = layer, nn.Identity()
+
+        def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+            return hidden_states
+
+    model.model.layers[1] = Skips(model.model.layers[1])
+    with pytest.raises(BadInput, match="only 2 of its 3 layers call"):
+        Scope.from_model(model)
