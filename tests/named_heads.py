@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qkscope.analyses.names.look import Looked, Text, fit_factors, look
+from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
+from qkscope.analyses.names.sight import Text
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.maths.factors import FactorFit

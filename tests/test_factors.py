@@ -92,7 +92,7 @@ def test_blocks_are_the_double_loop_and_sum_to_the_logit(groups: int) -> None:
                 for j in range(f):
                     logits = q[i][row, head] @ k[j][row, head * groups // h].T
                     naive[row, head, i, j] = (weights[row, head] * logits).sum()
-    found = block_sums(q, k, weights)
+    found = block_sums(torch.stack(q, dim=2), torch.stack(k, dim=2), weights)
     torch.testing.assert_close(found, naive, atol=1e-4, rtol=1e-4)
     whole = sum(q) @ sum(k).repeat_interleave(h // groups, dim=1).mT
     torch.testing.assert_close(found.sum((2, 3)), (weights * whole).sum((2, 3)), atol=1e-4, rtol=1e-4)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qkscope.analyses.names.look import FIRST
 from qkscope.analyses.names.sentence import UNNAMED
+from qkscope.analyses.names.sight import FIRST
 from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of, passages_of
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.analyses.trace.rows import is_head

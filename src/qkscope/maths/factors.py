@@ -16,7 +16,7 @@ Blocks sum to 1, as nothing is left out. Sums stream: batches, shards and machin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,13 +84,14 @@ class FactorSums(Accumulator):
     def see(self, x: Float[Tensor, "n p"]) -> None:
         """Add the features of n tokens; their vectors are added layer by layer (`add`)."""
         check_shape("features", x, (len(x), len(self.gram) - 1), "tokens, features")
-        x = _with_one(x)
+        x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
         self.gram += (x.T @ x).to(self.gram)
 
     def add(self, slots: Sequence[int], x: Float[Tensor, "n p"], y: Float[Tensor, "n c d"]) -> None:
         """Add the vectors of some columns at the tokens whose features are ``x``."""
         check_shape("vectors", y, (len(x), len(slots), self.cross.shape[2]), "tokens, columns, d_head")
-        product = (_with_one(x).T @ y.flatten(1)).unflatten(1, y.shape[1:]).to(self.cross)
+        flat = y.flatten(1)
+        product = torch.cat([x.T @ flat, flat.sum(0, keepdim=True)]).unflatten(1, y.shape[1:]).to(self.cross)
         first = slots[0]
         if list(slots) == list(range(first, first + len(slots))):
             self.cross[:, first : first + len(slots)] += product
@@ -113,10 +114,6 @@ class FactorSums(Accumulator):
         found = torch.cholesky_solve(cross, lower).unflatten(1, y_mean.shape)
         covariance = (gram / count).float()
         return FactorFit(self.names, self.widths, x_mean.float(), y_mean.float(), found.float(), covariance)
-
-
-def _with_one(x: Float[Tensor, "n p"]) -> Float[Tensor, "n p+1"]:
-    return torch.cat([x, x.new_ones(len(x), 1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -149,35 +146,42 @@ class FactorFit:
         start = sum(self.widths[:i])
         return slice(start, start + self.widths[i])
 
+    def of(self, slots: Sequence[int]) -> FactorFit:
+        """The fit of some columns alone."""
+        slot = torch.tensor(list(slots), device=self.coefficients.device)
+        return replace(self, y_mean=self.y_mean[slot], coefficients=self.coefficients[:, slot])
+
+    def factor_parts(self, x: Float[Tensor, "*n p"]) -> Iterator[Float[Tensor, "*n c d"]]:
+        """What the factors give to all columns' vectors, one factor after the other."""
+        for factor in self.factors:
+            own = self.where(factor)
+            part = (x[..., own] - self.x_mean[own].to(x)) @ self.coefficients[own].flatten(1).to(x)
+            yield part.unflatten(-1, self.y_mean.shape)
+
     def parts(
         self, slots: Sequence[int], x: Float[Tensor, "*n p"], y: Float[Tensor, "*n c d"]
     ) -> Iterator[Float[Tensor, "*n c d"]]:
         """The parts of the vectors of some columns, one after the other; the last is what is left."""
-        slot = torch.tensor(list(slots), device=self.coefficients.device)
-        mean, left = self.y_mean[slot].to(y), y
+        own = self.of(slots)
+        mean = own.y_mean.to(y)
         yield mean.expand_as(y)
         left = y - mean
-        for factor in self.factors:
-            own = self.where(factor)
-            part = (x[..., own] - self.x_mean[own].to(x)) @ self.coefficients[own][:, slot].flatten(1).to(x)
-            part = part.unflatten(-1, y.shape[-2:])
+        for part in own.factor_parts(x):
             left = left - part
             yield part
         yield left
 
 
 def block_sums(
-    q_parts: Sequence[Float[Tensor, "b h t d"]],
-    k_parts: Sequence[Float[Tensor, "b g s d"]],
-    weights: Float[Tensor, "b h t s"],
+    q_parts: Float[Tensor, "b h f t d"], k_parts: Float[Tensor, "b g f s d"], weights: Float[Tensor, "b h t s"]
 ) -> Float[Tensor, "b h f f"]:
     """``Σ_ts weights · q_i·k_j`` for each query's part i and key's part j; h/g query heads share a key head."""
-    b, h, t, s = weights.shape
-    groups = k_parts[0].shape[1]
-    grouped = weights.reshape(b, groups, -1, s)
-    pooled = [(grouped @ part).reshape(b, h, t, -1).flatten(2) for part in k_parts]
-    keys = torch.stack(pooled, dim=-1)  # b h (t d) f
-    return torch.stack([(part.flatten(2)[:, :, None] @ keys)[:, :, 0] for part in q_parts], dim=2)
+    b, h, f, t, d = q_parts.shape
+    grouped = weights.reshape(b, k_parts.shape[1], -1, weights.shape[-1])
+    pooled = weights.new_empty(b, h, f, t, d)
+    for j in range(f):
+        pooled[:, :, j] = (grouped @ k_parts[:, :, j]).reshape(b, h, t, d)
+    return q_parts.flatten(3) @ pooled.flatten(3).mT
 
 
 def shares(

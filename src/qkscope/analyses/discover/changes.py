@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.names.look import FIRST, Sight, Text, attend, by_length
 from qkscope.analyses.names.readings import BACK, SHAM
+from qkscope.analyses.names.sight import FIRST, Sight, Text, attend, by_length
 from qkscope.analyses.names.study import Study
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call

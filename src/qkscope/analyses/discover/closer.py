@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.names.look import Attended, Batch, Sight, Text, attend, by_length
 from qkscope.analyses.names.readings import BACK, SHAM
+from qkscope.analyses.names.sight import Attended, Batch, Sight, Text, attend, by_length
 from qkscope.analyses.names.study import Study
 from qkscope.attention import AttentionRows
 from qkscope.capture.gather import Plan

@@ -169,18 +169,18 @@ def _by_distance(rates: Mapping[str, Mapping[str, float]], offset: int) -> tuple
 
 def peak(looked: Looked, h: int) -> int:
     """The distance at which the means alone give the largest logit; at one is the token before."""
-    curve = looked.curve[1, h] / looked.count.clamp_min(1)
-    return int(torch.where(looked.count > 0, curve, -torch.inf).argmax())
+    curve = looked.curve[1, h] / looked.count[h].clamp_min(1)
+    return int(torch.where(looked.count[h] > 0, curve, -torch.inf).argmax())
 
 
 def rule_rates(looked: Looked, h: int, rule: str) -> dict[str, float]:
     """How often a rule applies, how often the head then keeps it, and how often a key drawn by lot would."""
     r = list(RULES).index(rule)
-    covered = float(looked.covered[:, r].sum())
+    covered = float(looked.covered[:, h, r].sum())
     if not covered:
         return {"coverage": 0.0, "precision": 0.0, "chance": 0.0}
     return {
         "coverage": covered / float(looked.queries.sum()),
         "precision": float(looked.hits[:, h, r].sum()) / covered,
-        "chance": float(looked.chance[:, r].sum()) / covered,
+        "chance": float(looked.chance[:, h, r].sum()) / covered,
     }

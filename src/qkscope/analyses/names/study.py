@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from qkscope.analyses.names.look import Looked, Text, fit_factors, look
+from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
 from qkscope.analyses.names.rules import RULES
 from qkscope.analyses.names.sentence import HeadShares, name_row, rule_rates
+from qkscope.analyses.names.sight import Text
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed, draw_signs
 from qkscope.errors import BadInput
@@ -155,10 +156,11 @@ class Study:
 
 
 def match_rows(looked: Looked, seed: int = 0) -> list[dict[str, Any]]:
-    """Whether a head's logit depends on whose query asks: what it loses with another document's query.
+    """Whether it matters to a head whose query asks: how much less its best key stands out with another document's.
 
     The other query stands at the same place, and meets the same keys, so passage, place and what the mean query
-    attends to are kept. Documents are flipped as wholes.
+    attends to are kept; what stands out is measured in each row's own spread, so a scale that queries and keys of a
+    passage share is no match. Documents are flipped as wholes.
     """
     lead = looked.own - looked.foreign  # u h
     units = torch.arange(len(lead), device=lead.device)
@@ -183,9 +185,9 @@ def _block_rows(head: Head, own: HeadShares) -> list[dict[str, Any]]:
 
 def _distance_rows(head: Head, looked: Looked, h: int) -> list[dict[str, Any]]:
     """Logit and attention by distance; ``mean`` is the part of the logit that is of distance alone."""
-    count = looked.count.clamp_min(1)
+    count = looked.count[h].clamp_min(1)
     every, mean, attended = ((x / count).tolist() for x in (looked.curve[0, h], looked.curve[1, h], looked.attended[h]))
-    there = (looked.count > 0).tolist()
+    there = (looked.count[h] > 0).tolist()
     return [
         {"head": str(head), "distance": i, "logit": every[i], "mean": mean[i], "attention": attended[i]}
         for i in range(len(there))
