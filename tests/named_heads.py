@@ -35,20 +35,51 @@ class _Put(nn.Module):
 
 
 def made_heads(make: Sequence[Made], heads: int, d_head: int = 16, seed: int = 0) -> Scope:
-    """A Llama with one layer for each maker, whose queries and keys are what it makes; rotated as any."""
+    """A Llama with one layer for each maker, whose queries and keys are what it makes; rotated as any.
+
+    Its embeddings are as wide as there are words, so that any function of a token can be read off it.
+    """
     model = tiny_model(
         "llama", seed, vocab_size=WORDS, num_hidden_layers=len(make), num_attention_heads=heads,
-        num_key_value_heads=heads, head_dim=d_head, hidden_size=heads * -(-32 // heads),
+        num_key_value_heads=heads, head_dim=d_head, hidden_size=heads * -(-WORDS // heads),
     )  # fmt: skip
     for layer, own in zip(model.model.layers, make, strict=True):
         made: dict[str, Tensor] = {}
 
         def note(ids: Tensor, made: dict[str, Tensor] = made, own: Made = own) -> None:
-            made["q"], made["k"] = own(ids)
+            if ids.ndim == 2:  # a batch; else embeddings are read
+                made["q"], made["k"] = own(ids)
 
         model.get_input_embeddings().register_forward_pre_hook(lambda _, args, note=note: note(args[0]))
         layer.self_attn.q_proj, layer.self_attn.k_proj = _Put(made, "q"), _Put(made, "k")
     return Scope.from_model(model, check=False, name="made heads")
+
+
+class Planted:
+    """A head whose query carries r directions of its token that meet those of the key's token, or of the one before.
+
+    Each direction has three tokens of its own, and directions differ in strength. They stand in the dimensions that
+    rotate least, so that distance is no part of it.
+    """
+
+    def __init__(self, rank: int, back: int, *, strength: float = 6.0, noise: float = 0.3, seed: int = 0) -> None:
+        self.rank, self.back, self.strength, self.noise, self.d_head = rank, back, strength, noise, 16
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tokens = [set(range(FIRST_WORD + 3 * i, FIRST_WORD + 3 * i + 3)) for i in range(rank)]
+        codes = torch.zeros(WORDS, rank)
+        for i, own in enumerate(self.tokens):
+            codes[list(own), i] = 0.85**i
+        slow = torch.eye(self.d_head)[[4, 5, 6, 7, 12, 13, 14, 15]]
+        turn = torch.linalg.qr(torch.randn(8, 8, generator=self.generator))[0]
+        self.span = turn[:rank] @ slow  # r d
+        self.codes = codes
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (self.noise * torch.randn(*ids.shape, 1, self.d_head, generator=self.generator) for _ in "qk")
+        carried = (self.codes[ids] @ self.span)[:, :, None]
+        q = q + self.strength * carried
+        k[:, self.back :] += self.strength * carried[:, : ids.shape[1] - self.back]
+        return q, k
 
 
 def passages(count: int, length: int | Sequence[int], seed: int, each: int = 2) -> list[Passage]:
