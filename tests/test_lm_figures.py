@@ -168,7 +168,7 @@ def test_words_and_pairs_are_varied_apart(llama):
     rows = llama[0]["fig16"]["tables"]["counts"]
     assert {row["contrast"] for row in rows if row["varied"] == "words"} == {"lexical"}
     assert {row["contrast"] for row in rows if row["varied"] == "pairs"} == {"order", "lexical"}
-    assert len({row["count"] for row in rows if row["varied"] == "words"}) >= 3
+    assert len({row["count"] for row in rows if row["varied"] == "words"}) >= 2
 
 
 def test_logit_parts_sum_and_shares_are_of_one(llama):
