@@ -148,6 +148,11 @@ def test_every_column_is_defined(llama, qwen):
         assert sorted(short - said - {"cosine_shuffled", "cosine_pc23_shuffled"}) == []  # ends in high by chance
 
 
+def test_every_number_that_a_swap_is_judged_by_is_there(llama, qwen):
+    for result in (llama[0]["fig9"], llama[0]["fig18"], qwen[0]["fig20"], llama[0]["fig7"], qwen[0]["fig19"]):
+        assert [claim["claim"] for claim in result["claims"] if claim["ours"] is None] == []
+
+
 def test_filter_swaps_cut_categories_at_one_direction_each(llama, qwen):
     for result in (llama[0]["fig7"], qwen[0]["fig19"]):
         rows = result["tables"]["swap"]

@@ -236,7 +236,8 @@ def _control_claims(tables: dict[str, list[Row]], head: str) -> list[Claim]:
     at = _of(tables, head, "ours")
     both = at["both"]
     sham: Row = at.get("sham_both") or dict.fromkeys(("left", "left_low", "left_high"))
-    summed = _more(tables, head, "ours", "both", "both_summed")
+    more = _more(tables, head, "ours", "both_summed", "both")
+    summed = Estimate(-more.mean, -more.high, -more.low)
     small = _more(tables, head, "ours", f"lexical, {_SMALL}", f"key_pca, {_SMALL}")
     claims = [
         Claim("a sham swap of two other boxes leaves the right one alone (attention that leaves it; control: swapping "
