@@ -219,6 +219,13 @@ _CLAIMS = View(
     "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
 )
 
+_NAMED: tuple[Mapping[str, Source], str] = (
+    {"head": "head", "name": "name", "share": ("share", "low", "high"), "precision": "precision", "by lot": "chance",
+     "rest": "rest"},
+    "share: of the logit, with its 95% interval by document; precision: how often the most attended key is the named "
+    "one, where there is one; by lot: the same for a key drawn at random; rest: of the logit, not explained.",
+)  # fmt: skip
+
 VIEWS: Mapping[str, Sequence[View]] = {
     "trace": [
         View(
@@ -282,28 +289,8 @@ VIEWS: Mapping[str, Sequence[View]] = {
             _where("circuit", True),
         ),
     ],
-    "discover": [
-        View(
-            "features",
-            {"head?": "head", "feature": "feature", "size": "size", "logit_share": "logit_share",
-             "carried": ("carried", "carried_low", "carried_high"), "random": "carried_random",
-             "like?": "nearest_contrast"},
-            "logit_share: of the logit's variance; carried: of the logit, moved by a swap, 95% interval; random: by "
-            "random directions.",
-        ),
-        View(
-            "heads",
-            {"head": "head", "directions": "directions", "relation": "relation", "rate": "relation_rate", "chance":
-             "relation_chance", "verdict": "verdict"},
-        ),
-    ],
-    "atlas": [View(
-        "atlas",
-        {"head": "head", "name": "name", "share": ("share", "low", "high"), "precision": "precision", "rest": "rest",
-         "key writer": "key_writer"},
-        "share: of the logit, with its 95% interval by document; precision: how often the most attended key is the "
-        "named one; rest: not explained.",
-    )],
+    "discover": [View("heads", *_NAMED)],
+    "atlas": [View("atlas", *_NAMED)],
     "models": [View(
         "rows",
         {"family": "family", "served?": "supported", "why not": lambda row: row["reason"].partition(": ")[2] or

@@ -62,7 +62,8 @@ class Answer:
             "row": [round(a, 5) for a in one.attention[: query + 1].tolist()],
             "logit": self._relative(), "parts": [*self._parts(), *self._features()],
             "fitted": {name: basis.shape[1] for name, basis in self.bases.items()},
-            "about": self.features.said.get(self.head, ""), "texts": self.features.texts.get(self.head, [])[:_TEXTS],
+            "about": self.features.said.get(self.head, ("", ""))[1],
+            "texts": self.features.texts.get(self.head, [])[:_TEXTS],
         }  # fmt: skip
 
     # ------------------------------------------------------------------ parts of the logit

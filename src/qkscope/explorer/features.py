@@ -1,4 +1,4 @@
-"""What folders know of heads: features of a fit, of `discover`, and what an atlas says a head looks at."""
+"""What folders know of heads: features of a fit, of `discover`, and what an atlas calls a head."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Features:
         self.task, self.folder = task or tasks.binding(entities=9, form="list", seed=0), folder
         self.contrasts = default_features(list(self.task.contrasts))
         self.of: dict[Head, dict[str, Feature]] = {}
-        self.said: dict[Head, str] = {}
+        self.said: dict[Head, tuple[str, str]] = {}  # name and sentence
         self.texts: dict[Head, list[dict[str, Any]]] = {}
 
     @classmethod
@@ -79,7 +79,7 @@ class Features:
 
     @classmethod
     def of_result(cls, result: Result, scope: Scope, folder: str = "") -> Features:
-        """Directions of `discover`, or what an atlas says of every head."""
+        """Directions of `discover`, and the name and sentence of every head that it or an atlas names."""
         check_same_model(result.provenance, scope, folder or "the folder")
         made, framed = cls(folder=folder), result.provenance.get("space", "query_frame") == "query_frame"
         for name, value in (result.arrays or {}).items():
@@ -88,7 +88,8 @@ class Features:
                 basis = torch.linalg.qr(torch.as_tensor(value).float())[0]
                 made.of[Head.parse(head)] = {"discovered": Feature(basis, basis, framed)}
         for row in [*result.tables.get("heads", []), *result.tables.get("atlas", [])]:
-            made.said[Head.parse(row["head"])] = str(row.get("name") or "")
+            if "sentence" in row:
+                made.said[Head.parse(row["head"])] = row["name"], row["sentence"]
         for row in result.tables.get("examples", []):
             made.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
         return made

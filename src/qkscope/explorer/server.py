@@ -24,7 +24,7 @@ from qkscope.runs.result import plain_value
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_SHARED = ("page.css", "base.js", "colours.js", "map.js", "cards.js")  # the report's own
+_SHARED = ("page.css", "base.js", "colours.js", "map.js", "passage.js")  # the report's own
 _OWN = {"": "index.html"} | {name: name for name in ("explorer.css", "tokens.js", "answer.js", "explorer.js")}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 20  # bytes of a question

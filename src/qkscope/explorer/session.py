@@ -78,7 +78,7 @@ class Session:
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()],
             "fitted": [str(head) for head in list(known.of)],  # another request may be fitting one more
-            "said": {str(head): words for head, words in known.said.items() if words},
+            "said": {str(head): name for head, (name, _) in known.said.items()},
             "prompt": PROMPT, "examples": EXAMPLES, "longest": self._longest, "folder": known.folder,
             "task": known.task.name, "fitted_on": FITTED_ON, "no_writers": self._no_writers,
         }  # fmt: skip

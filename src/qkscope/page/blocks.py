@@ -8,7 +8,7 @@ folder that is read back gives the page it gave at first. Words are said here; s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
@@ -25,6 +25,7 @@ _VERDICTS = {
     "interaction": "depends on what is asked", "mean only": "the same whatever is asked",
     "not above null": "not above chance", "untested": "could not be tested",
 }  # fmt: skip
+_COMMANDS = ("atlas", "cards")  # blocks that say how to go on, which takes the model's name
 _PANELS = 24
 _STEPS = 999  # of a point's coordinate: finer than a screen shows
 
@@ -39,7 +40,8 @@ def blocks_of(result: Result) -> list[Block]:
         if rows and columns <= set(rows[0])
         for block in draw(name, rows, tables)
     ]
-    return [*drawn, *_points(result)]
+    named = [replace(b, options={**b.options, "model": result.model}) if b.kind in _COMMANDS else b for b in drawn]
+    return [*named, *_points(result)]
 
 
 def _titled(title: str, name: str, usual: str) -> str:
@@ -162,8 +164,7 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"head", "method", "k", "shift", "low", "high"}, _curve),
     ({*_TOKEN}, _tokens),
     ({"head", "contrast", "component", "value", "null_median", "null_high", "kept"}, _spectra),
-    ({"head", "directions", "features", "mass", "logit_share", "diagonal", "verdict"}, discovered.cards),
-    ({"head", "layer", "index", "directions", "mass", "logit_share", "carried", "verdict"}, discovered.atlas),
+    (discovered.NAMED, discovered.named),
     ({"reader", "side", "writer", "share", "n"}, discovered.reads),
     ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, traced.graph),
     ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, traced.edges),
@@ -176,7 +177,8 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
 
 SCRIPTS = {
     "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
-    "cards": ["spectra.js", "cards.js"], "atlas": ["map.js", "cards.js", "atlas.js"], "cloud": ["cloud.js"],
+    "cards": ["passage.js", "named.js", "cards.js"], "atlas": ["map.js", "passage.js", "named.js", "atlas.js"],
+    "cloud": ["cloud.js"],
     "graph": ["graph.js"], "reads": ["reads.js"], "said": ["why.js"], "parts": ["why.js"], "tests": ["why.js"],
     "output": ["why.js"],
 }  # fmt: skip

@@ -1,118 +1,165 @@
-"""Features that were found without labels, in words: a head, its features with the texts where they are strongest, and
-the atlas of all heads.
-"""
+"""Heads by name: the atlas of all of them, a card for each that was looked at closely, and who reads whom."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qkscope.analyses.names.readings import SHAM
+from qkscope.analyses.names.sentence import block_words
 from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
+from qkscope.maths.factors import REST
 from qkscope.page.block import Block, Row, Tables, number
+from qkscope.page.families import FAMILIES, block_family, family_of
+
+NAMED = {"head", "layer", "index", "name", "share", "low", "high", "block", "rule", "sham", "rest", "sentence"}
+_PLACES = ("text", "query_start", "query_stop", "key_start", "key_stop", "query_at", "key_at", "document")
+_SMALL = 0.02  # share under which blocks are drawn together
+_TERMS = (
+    "All was fitted on other documents than it is measured on. Share: the part of the logit, by which attention "
+    "prefers some keys to others, that a block explains, with its 95% interval over documents. Coverage: how often a "
+    "key that keeps the rule is in sight. Precision: how often it is then the key with most attention, the first token "
+    "aside. By lot: the same for a key drawn at random."
+)
+
+ByHead = Mapping[str, Mapping[str, Sequence[Row]]]
 
 
-def relation_words(row: Row) -> str:
-    """What a head is called."""
-    return str(row.get("name") or "")
+def named(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """All heads as an atlas; some that were looked at closely as cards."""
+    yield from (_atlas if name == "atlas" else _cards)(name, rows, tables)
 
 
-def share_words(share: float | None, whose: str = "the logit") -> str:
-    """A share in words."""
-    return f"{share or 0:.0%} of {whose}"
-
-
-_PASSAGE = ("text", "query_start", "query_stop", "key_start", "key_stop")
-_SCORES = {
-    "directions": "directions", "logit_share": "logit carried", "relation_rate": "looks at it so often",
-    "mass": "off the first token",
-}  # fmt: skip
-
-
-def cards(name: str, heads: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """For each head a card per feature, with what speaks for it and its texts, and the head's spectrum."""
-    examples = tables.get("examples", ())
-    for i, head in enumerate(heads):
-        features, texts, spectrum = (
-            [row for row in tables.get(each, ()) if row["head"] == head["head"]]
-            for each in ("features", "examples", "spectrum")
-        )
-        options = {
-            "cards": [_card(row) for row in features],
-            "examples": texts,
-            "spectrum": spectrum,
-            "marks": _marks(examples) if i == 0 else [],  # said once
-        }
-        looks = relation_words(head)
-        title = f"{head['head']} looks at {looks}" if looks else f"{head['head']}: {head['verdict']}"
-        yield Block("cards", title, _head_words(head), features, options, "features", leads=True)
-
-
-def _head_words(head: Row) -> str:
-    if not head["directions"]:
-        return f"Its queries and the keys it attends to do not go together more than by chance: {head['verdict']}."
-    said = (
-        "What its queries ask and what the keys it attends to offer go together in "
-        f"{counted(head['directions'], 'direction')}, more than when passages are shuffled "
-        f"(q {number(head['q'], '.2g')}). They carry {share_words(head['logit_share'])} by which the most attended key "
-        f"leads another; {number(head['mass'], '.0%')} of its attention is off the first token."
-    )
-    if head["diagonal"] is not None:
-        shares = [number(head[column], ".0%") for column in ("diagonal", "diagonal_null")]
-        said += f" Like meets like: {shares[0]} of the interaction (chance up to {shares[1]})."
-    return said
-
-
-def _marks(examples: Sequence[Row]) -> list[str]:
-    """Which marks the texts have."""
-    itself = any(row["query_start"] == row["key_start"] for row in examples)
-    return [*(("query", "key") if examples else ()), *(("both",) if itself else ())]
-
-
-def _card(row: Row) -> dict[str, Any]:
-    facts = [f"It carries {share_words(row['logit_share'])}."]
-    if row.get("nearest_contrast"):
-        chance = row.get("contrast_cos_chance")
-        beside = "" if chance is None else f", chance {chance:.2f}"
-        cosine = number(row["contrast_cos"], ".2f")
-        facts.insert(0, f"Nearest to the labelled feature {row['nearest_contrast']} (cosine {cosine}{beside}).")
-    if not row["identifiable"]:
-        facts.append("Its dimensions cannot be told apart one by one: the space they span is the finding.")
-    facts.append(
-        f"Query and key agree by {number(row['match'], '.2f')} (chance {number(row['match_null'], '.2f')}); halves of "
-        f"the text find the same by {number(row['stability'], '.2f')} (1: exactly)."
-    )
-    if row.get("singular_cos") is not None:
-        facts.append(f"Near singular vector {row['singular_vector'] + 1} of the weights ({row['singular_cos']:.2f}).")
-    bars = [["this feature", "self_contrast", row["carried"], row["carried_low"], row["carried_high"]]]
-    for name in ("cov_qk", "key_pca", "random"):
-        if f"carried_{name}" in row:
-            bars.append([name.replace("_", " "), name, row[f"carried_{name}"], None, None])
-    return {
-        "feature": row["feature"], "facts": " ".join(facts), "loose": not row["identifiable"], "bars": bars,
-        "title": f"Feature {row['feature']}" + (f", {row['size']} dimensions" if row["size"] > 1 else ""),
-    }  # fmt: skip
-
-
-def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Every head on a map and in a line, with its texts."""
+def _atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """Every head on a map and in a line, which opens."""
     words = (
-        "A line for each head: the token it looks at most (a copy is one of the asking token), beside chance; in how "
-        "many directions its queries and the keys it attends to go together more than when passages are shuffled; and "
-        "what these carry of the logit by which that token leads another. To go together is not yet to be used: what "
-        "swapping two of the directions carries stands beside two principal components of the keys and two random "
-        "directions. Below each line, the text where its directions add most, which need not be the usual one. Click a "
-        "head on the map, a line for more, a column to sort."
+        "Each head is named by the largest block of its logit, measured on documents that nothing was fitted on. Click "
+        "a head on the map, a name to see its heads alone, a column to sort, a line to open it."
     )
-    examples = tables.get("examples", ())
-    texts: dict[str, list[Mapping[str, Any]]] = {}
-    for row in examples:
-        texts.setdefault(row["head"], []).append({part: row[part] for part in _PASSAGE})
-    looks = {row["head"]: relation_words(row).replace(" of the asking token", "") for row in rows}  # said in the words
-    said = {row["head"]: {"relation": looks[row["head"]], "facts": _facts(row)} for row in rows}
-    scores = {score: title for score, title in _SCORES.items() if score in rows[0]}
-    options = {"examples": texts, "said": said, "marks": _marks(examples), "scores": scores}
+    of, counts = _by_head(tables), Counter((family_of(row), row["name"]) for row in rows)
+    order = sorted(counts, key=lambda which: (list(FAMILIES).index(which[0]), -counts[which]))
+    options = {
+        "heads": {row["head"]: {"family": family_of(row), **_seen(row, of)} for row in rows},
+        "distances": _distances(of),
+        "names": [[family, each, counts[family, each]] for family, each in order],
+        "families": FAMILIES,
+    }
     yield Block("atlas", "Every head", words, rows, options, name, leads=True)
+
+
+def _cards(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """For each head its sentence, its blocks, and what else was looked at."""
+    of = _by_head(tables)
+    for i, row in enumerate(rows):
+        head = row["head"]
+        options = {
+            **_seen(row, of),
+            "head": head,
+            "sentence": row["sentence"],
+            "distances": _distances(of),
+            "pairs": of.get("pairs", {}).get(head, []),
+            "directions": of.get("directions", {}).get(head, []),
+            "changes": [_change_words(change) for change in of.get("changes", {}).get(head, [])],
+        }
+        words = _TERMS if i == 0 else ""  # said once
+        yield Block("cards", f"{head}: {row['name']}", words, of.get("blocks", {}).get(head, []), options, name, True)
+
+
+def _by_head(tables: Tables) -> ByHead:
+    found: dict[str, dict[str, list[Row]]] = {}
+    for name, rows in tables.items():
+        if rows and "head" in rows[0]:
+            own = found.setdefault(name, {})
+            for row in rows:
+                own.setdefault(row["head"], []).append(row)
+    return found
+
+
+def _distances(of: ByHead) -> list[int]:
+    """The same for every head."""
+    return [row["distance"] for rows in [*of.get("distances", {}).values()][:1] for row in rows]
+
+
+def _seen(row: Row, of: ByHead) -> dict[str, Any]:
+    """What is drawn of one head: its blocks, the curve over distances, and texts."""
+    head = row["head"]
+    curve = of.get("distances", {}).get(head, [])
+    return {
+        "bar": _bar(row, of.get("blocks", {}).get(head, [])),
+        "curve": [
+            *(_centred(curve, column) for column in ("logit", "mean")),
+            [_whole(r["attention"], 1000) for r in curve],
+        ],
+        "rule": row["rule"],
+        "examples": [
+            {part: text.get(part) for part in _PLACES} | {"attention": _round(text["attention"])}
+            for text in of.get("examples", {}).get(head, [])
+        ],
+        "facts": _facts(row),
+    }
+
+
+def _centred(curve: Sequence[Row], column: str) -> list[int]:
+    """Less its mean, which attention does not see; in hundredths, as a page holds many."""
+    middle = sum(row[column] for row in curve) / max(len(curve), 1)
+    return [_whole(row[column] - middle, 100) for row in curve]
+
+
+def _whole(value: float, parts: int) -> int:
+    return round(parts * value)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _bar(row: Row, blocks: Sequence[Row]) -> list[list[Any]]:
+    """Words, family, share and interval of each part of a logit; they sum to 1."""
+    own = [b for b in blocks if not {b["query"], b["key"]} & {SHAM, REST} and abs(b["share"]) >= _SMALL]
+    parts: list[list[Any]] = []
+    for block in sorted(own, key=lambda block: -block["share"]):
+        pair = (block["query"], block["key"])
+        family = family_of(row) if " · ".join(pair) == row["block"] else block_family(*pair)
+        parts.append([block_words(*pair), family, *(_round(block[column]) for column in ("share", "low", "high"))])
+    small = 1 - row["rest"] - sum(part[2] for part in parts)
+    parts.append(["smaller blocks together", "others", _round(small), None, None])
+    parts.append(["sham", "sham", _round(row["sham"]), None, None])
+    parts.append(["rest: not explained", "rest", _round(row["rest"] - row["sham"]), None, None])
+    return parts
+
+
+def _facts(row: Row) -> str:
+    """Whether it matters who asks, how much it looks at all, and who wrote."""
+    said = []
+    if row.get("mass") is not None:
+        said.append(f"{_percent(row['mass'])} of its attention is off the first token.")
+    if row.get("match") is not None:
+        said.append(
+            f"With the query of another document at the same place, it loses {_percent(row['match'])} of its "
+            f"logit (q {number(row['match_q'], '.2g')})."
+        )
+    if row.get("traced"):
+        sides = [f"{row[f'{side}_writer']} ({_percent(row[f'{side}_share'])})" for side in ("key", "query")]
+        said.append(f"Its keys were written first by {sides[0]}, its queries by {sides[1]}, in "
+                    f"{counted(row['traced'], 'passage')}.")  # fmt: skip
+    return " ".join(said)
+
+
+def _percent(share: float) -> str:
+    return number(round(share, 2) + 0.0, ".0%")  # never −0%
+
+
+def _change_words(row: Row) -> str:
+    slope, low, high, sham = (
+        number(round(row[column], 2) + 0.0, ".2f") for column in ("slope", "low", "high", "sham_slope")
+    )
+    return (
+        f"Changed in the text ({row['factor']}, at the {row['kind']}): slope {slope} [{low}, {high}], sham {sham}; "
+        f"correlation {number(row['correlation'], '.2f')}, {counted(row['n'], 'place')}. At slope 1 the logit changes "
+        "as was predicted from other documents; the sham changes another token."
+    )
 
 
 def reads(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
@@ -131,20 +178,3 @@ def reads(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     )
     if later:
         yield Block("reads", "Who reads whom", words, later, table=name)
-
-
-def _facts(row: Row) -> str:
-    return (
-        f"Queries and keys: {row['verdict']} (q {number(row.get('q'), '.2g')}, z {number(row.get('z'), '.1f')}). "
-        f"{number(row['mass'], '.0%')} of its attention is off the first token, "
-        f"{number(row.get('top_weight'), '.0%')} of that on one key. {_written(row)}"
-        f"To take it apart: qkscope discover … --heads {row['head']}"
-    )
-
-
-def _written(row: Row) -> str:
-    """Its first writers; nothing where they are not known."""
-    if not row.get("traced"):
-        return ""
-    sides = [f"{row[f'{side}_writer']} ({number(row[f'{side}_share'], '.0%')})" for side in ("key", "query")]
-    return f"First writer of its keys: {sides[0]}, of its queries: {sides[1]} ({counted(row['traced'], 'passage')}). "

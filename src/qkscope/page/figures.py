@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from qkscope.heads import Head
 from qkscope.page.colours import colours_of, line_of, palette
+from qkscope.page.families import FAMILIES, family_of
 from qkscope.page.report import report_html
 from qkscope.runs.result import Result
 
@@ -165,15 +169,47 @@ def draw_discovery(result: Result) -> dict[str, str | bytes]:
 
 
 def draw_atlas(result: Result) -> dict[str, str | bytes]:
-    """The map of all heads: the share that gave the name, and what is not explained."""
+    """Every head in the colour of its name's family, and how much of each one's logit has a name."""
     with styled():
-        figure = new_figure(8, 4.4)
-        above, below = figure.subplots(2, 1, sharex=True)
-        head_map(above, result.tables["atlas"], "share")
-        head_map(below, result.tables["atlas"], "rest")
-        above.set(title="share of the logit that the name explains")
-        below.set(title="share that nothing explains", xlabel="layer")
-        return with_page(result, {"atlas": figure})
+        return with_page(result, {"atlas": _atlas(result.tables["atlas"])})
+
+
+def _atlas(rows: Sequence[Row]) -> Figure:
+    """Above, squares as large as the share that gave the name; below, a bar for each head, rest in grey."""
+    colours, counts = colours_of(list(FAMILIES)), Counter(family_of(row) for row in rows)
+    order = sorted(rows, key=lambda row: (list(FAMILIES).index(family_of(row)), -(row["share"] or 0)))
+    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "index"))
+    tall = min(max(heads * min(8.3 / layers, 0.35), 1), 6)  # inches, so that cells are square
+    figure = new_figure(9, tall + 3.5)
+    above, below = figure.subplots(2, 1, height_ratios=(tall, 1.8))
+    for row in rows:
+        above.add_patch(Rectangle((row["layer"] - 0.46, row["index"] - 0.46), 0.92, 0.92, color=REST, alpha=0.25, lw=0))
+        side = 0.92 * min(max(row["share"] or 0, 0), 1) ** 0.5
+        corner = (row["layer"] - side / 2, row["index"] - side / 2)
+        above.add_patch(Rectangle(corner, side, side, color=colours[family_of(row)], lw=0))
+    above.set(xlim=(-0.5, layers - 0.5), ylim=(-0.5, heads - 0.5), xlabel="layer", ylabel="head", aspect="equal")
+    for axis in (above.xaxis, above.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    above.set_title("Every head by its name; a full square: all of its logit is explained by the block that names it")
+    places, share = np.arange(len(order)), np.nan_to_num(column(order, "share"))
+    known = 1 - np.array(column(order, "rest"))
+    below.bar(places, np.ones(len(order)), 1, color=REST, alpha=0.35)
+    below.bar(places, known.clip(0, 1), 1, color=[colours[family_of(row)] for row in order], alpha=0.45)
+    below.bar(places, share.clip(0, 1), 1, color=[colours[family_of(row)] for row in order])
+    below.axhline(0.5, color=INK, lw=0.8, ls=":")
+    below.set(
+        xlim=(-0.5, len(order) - 0.5), ylim=(0, 1), xlabel="heads, by name and share", ylabel="share of the logit"
+    )
+    below.set_xticks([])
+    below.set_title("Full: the block that names it; pale: other blocks; grey: not explained")
+    names = [name for name in FAMILIES if counts[name]]
+    handles = [Patch(color=colours[name], label=f"{name} ({counts[name]})") for name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=8.5)
+    return figure
+
+
+def _is_variant(name: str, methods: Collection[str]) -> bool:
+    return any(name.endswith(end) and name.removesuffix(end) in methods for end in _VARIANTS)
 
 
 def _curve(result: Result) -> Figure:
@@ -181,7 +217,7 @@ def _curve(result: Result) -> Figure:
     heads = list(dict.fromkeys(row["head"] for row in rows))
     sizes = sorted({row["k"] for row in rows})
     methods = dict.fromkeys(row["method"] for row in rows)
-    names = [name for name in methods if not name.endswith(_VARIANTS) and name not in _NOT_DRAWN]
+    names = [name for name in methods if not _is_variant(name, methods) and name not in _NOT_DRAWN]
     look = colours_of(names)
     width = max(3.2 * len(heads), 4.8)
     columns = max(1, min(len(names), int(width / (0.6 + 0.065 * max(map(len, names))))))  # inches of an entry

@@ -223,7 +223,7 @@
         lines: (row) => [
           [row.head],
           [`attention on ${$("watched").textContent}`, fixed(seen.bytes[at.get(row.head) * (state.query + 1) + (watched >= 0 ? watched : state.key)] / 255)],
-          ...(model.said[row.head] ? [[`looks at ${model.said[row.head]}`, ""]] : []),
+          ...(model.said[row.head] ? [["name", model.said[row.head]]] : []),
         ],
         marked: model.fitted,
         picked: state.head,
@@ -238,10 +238,11 @@
     $("best").replaceChildren(
       make("span", { class: "of" }, difference ? "most changed" : "most"),
       ...order.map((name) =>
-        make("button", { type: "button", "aria-pressed": String(name === state.head), onclick: () => quietly(why(name, key)) }, `${name} ${said(name)}`),
+        make("button", { type: "button", "aria-pressed": String(name === state.head), onclick: () => quietly(why(name, key)) }, `${called(name)} ${said(name)}`),
       ),
     );
   }
+  const called = (head) => (model.said[head] ? `${head} (${model.said[head]})` : head);
   function drawMatter() {
     $("matter").replaceChildren(
       make("span", { class: "of", title: "probability of the next token that moves when the head may not look there" }, "matter most for the next token"),
@@ -249,7 +250,7 @@
         make(
           "button",
           { type: "button", "aria-pressed": String(row.head === state.head && row.key === state.key), onclick: () => quietly(why(row.head, row.key)) },
-          `${row.head} → ${view.text(row.key)} ${percent(row.moved)}`,
+          `${called(row.head)} → ${view.text(row.key)} ${percent(row.moved)}`,
         ),
       ),
     );
@@ -267,13 +268,13 @@
     const said = found.said;
     $("said").replaceChildren(...["where", "wrote", "test", "does"].filter((name) => said[name]).map((name) => make("p", {}, said[name])));
     $("verdict").replaceChildren(qk.badge(said.verdict));
-    const known = found.about ? `${model.folder}: ${state.head} looks at ${found.about}.` : model.no_writers;
+    const known = found.about ? `${model.folder}: ${found.about}` : model.no_writers;
     $("known").textContent = known;
     $("known").hidden = !known;
     $("texts").replaceChildren(
       ...found.texts.map((row) => {
         const own = qk.passage(row);
-        own.append(make("button", { type: "button", onclick: () => quietly(look(row.text, { head: state.head })) }, "look at it"));
+        own.append(make("button", { type: "button", onclick: () => quietly(look(row.text, { head: state.head, query: row.query_at, key: row.key_at })) }, "look at it"));
         return own;
       }),
     );

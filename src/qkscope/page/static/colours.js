@@ -14,14 +14,15 @@
     "named": {
       "order": "turquoise", "lexical": "purple", "box": "wine", "category": "turquoise", "next": "turquoise", "word": "purple",
       "subject": "turquoise", "name": "purple", "year": "turquoise", "half": "purple", "gender": "turquoise", "person": "purple",
-      "self_contrast": "rust", "key_pca": "gold", "cov_qk": "navy", "omega_svd": "sand", "random": "grey", "sham": "grey",
+      "key_pca": "gold", "cov_qk": "navy", "cov_qk_moving": "navy", "omega_svd": "sand", "random": "grey", "sham": "grey",
       "both": "ink", "all": "ink", "ceiling": "ink", "logit": "ink", "residual": "pale", "attention": "blue",
-      "the right key": "blue", "another key": "pale"
+      "the right key": "blue", "another key": "pale", "distance": "navy", "certain keys": "gold", "same token": "rust",
+      "after a copy": "turquoise", "token pairs": "purple", "not named": "pale", "block": "rust"
     },
     "others": ["violet", "olive", "petrol", "wine"],
     "spare": ["turquoise", "purple"],
     "labels": ["turquoise", "purple", "rust", "gold", "navy", "wine", "olive", "violet"],
-    "lines": {"key_pca": "dashed", "cov_qk": "dashed", "omega_svd": "dashed", "random": "dotted", "ceiling": "dotted"}
+    "lines": {"key_pca": "dashed", "cov_qk": "dashed", "cov_qk_moving": "dashed", "omega_svd": "dashed", "random": "dotted", "ceiling": "dotted"}
   } /* table */;
   const met = new Map(); // names that were drawn here, with their hue and how deep it is
   const DASHES = { dashed: "7 3", dotted: "1 3" };

@@ -19,8 +19,9 @@
       current = picked,
       svg = null,
       outline = null;
+    // without a range, a value is a colour of its own
     const colour = (row) =>
-      value(row) === null ? "var(--wash)" : paint((value(row) - range[0]) / (range[1] - range[0] || 1));
+      value(row) === null ? "var(--wash)" : range ? paint((value(row) - range[0]) / (range[1] - range[0] || 1)) : paint(value(row));
     const render = (width) => {
       const left = 38,
         top = 18,
@@ -71,16 +72,18 @@
         draw("text", { class: "soft", x: left, y: top + heads * cell + 32 }, "layer"),
         draw("text", { class: "soft", x: left - 6, y: 11, "text-anchor": "end" }, "head"),
       );
-      const bar = Math.min(120, w - left - 90),
-        right = w - 4,
-        y = top + heads * cell + 24;
-      for (let i = 0; i < bar; i += 2)
-        svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: paint(i / bar), class: "shade" }));
-      svg.append(
-        draw("text", { class: "soft low", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
-        draw("text", { class: "soft high", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
-        draw("text", { class: "soft scale", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title),
-      );
+      if (range) {
+        const bar = Math.max(30, Math.min(120, w - left - 90)),
+          right = Math.max(w - 4, left + 90 + bar),
+          y = top + heads * cell + 24;
+        for (let i = 0; i < bar; i += 2)
+          svg.append(draw("rect", { x: right - bar + i, y, width: 2.5, height: 7, fill: paint(i / bar), class: "shade" }));
+        svg.append(
+          draw("text", { class: "soft low", x: right - bar, y: y + 20, "text-anchor": "start" }, number(range[0], 2)),
+          draw("text", { class: "soft high", x: right, y: y + 20, "text-anchor": "end" }, number(range[1], 2)),
+          draw("text", { class: "soft scale", x: right - bar / 2, y: y + 20, "text-anchor": "middle" }, title),
+        );
+      }
       for (const key of marked.map((head) => head.slice(1).replace("H", ","))) {
         const own = cells.get(key);
         if (own)
@@ -154,7 +157,12 @@
     const again = redraw(element, render);
     return {
       repaint(changed, words = title, ends = range, shade = paint) {
+        const redone = !range || !ends;
         [value, title, range] = [changed, words, ends];
+        if (redone) {
+          paint = shade;
+          return again();
+        }
         svg.querySelector(".scale").textContent = title;
         ["low", "high"].forEach((end, i) => (svg.querySelector(`.${end}`).textContent = number(range[i], 2)));
         if (shade !== paint) {

@@ -14,7 +14,7 @@
         .join("\r\n") + "\r\n"
     );
   };
-  const copied = async (text) => {
+  qk.copied = async (text) => {
     try {
       await navigator.clipboard.writeText(text);
       return true;
@@ -40,7 +40,7 @@
           type: "button",
           "aria-label": `Copy the data as ${name}`,
           async onclick() {
-            button.textContent = (await copied(text())) ? "copied" : "not allowed";
+            button.textContent = (await qk.copied(text())) ? "copied" : "not allowed";
             setTimeout(() => {
               button.textContent = name;
             }, 1200);
