@@ -98,8 +98,8 @@ def test_the_map_is_told_after_the_atlas_and_without_the_first_layer(found):
     assert [block.kind for block in blocks] == ["atlas", "reads"]
     assert not any(row["reader"].startswith("L0") for row in blocks[1].rows)
     row = next(row for row in found.table() if row["layer"])
-    said = blocks[0].options["said"][row["head"]]["facts"]
-    assert f"First writer of its keys: {row['key_writer']} ({row['key_share']:.0%})" in said
+    facts = blocks[0].options["heads"][row["head"]]["facts"]
+    assert f"Its keys were written first by {row['key_writer']} ({row['key_share']:.0%})" in facts
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (1280, True)])

@@ -210,8 +210,8 @@ def test_a_fit_in_the_cache_is_that_of_the_tasks_size_form_and_file(scope, monke
 
 
 def test_what_discover_found_opens_here(nano, tmp_path):
-    """Its directions are of the query's frame: they split the logit, and say what the head looks at."""
-    found = qk.discover(nano, qk.tasks.induction(), ["L1H1"], 40, directions=2, sizes=[], progress=False)
+    """Its directions are of the query's frame: they split the logit, and the head has a name."""
+    found = qk.discover(nano, qk.tasks.induction(), ["L1H1"], 200, test=40, sizes=[], progress=False)
     found.write(tmp_path / "found")
     session = Session.load(nano, tmp_path / "found")
     answer = session.why(PROMPT, 10, "L1H1")
@@ -219,7 +219,8 @@ def test_what_discover_found_opens_here(nano, tmp_path):
     assert set(parts) == {"discovered", "residual"}
     assert sum(parts.values()) == pytest.approx(answer["logit"], abs=1e-3)
     assert session.describe()["fitted"] == ["L1H1"]
-    assert answer["about"] in ("", *session.describe()["said"].values())
+    assert session.describe()["said"] == {"L1H1": "after a copy"}
+    assert answer["about"] == found.table()[0]["sentence"]
     assert session.change(PROMPT, 10, "L1H1", answer["key"], ["swap 3 discovered"])["verdict"] != "vacuous"
 
 

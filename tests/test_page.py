@@ -170,7 +170,7 @@ def test_a_run_that_is_read_back_gives_the_same_page(tmp_path):
 def nano():
     """What the verbs return on a model that we ship."""
     scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
-    texts = [unit[0].text for unit in qk.tasks.binding(9).test(30)]
+    texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
     fit = qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order", "lexical"], replicates=9)
     return {
         "heads": qk.find_heads(scope, task, 4),
@@ -178,8 +178,8 @@ def nano():
         "swap": qk.swap(scope, task.test(8), fit, sizes=[1, 2], clouds=True),
         "explain": qk.attribute(scope, "hat: O\njam: Z\njam:", "L2H0", fit),
         "sparsity": qk.sparsity(scope, task, n=4),
-        "discover": qk.discover(scope, task, "L2H0", n=40, directions=2, replicates=39, sizes=(1, 2), progress=False),
-        "atlas": qk.atlas(scope, texts, 20, test=6, progress=False),
+        "discover": qk.discover(scope, qk.tasks.induction(), "L1H1", 200, test=40, sizes=(1, 2), progress=False),
+        "atlas": qk.atlas(scope, texts, 200, test=60, progress=False),
     }
 
 

@@ -142,13 +142,13 @@ def _facts(row: Row) -> str:
         )
     if row.get("traced"):
         sides = [f"{row[f'{side}_writer']} ({_percent(row[f'{side}_share'])})" for side in ("key", "query")]
-        said.append(f"Its keys were written first by {sides[0]}, its queries by {sides[1]}, in "
-                    f"{counted(row['traced'], 'passage')}.")  # fmt: skip
+        wrote = f"Its keys were written first by {sides[0]}, its queries by {sides[1]}"
+        said.append(f"{wrote}, in {counted(row['traced'], 'passage')}.")
     return " ".join(said)
 
 
-def _percent(share: float) -> str:
-    return number(round(share, 2) + 0.0, ".0%")  # never −0%
+def _percent(share: float | None) -> str:
+    return number(None if share is None else round(share, 2) + 0.0, ".0%")  # never −0%
 
 
 def _change_words(row: Row) -> str:

@@ -177,21 +177,24 @@ def draw_atlas(result: Result) -> dict[str, str | bytes]:
 def _atlas(rows: Sequence[Row]) -> Figure:
     """Above, squares as large as the share that gave the name; below, a bar for each head, rest in grey."""
     colours, counts = colours_of(list(FAMILIES)), Counter(family_of(row) for row in rows)
-    order = sorted(rows, key=lambda row: (list(FAMILIES).index(family_of(row)), -(row["share"] or 0)))
+    rows = [
+        {**row, "share": float(np.nan_to_num(share))} for row, share in zip(rows, column(rows, "share"), strict=True)
+    ]
+    order = sorted(rows, key=lambda row: (list(FAMILIES).index(family_of(row)), -row["share"]))
     layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "index"))
     tall = min(max(heads * min(8.3 / layers, 0.35), 1), 6)  # inches, so that cells are square
     figure = new_figure(9, tall + 3.5)
     above, below = figure.subplots(2, 1, height_ratios=(tall, 1.8))
     for row in rows:
         above.add_patch(Rectangle((row["layer"] - 0.46, row["index"] - 0.46), 0.92, 0.92, color=REST, alpha=0.25, lw=0))
-        side = 0.92 * min(max(row["share"] or 0, 0), 1) ** 0.5
+        side = 0.92 * min(max(row["share"], 0), 1) ** 0.5
         corner = (row["layer"] - side / 2, row["index"] - side / 2)
         above.add_patch(Rectangle(corner, side, side, color=colours[family_of(row)], lw=0))
     above.set(xlim=(-0.5, layers - 0.5), ylim=(-0.5, heads - 0.5), xlabel="layer", ylabel="head", aspect="equal")
     for axis in (above.xaxis, above.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     above.set_title("Every head by its name; a full square: all of its logit is explained by the block that names it")
-    places, share = np.arange(len(order)), np.nan_to_num(column(order, "share"))
+    places, share = np.arange(len(order)), np.array(column(order, "share"))
     known = 1 - np.array(column(order, "rest"))
     below.bar(places, np.ones(len(order)), 1, color=REST, alpha=0.35)
     below.bar(places, known.clip(0, 1), 1, color=[colours[family_of(row)] for row in order], alpha=0.45)
