@@ -150,6 +150,7 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
     assert abs(float(probabilities.max()) - 0.853) < 0.01
     why = qk.why(gemma, PROMPT, "L5H1", draws=2)
     assert [row["token"] for row in why.tables["attention"]].count("<bos>") == 1
+    assert gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist() == ids.tolist()
     padded = gemma.encode([PROMPT, "hat: O"])
     assert (padded.inputs["input_ids"] == first).sum(1).tolist() == [1, 1]
 

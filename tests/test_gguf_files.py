@@ -187,6 +187,7 @@ def test_first_and_last_tokens_are_as_the_file_says(
     for _ in range(2):  # just made, and from the cache
         scope = load(tmp_path / "x.gguf")
         assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == [*first, 9, 6, *last]
+        assert scope.encode(["<s>ab"]).inputs["input_ids"][0].tolist().count(1) == 1  # a text may bring it along
         ids = [getattr(scope.tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos")]
         assert ids == [0, 1, 2]
         assert scope.tokenizer.convert_tokens_to_ids(SENTENCEPIECE) == list(range(len(SENTENCEPIECE)))

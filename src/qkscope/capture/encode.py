@@ -235,7 +235,9 @@ class Encoder:
         options = {"return_offsets_mapping": True, "padding": False, "truncation": False, "verbose": False}
         for start in range(0, len(texts), _CHUNK):  # offsets of many texts at once would take more room than their ids
             batch = self.tokenizer(texts[start : start + _CHUNK], add_special_tokens=not chat, **options)  # type: ignore[misc]
-            yield from zip(map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True)
+            for ids, offsets in zip(map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True):
+                twice = ids[:2] == (self.first, self.first) and not chat and self.adds_first  # the text begins with it
+                yield (ids[1:], offsets[1:]) if twice else (ids, offsets)
 
     def render(self, text: str, chat: bool) -> tuple[str, int]:
         """The text the tokenizer sees, and by how much the template moves the prompt in it."""
