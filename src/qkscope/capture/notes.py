@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -15,9 +17,20 @@ from qkscope.capture.pick import Capture
 from qkscope.capture.projection import LayerCall
 from qkscope.capture.spaces import Rotary
 from qkscope.capture.stream import Block
+from qkscope.heads import Head
 
 Side = Literal["query", "key"]
 _OF_ROWS = ("entered", "heads", "gave", "given")
+
+
+@cache
+def _names(layer: int, count: int) -> tuple[str, ...]:
+    return tuple(str(Head(layer, i)) for i in range(count))
+
+
+def head_names(layer: int, count: int) -> list[str]:
+    """Names of the heads of a layer."""
+    return list(_names(layer, count))
 
 
 class Pushed(NamedTuple):
@@ -56,6 +69,19 @@ class Recorded:
     # of these rows alone
     layers: dict[int, HeldLayer] = field(default_factory=dict, init=False)
     pushed: dict[int, Pushed] = field(default_factory=dict, init=False)
+    parts: dict[int, Float[Tensor, "n h p d"]] = field(default_factory=dict, init=False)  # what heads wrote, by layer
+
+    def in_full(self) -> None:
+        """What was noted in the model's precision and on its layers' devices, in float32 and on one."""
+        for name in _OF_ROWS:
+            kept = getattr(self, name)
+            alike: dict[Any, list[Any]] = {}
+            for key, value in kept.items():
+                alike.setdefault((value.device, value.dtype, value.shape), []).append(key)
+            for keys in alike.values():  # all layers at once
+                if kept[keys[0]].device != self.row.device or kept[keys[0]].dtype != torch.float32:
+                    every = torch.stack([kept[key] for key in keys]).to(self.row.device, torch.float32)
+                    kept |= zip(keys, every.unbind(), strict=True)
 
     def at(self, side: Side) -> slice:
         """The slots of a side."""

@@ -11,16 +11,17 @@ forward. What no token decides (biases of any kind) is the writer `BIAS`, always
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.capture.gather import layout_of
 from qkscope.capture.held import HeldLayer, centred, norm_scalar
 from qkscope.capture.inputs import input_device
-from qkscope.capture.notes import Pushed, Recorded, Side, hooked
+from qkscope.capture.notes import Pushed, Recorded, Side, head_names, hooked
 from qkscope.capture.pick import Picker, Places
 from qkscope.capture.probe import Layer
 from qkscope.capture.projection import Norm, project, record_calls, take_apart
@@ -32,6 +33,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 EMBEDDING, BIAS = "embedding", "bias"
+_AT_ONCE = 2**28  # bytes of W_O whose layers are done together on a GPU
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,16 @@ class Reader:
         self._held: dict[int, bool] = {}
         self.held = frozenset(layer for layer in self.layers if self.holds(layer))
         self._weights: dict[int, HeadWeights] = {}  # by layer, read when a head of it is
+        self._groups: dict[int, list[int]] = {}
         for layer in self.held:
             HeldLayer(self.calls[layer]).check()
         self._norms: dict[nn.Module, Norm] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._speaks: dict[nn.Module, bool] = {}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+        shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
+        self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
+        self.columns = {head: column for column, head in enumerate(self.heads)}
 
     def holds(self, layer: int) -> bool:
         """Whether a layer, up to the deepest that is read, has no weights to read or no rotation to put on."""
@@ -82,10 +90,17 @@ class Reader:
         for before, block in enumerate(self.blocks[:layer]):
             for node in block.walk():
                 if isinstance(node, Heads):
-                    names += [str(Head(before, i)) for i in range(self.scope.facts.layers[before].n_heads)]
+                    names += head_names(before, self.scope.facts.layers[before].n_heads)
                 elif isinstance(node, Part):
                     names.append(part_name(block, before, node.module))
         return [*names, BIAS]
+
+    def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
+        """Numbers on the model's device, brought there once."""
+        key = tuple(numbers)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(numbers, device=input_device(self.scope.model))
+        return self._indices[key]
 
     # ------------------------------------------------------------------ one forward
 
@@ -115,8 +130,7 @@ class Reader:
 
         def pick(value: Tensor) -> Tensor:
             value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
-            at = value[found.row.to(value.device)[:, None], found.columns.to(value.device)]
-            return at.to(found.row.device, torch.float32)
+            return value[found.row.to(value.device)[:, None], found.columns.to(value.device)]
 
         def visit(call: Call) -> None:
             if call.layer in self.layers and call.rotary is not None:
@@ -134,6 +148,7 @@ class Reader:
         with hooked(self.blocks[: max(self.layers) + 1], kept, held, found, pick):
             self.scope.watch(inputs, visit, *visits, take, rotary=True)
         found.captured = pickers[0].finish(places.row, {})
+        found.in_full()
         return found
 
     # ------------------------------------------------------------------ writers in the residual stream
@@ -157,10 +172,9 @@ class Reader:
             case Entered():
                 return entered
             case Heads():
-                W, b = (value.to(found.row.device) for value in self.output_weights(layer))
-                z = found.heads[layer].unflatten(-1, (len(W), -1))
-                names = [str(Head(layer, i)) for i in range(len(W))]
-                return [Parts(names, torch.einsum("npha,hda->nhpd", z, W)), *_constant(b, found)]
+                values, b = self._head_parts(found, layer), self.output_weights(layer)[1]
+                names = head_names(layer, values.shape[1])
+                return [Parts(names, values), *self._constant(block.output, b, found)]
             case Part(module):
                 return [Parts([part_name(block, layer, module)], found.gave[module][:, None])]
             case Scaled(_, gain, inner):
@@ -177,7 +191,29 @@ class Reader:
                 scale = norm_scalar(norm, own, given)[:, None, :, None] * own.gain.to(given)
                 pieces = self._through(block, layer, found, entered, inner)
                 turned = [Parts(p.writers, centred(p.values, own) * scale) for p in pieces]
-                return [*turned, *_constant(own.bias, found)]
+                return [*turned, *self._constant(norm, own.bias, found)]
+
+    def _head_parts(self, found: Recorded, layer: int) -> Float[Tensor, "n h p d"]:
+        """What each head of a layer put into the stream; on a GPU made for many layers at once."""
+        here, z = found.row.device, found.heads[layer]
+        W = self.output_weights(layer)[0].to(here)
+        if here.type == "cpu":
+            return torch.einsum("npha,hda->nhpd", z.unflatten(-1, (len(W), -1)), W)
+        if layer not in found.parts:
+            alike = [one for one in found.heads if one >= layer and found.heads[one].shape == z.shape]
+            layers = alike[: max(_AT_ONCE // W.nbytes, 1)]
+            every = torch.stack([found.heads[one] for one in layers]).unflatten(-1, (len(W), -1))
+            W = torch.stack([self.output_weights(one)[0].to(here) for one in layers])
+            found.parts |= zip(layers, torch.einsum("lnpha,lhda->lnhpd", every, W).unbind(), strict=True)
+        return found.parts[layer]
+
+    def _constant(self, giver: nn.Module, bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
+        if giver not in self._speaks:  # asked once: every question to a GPU waits for all it has to do
+            self._speaks[giver] = bool(bias.any())
+        if not self._speaks[giver]:
+            return []
+        rows, places = found.columns.shape
+        return [Parts([BIAS], bias.to(found.row.device, torch.float32).expand(rows, 1, places, -1))]
 
     def taken_apart(self, norm: nn.Module, like: Tensor) -> Norm:
         """A norm's gain, bias and centring, asked for once."""
@@ -236,12 +272,13 @@ class Reader:
         elsewhere, at = at is not None, found.at(side) if at is None else at
         sigma = self.scalar(found, head.layer)[:, None, :, None]
         W, c = self.matrix(head, side)
-        named = [(p.values[:, :, at] * sigma[:, :, at]) @ W[:, :-1].T for p in pieces if p.writers != [BIAS]]
-        bias = torch.zeros_like(named[0][:, :1]) + W[:, -1]
-        for piece in pieces:
-            if piece.writers == [BIAS]:
-                bias = bias + (piece.values[:, :, at] * sigma[:, :, at]) @ W[:, :-1].T
-        whole = torch.cat([*named, bias], dim=1)
+        values = [p.values[:, :, at] for p in pieces if p.writers != [BIAS]]
+        if W.device.type != "cpu":  # one large product instead of many small ones
+            values = [torch.cat(values, dim=1)]
+        said = [p.values[:, :, at] for p in pieces if p.writers == [BIAS]]
+        constant = torch.cat(said, dim=1).sum(1, keepdim=True) if said else torch.zeros_like(values[0][:, :1])
+        whole = torch.cat([(part * sigma[:, :, at]) @ W[:, :-1].T for part in [*values, constant]], dim=1)
+        whole[:, -1] += W[:, -1]
         if self.calls[head.layer].qk_norms:
             linear = whole.sum(1)
             if elsewhere:
@@ -253,18 +290,23 @@ class Reader:
         whole[:, -1] += c
         return whole
 
+    def weights(self, layer: int) -> HeadWeights:
+        """Those of a layer's heads, in the order of the reader's, read once."""
+        if layer not in self._weights:
+            own = [one for one in self.heads if one.layer == layer]
+            self._weights[layer] = head_weights(self.scope, own).to(input_device(self.scope.model))
+            self._groups[layer] = self._weights[layer].kv_of_head.tolist()
+        return self._weights[layer]
+
     def matrix(self, head: Head, side: Side) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, " d_head"]]:
         """The weights of a side, norm and biases folded in, and QK-norm's own bias."""
         if head.layer in self.held:
             raise BadInput(f"{head} has no single weight matrix to fold: its parts are pushed through its layer.")
-        if head.layer not in self._weights:
-            own = [one for one in self.heads if one.layer == head.layer]
-            self._weights[head.layer] = head_weights(self.scope, own).to(input_device(self.scope.model))
-        weights = self._weights[head.layer]
+        weights = self.weights(head.layer)
         row = weights.heads.index(head)
         if side == "query":
             return weights.W_Q[row], weights.c_Q[row]
-        group = int(weights.kv_of_head[row])
+        group = self._groups[head.layer][row]
         return weights.W_K[group], weights.c_K[group]
 
     def _pushed(self, found: Recorded, layer: int, pieces: Sequence[Parts] | None) -> Pushed:
@@ -301,10 +343,10 @@ class Reader:
     def true(self, found: Recorded, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """The head's own queries or keys at the places, as the dot product sees them."""
         assert found.captured is not None
-        column, some = self.heads.index(head), slice(found.first, found.first + len(found.row))
+        column, some = self.columns[head], slice(found.first, found.first + len(found.row))
         if side == "query":
             return found.captured.q[some, column, None]
-        keys = found.captured.k[some, found.captured.kv_of_head[column]]
+        keys = found.captured.k[some, self.kv_of_head[column]]
         return keys.gather(1, found.columns[:, 1:, None].expand(-1, -1, keys.shape[-1]))
 
     def turn(
@@ -345,12 +387,6 @@ class Reader:
         each = [held.at(one, columns, live=True) for one in z.reshape(-1, *x.shape[-3:])]
         made_there = torch.stack([(q if side == "query" else k)[:, :, index] for q, k in each])
         return made_there.to(x).reshape(*x.shape[:-1], -1)
-
-
-def _constant(bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
-    rows, places = found.columns.shape
-    everywhere = bias.to(found.row.device, torch.float32).expand(rows, 1, places, -1)
-    return [Parts([BIAS], everywhere)] if bool(bias.any()) else []
 
 
 def part_name(block: Block, layer: int, module: nn.Module) -> str:

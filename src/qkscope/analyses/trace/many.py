@@ -21,7 +21,7 @@ from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
 from qkscope.analyses.trace.tally import Tally, WordSums
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
-from qkscope.capture.marginals import marginals
+from qkscope.capture.marginals import marginals, true_vectors
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import BIAS, Reader, Recorded
 from qkscope.draws import derived_seed
@@ -110,10 +110,10 @@ def first_writers(
         found = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
         weights, attention = (_named if named else _most_attended)(reader, encoded, found)
         own = [words[unit_of[int(e)]] for e in encoded.example]
-        made = []
+        made, totals = [], _totals(reader, found, weights)
         for head, by_query, by_key in marginals(reader, found, weights):
-            column = reader.heads.index(head)
-            total = _totals(reader, found, head, weights[:, column])
+            column = reader.columns[head]
+            total = totals[:, column]
             error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
             error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1)).clamp_min(1e-30)
             values = torch.cat([total[:, None], attention[:, column, None], by_query, by_key], dim=1)
@@ -129,11 +129,11 @@ def first_writers(
     }
 
 
-def _totals(reader: Reader, found: Recorded, head: Head, weights: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+def _totals(reader: Reader, found: Recorded, weights: Float[Tensor, "n h k"]) -> Float[Tensor, "n h"]:
+    """Relative logits of every head, from the model's own vectors."""
     assert found.captured is not None
-    scale = float(found.captured.scale[reader.heads.index(head)])
-    q, k = reader.true(found, head, "query")[:, 0], reader.true(found, head, "key")
-    return torch.einsum("nd,nkd,nk->n", q, k, weights) * scale
+    q, k = true_vectors(reader, found, reader.heads)
+    return torch.einsum("nhd,nhkd,nhk->nh", q, k, weights) * found.captured.scale
 
 
 def _named(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, Tensor]:
