@@ -8,7 +8,6 @@ docs/benchmarks.json, one entry per hardware; the page keeps its text and takes 
 folder into docs/results.json, results.md, results-PAPER.md and the README, with its picture unless it is of the preset
 smoke; a figure that was taken from a larger preset keeps it. ``python docs/generate.py commands`` writes the reference
 of the command line.
-``python docs/generate.py curve runs/binding`` puts the curve of a run of ``qkscope discover`` into docs/discover.md.
 """
 
 from __future__ import annotations
@@ -71,31 +70,6 @@ def errors(rows: list[dict]) -> None:
     for row in rows:
         lines.append(f"| `{row['command']}` | {_text(row['answer'])} |")
     _put(DOCS / "errors.md", "errors", "\n".join(lines))
-
-
-def curve(folder: Path) -> None:
-    """Attention moved and logit carried by every method at every size, held against the self-contrast."""
-    rows = json.loads((folder / "results.json").read_text())["tables"]["curve"]
-    lines = []
-    for head in dict.fromkeys(row["head"] for row in rows):
-        own = [row for row in rows if row["head"] == head]
-        sizes = list(dict.fromkeys(row["k"] for row in own))
-        start = f"{head}, start {own[0]['orig_before']:.2f}/{own[0]['target_before']:.2f}"
-        lines += [f"| {start} | " + " | ".join(f"k={k}" for k in sizes) + " |", "| --- " * (len(sizes) + 1) + "|"]
-        for method in dict.fromkeys(row["method"] for row in own):
-            cells = [f"{_held(row, 'shift', 'gain')} / {_held(row, 'carried', 'carried_gain')}"
-                     for row in own if row["method"] == method]  # fmt: skip
-            lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
-        lines.append("")
-    _put(DOCS / "discover.md", "curve", "\n".join(lines).rstrip())
-
-
-def _held(row: dict, value: str, gain: str) -> str:
-    """A number, and whether the interval of its difference to the baseline is above, below or over zero."""
-    shown = re.sub(r"^(-?)0\.", r"\1.", f"{row[value]:.2f}")
-    if row[gain] is None:
-        return shown
-    return shown + ("+" if row[f"{gain}_low"] > 0 else "−" if row[f"{gain}_high"] < 0 else "=")
 
 
 def results(folders: list[Path], hardware: str) -> None:
@@ -327,8 +301,8 @@ def _put(page: Path, name: str, table: str) -> None:
 def main() -> None:
     """Read rows from standard input, or runs from folders."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["models", "bench", "results", "commands", "errors", "curve"])
-    parser.add_argument("folders", nargs="*", type=Path, help="Of results and curve: where run folders lie.")
+    parser.add_argument("what", choices=["models", "bench", "results", "commands", "errors"])
+    parser.add_argument("folders", nargs="*", type=Path, help="Of results: where run folders lie.")
     parser.add_argument("--hardware", default="two CPU cores")
     given = parser.parse_args()
     if given.what == "errors":
@@ -337,8 +311,6 @@ def main() -> None:
         commands()
     elif given.what == "results":
         results(given.folders, given.hardware)
-    elif given.what == "curve":
-        curve(given.folders[0])
     else:
         rows = json.load(sys.stdin)["rows"]
         models(rows) if given.what == "models" else bench(rows, given.hardware)

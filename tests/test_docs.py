@@ -85,6 +85,14 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
         assert between(page, place) == text, "run: python docs/generate.py results"
 
 
+def test_the_tables_of_names_are_those_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    for name, table in (
+        importlib.import_module("names_page").tables(json.loads((DOCS / "names.json").read_text())).items()
+    ):
+        assert between("names.md", name) == table, "run: python docs/names_page.py"
+
+
 def test_the_architecture_names_files_that_are_there():
     text = (DOCS / "architecture.md").read_text()
     named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))`", text)) - {

@@ -64,7 +64,7 @@ def key_pca(cov_k: Float[Tensor, "h d d"]) -> Method:
 
 
 def cov_qk(cov_q: Float[Tensor, "h d d"], cov_k: Float[Tensor, "h d d"]) -> Method:
-    """Key-side directions of ``Cov_q Cov_k``: self-contrast as it would be if softmax were linear."""
+    """Key-side directions of ``Cov_q Cov_k``: where both queries and keys vary."""
     return leading(checked_svd(cov_q @ cov_k)[2])
 
 
