@@ -71,7 +71,7 @@ class Reader:
             HeldLayer(self.calls[layer]).check()
         self._norms: dict[nn.Module, Norm] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._speaks: dict[nn.Module, bool] = {}
+        self._speaks: dict[nn.Module | int, bool] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
         self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
@@ -174,7 +174,7 @@ class Reader:
             case Heads():
                 values, b = self._head_parts(found, layer), self.output_weights(layer)[1]
                 names = head_names(layer, values.shape[1])
-                return [Parts(names, values), *self._constant(block.output, b, found)]
+                return [Parts(names, values), *self._constant(layer, b, found)]
             case Part(module):
                 return [Parts([part_name(block, layer, module)], found.gave[module][:, None])]
             case Scaled(_, gain, inner):
@@ -207,7 +207,7 @@ class Reader:
             found.parts |= zip(layers, torch.einsum("lnpha,lhda->lnhpd", every, W).unbind(), strict=True)
         return found.parts[layer]
 
-    def _constant(self, giver: nn.Module, bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
+    def _constant(self, giver: nn.Module | int, bias: Float[Tensor, " d"], found: Recorded) -> list[Parts]:
         if giver not in self._speaks:  # asked once: every question to a GPU waits for all it has to do
             self._speaks[giver] = bool(bias.any())
         if not self._speaks[giver]:
