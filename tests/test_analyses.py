@@ -405,7 +405,7 @@ def test_the_table_has_one_row_per_head_and_condition(scope, task, fit):
     names = [
         f"{kind}{name}" for kind in ("", "random_", "key_pca_", "cov_qk_") for name in ("order", "lexical", "both")
     ]
-    wanted = {*names, "order_oblique", "lexical_oblique", "sham_both"}
+    wanted = {*names, "order_oblique", "lexical_oblique", "both_summed", "sham_both"}
     assert {(row["head"], row["condition"]) for row in table} == {(head, name) for head in HEADS for name in wanted}
     assert len(table) == 3 * len(wanted)
     for row in table:

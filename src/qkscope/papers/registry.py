@@ -104,7 +104,7 @@ class Figure:
     asked: Mapping[str, Any]
     prepare: Callable[[Sequence[Figure], Settings], None] | None  # makes what figures share, in one go
     model: str  # what it looks into where no model is named
-    prompts: tuple[str, ...]  # kinds of prompts it can be asked for, the default first
+    prompts: tuple[str, ...] = ()  # kinds of prompts it can be asked for, the default first
 
     def run(self, settings: Settings) -> Result:
         """Its numbers."""
