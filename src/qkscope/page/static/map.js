@@ -73,7 +73,7 @@
         draw("text", { class: "soft", x: left - 6, y: 11, "text-anchor": "end" }, "head"),
       );
       if (range) {
-        const bar = Math.max(30, Math.min(120, w - left - 90)),
+        const bar = Math.max(110, Math.min(120, w - left - 90)),
           right = Math.max(w - 4, left + 90 + bar),
           y = top + heads * cell + 24;
         for (let i = 0; i < bar; i += 2)

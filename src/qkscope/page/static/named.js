@@ -8,7 +8,7 @@
   const figure = (words, ...inside) => make("figure", {}, make("figcaption", {}, words), ...inside);
   qk.percent = percent;
   qk.interval = (value, low, high) => (value === null || value === undefined ? "–" : percent(value) + span(low, high));
-  qk.familyColours = (families) => ({ ...qk.partColours(families), others: "var(--band)", sham: "var(--bad)", rest: "var(--rest)" });
+  qk.familyColours = (families) => ({ ...qk.partColours(families), others: "var(--band)", sham: "repeating-linear-gradient(135deg, var(--ink) 0 2px, var(--paper) 2px 4px)", rest: "var(--rest)" });
 
   // blocks side by side from zero on, the largest first; what speaks against the logit stands left of zero
   qk.stack = (bar) => {

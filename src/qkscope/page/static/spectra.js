@@ -26,14 +26,11 @@
       const own = rows.filter((row) => row.head === panel.head && row.contrast === panel.contrast),
         box = make("div", { style: { color: qk.partColours([panel.contrast])[panel.contrast] } });
       grid.append(box);
-      qk.spectrum(box, own, panel.lines);
+      redraw(box, (width) => box.replaceChildren(spectrum(own, panel.lines, width)));
     }
   };
 
-  // said: a title and lines below it; widest: in pixels
-  qk.spectrum = (element, rows, said = [], widest = Infinity) =>
-    redraw(element, (width) => element.replaceChildren(spectrum(rows, said, Math.min(width, widest))));
-
+  // said: a title and lines below it
   function spectrum(rows, said, width) {
     const [left, right, top, bottom] = [44, 8, said.length ? 10 + 16 * said.length : 8, 26],
       height = top + 132 + bottom,
