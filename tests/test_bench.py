@@ -1,4 +1,4 @@
-"""Bench rows of tracing: registered under their names, and timed on a model of ours."""
+"""Bench rows of tracing and naming: registered under their names, and timed on a model of ours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 
 import qkscope as qk
+from named_heads import passages
 from qkscope.analyses.prompts import batches_of
 from qkscope.bench import harness, models
 from qkscope.heads import Head
@@ -43,8 +44,16 @@ def test_the_plain_side_ends_where_queries_and_keys_exist() -> None:
     assert ran == ["L0"]
 
 
-def test_tracing_has_rows() -> None:
-    assert {"trace_one", "trace_all"} <= set(harness._ROWS)
+def test_naming_gives_a_finite_ratio() -> None:
+    scope = qk.Scope.load("nano:mixed", device="cpu")
+    seconds = models.names_seconds(scope, passages(120, 32, seed=1), passages(8, 32, seed=2), repeats=1)
+    assert math.isfinite(seconds.overhead("")["ratio"])
+    assert seconds.ours > seconds.plain > 0
+    assert _hooks(scope) == 0
+
+
+def test_tracing_and_naming_have_rows() -> None:
+    assert {"trace_one", "trace_all", "names_overhead"} <= set(harness._ROWS)
     assert Head(18, 6) in qk.Scope.load("smollm2-135m", device="cpu").heads()
 
 

@@ -6,6 +6,7 @@ The plain way of the causal test is the published one: stock eager attention wit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -17,6 +18,9 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit
+from qkscope.analyses.names.look import fit_factors, look
+from qkscope.analyses.names.readings import Readings
+from qkscope.analyses.names.sight import Text, by_length
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows
@@ -31,7 +35,10 @@ from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.maths.writers import relative_weights
+from qkscope.runs.job import Job
+from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.texts import python_texts
 
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
@@ -91,6 +98,43 @@ def early_stop() -> Row:
     batches = _order_prompts(scope, 2 * _BATCH)
     seconds = against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
     return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
+
+
+def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Passage], repeats: int) -> Seconds:
+    """Both passes behind names, of all heads, against the same passages through the model's body; CPU seconds on one.
+
+    What tokens are by themselves is read before: it is done once, however much text there is.
+    """
+    readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
+    text = Text(scope, scope.heads(), readings)
+    sides = [(side, part) for side in (fitted, tested) for part in by_length(side, _BATCH)]
+    batches = [text.batch(side, part, [0] * len(part)) for side, part in sides]
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            scope.model.base_model(**batch.inputs, use_cache=False)
+
+    def ours() -> None:
+        look(text, fit_factors(text, fitted, Job(), progress=False), tested, Job(), progress=False)
+
+    on_cpu = scope.device.type == "cpu"
+    return compare(plain, ours, repeats, clock=time.process_time if on_cpu else time.perf_counter)
+
+
+@row
+def names_overhead() -> Row:
+    """All heads named on passages of Python's topics, three to fit on for each to test on, as `atlas` has them."""
+    scope = _scope()
+    count = 32 if scope.device.type == "cpu" else 256
+    assert scope.tokenizer is not None
+    encoded = [scope.tokenizer(topic.text, verbose=False)["input_ids"] for topic in python_texts()]
+    whole = [(i, ids[at : at + LENGTH]) for i, ids in enumerate(encoded) for at in range(0, len(ids) - LENGTH, LENGTH)]
+    passages = [Passage(f"topic {i}", i, tuple(ids)) for i, ids in whole[:count]]
+    seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=3)
+    return seconds.overhead(
+        f"{len(scope.heads())} heads, {count} passages of {LENGTH} tokens; {hardware(scope.device)}"
+    )
 
 
 # ---------------------------------------------------------------- who wrote the query and the key
