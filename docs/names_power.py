@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from named_heads import Planted, looked_at, made_heads, passages
 from qkscope.analyses.names.sentence import UNNAMED, HeadShares, name_row
 
-LOGITS = (0.0, 0.5, 1.0, 2.0, 4.0)  # of a pair that matches, where the directions are strongest
+LOGITS = (0.0, 1.0, 1.25, 1.5, 2.0, 4.0)  # of a pair that matches, where the directions are strongest
 TEXTS = (24, 48, 96, 192)  # passages to fit on; a third as many to test on
 LENGTH = 64
 

@@ -96,6 +96,8 @@ def test_blocks_are_the_double_loop_and_sum_to_the_logit(groups: int) -> None:
     torch.testing.assert_close(found, naive, atol=1e-4, rtol=1e-4)
     whole = sum(q) @ sum(k).repeat_interleave(h // groups, dim=1).mT
     torch.testing.assert_close(found.sum((2, 3)), (weights * whole).sum((2, 3)), atol=1e-4, rtol=1e-4)
+    stacked = torch.stack(q, dim=2), torch.stack(k, dim=2), weights.tril()
+    torch.testing.assert_close(block_sums(*stacked, causal=True), block_sums(*stacked), atol=1e-4, rtol=1e-4)
 
 
 def test_intervals_of_shares_cover_as_often_as_they_say() -> None:

@@ -118,8 +118,9 @@ def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Pass
     def ours() -> None:
         look(text, fit_factors(text, fitted, Job(), progress=False), tested, Job(), progress=False)
 
-    on_cpu = scope.device.type == "cpu"
-    return compare(plain, ours, repeats, clock=time.process_time if on_cpu else time.perf_counter)
+    if scope.device.type == "cpu":
+        return compare(plain, ours, repeats, warm=False, clock=time.process_time)
+    return compare(plain, ours, repeats)
 
 
 @row
@@ -131,7 +132,7 @@ def names_overhead() -> Row:
     encoded = [scope.tokenizer(topic.text, verbose=False)["input_ids"] for topic in python_texts()]
     whole = [(i, ids[at : at + LENGTH]) for i, ids in enumerate(encoded) for at in range(0, len(ids) - LENGTH, LENGTH)]
     passages = [Passage(f"topic {i}", i, tuple(ids)) for i, ids in whole[:count]]
-    seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=3)
+    seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=1 if count == 32 else 5)
     return seconds.overhead(
         f"{len(scope.heads())} heads, {count} passages of {LENGTH} tokens; {hardware(scope.device)}"
     )

@@ -27,6 +27,7 @@ from qkscope.errors import BadInput
 from qkscope.maths.sums import Accumulator, check_shape
 
 MEAN, REST = "mean", "rest"
+_PIECES = 4  # of the queries, each with the keys before its end: five eighths of the work
 RIDGE = 0.002  # of the number of tokens, for features of variance 1; chosen on the choosing documents
 
 
@@ -173,14 +174,25 @@ class FactorFit:
 
 
 def block_sums(
-    q_parts: Float[Tensor, "b h f t d"], k_parts: Float[Tensor, "b g f s d"], weights: Float[Tensor, "b h t s"]
+    q_parts: Float[Tensor, "b h f t d"],
+    k_parts: Float[Tensor, "b g f s d"],
+    weights: Float[Tensor, "b h t s"],
+    causal: bool = False,
 ) -> Float[Tensor, "b h f f"]:
-    """``Σ_ts weights · q_i·k_j`` for each query's part i and key's part j; h/g query heads share a key head."""
-    b, h, f, t, d = q_parts.shape
-    grouped = weights.reshape(b, k_parts.shape[1], -1, weights.shape[-1])
+    """``Σ_ts weights · q_i·k_j`` for each query's part i and key's part j; h/g query heads share a key head.
+
+    If ``causal``, later keys than the query have no weight, and most of them are not looked at.
+    """
+    (b, h, f, t, d), groups = q_parts.shape, k_parts.shape[1]
+    grouped = weights.reshape(b, groups, h // groups, t, -1)
     pooled = weights.new_empty(b, h, f, t, d)
-    for j in range(f):
-        pooled[:, :, j] = (grouped @ k_parts[:, :, j]).reshape(b, h, t, d)
+    step = max(1, -(-t // _PIECES)) if causal else t
+    for first in range(0, t, step):
+        last = min(first + step, t)
+        seen = last if causal else weights.shape[-1]
+        own = grouped[:, :, :, first:last, :seen].reshape(b, groups, -1, seen)
+        for j in range(f):
+            pooled[:, :, j, first:last] = (own @ k_parts[:, :, j, :seen]).reshape(b, h, last - first, d)
     return q_parts.flatten(3) @ pooled.flatten(3).mT
 
 

@@ -148,7 +148,7 @@ def _take(text: Text, fit: FactorFit, sight: Sight, call: Call, plan: Plan, foun
         k_parts = sides[1].parts(call.k[first : first + count, plan.kv].float(), first)
         if text.key_of(plan) != [i * len(plan.kv) // len(plan.heads) for i in range(len(plan.heads))]:
             k_parts = k_parts[:, text.key_of(plan)]
-        blocks = call.scale * block_sums(q_parts, k_parts, weights)
+        blocks = call.scale * block_sums(q_parts, k_parts, weights, causal=True)
         blocks[:, :, 0, 0] += (weights * seen.bias).sum(dim=(2, 3))
         logit = torch.einsum("bhts,bhts->bh", weights, seen.raw)
         for sums, values in ((found.blocks, blocks), (found.logit, logit), (found.mass, mass.sum(dim=(2, 3)))):
