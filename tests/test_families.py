@@ -12,6 +12,7 @@ MUST_PASS = [
     "gpt_oss", "starcoder2", "stablelm", "cohere", "granite", "smollm3", "bert", "roberta", "xlm-roberta", "vit",
     "qwen2_vl", "bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "whisper",
     "gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon", "xglm",
+    "openai-gpt", "mpnet",
 ]  # fmt: skip
 NO_ROWS = ["mamba", "t5", "mllama", "jamba", "qwen3_next", "lfm2", "granitemoehybrid"]  # no attention in every layer
 

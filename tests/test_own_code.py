@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from qkscope.capture.families import tiny_model
@@ -14,6 +15,7 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.split_check import trace_error
 from qkscope.capture.tap import tap
+from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
@@ -150,6 +152,30 @@ def test_a_hidden_key_is_as_if_the_attention_had_been_cut(family: str, form: dic
     kept = row / (1 - row[:, 1:2])
     torch.testing.assert_close(after.attention()[0, shown][:, [0, 2]], kept[:, [0, 2]], atol=1e-5, rtol=1e-4)
     assert (after.logits - before.logits).abs().max() > 1e-3
+
+
+def test_a_prompt_longer_than_the_table_of_distances_is_refused() -> None:
+    scope = Scope.from_model(tiny_model("mpt", max_seq_len=16, max_position_embeddings=None))
+    with pytest.raises(BadInput, match="20 tokens, but the model's context ends at 16"):
+        scope.capture([Example(ids=ids(20))])
+
+
+def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
+    settings = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("roformer", intermediate_size=96, max_position_embeddings=64, **settings)
+    scope = Scope.from_model(AutoModelForMaskedLM.from_config(config))
+    with pytest.raises(BadInput, match="no weights to read: roformer rotates inside its own code"):
+        head_weights(scope)
+    with pytest.raises(BadInput, match="pre_rope is not defined here: roformer rotates inside its own code"):
+        scope.capture(examples(), space="pre_rope").__next__()
+    assert trace_error(scope) < 1e-5
+
+
+def test_tokens_that_a_model_adds_itself_are_not_taken_for_ours() -> None:
+    settings = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 96}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cpmant", num_hidden_layers=2, **settings))
+    with pytest.raises(BadInput, match="of 6 tokens its attention makes 38"):
+        Scope.from_model(model)
 
 
 def test_nothing_is_left_on_the_model() -> None:

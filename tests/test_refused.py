@@ -17,6 +17,7 @@ from qkscope.examples import Example, Key
 TRUE_CAUSES = {
     "mamba": "never call .*none of their modules is an attention",
     "t5": "encoder-decoder",
+    "deberta-v2": "adds to a logit what depends on the tokens, besides q·k",
     "mllama": r"cross-attention layers \(1 of 4\) run only beside an image",
 }
 

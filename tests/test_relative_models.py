@@ -19,7 +19,7 @@ NOT_SPLIT = {
     "diffllama": "called several times", "llama4_text": "query_frame is not defined",
     "nanochat": "query_frame is not defined", "jetmoe": "no linear function",
     "gemma3n_text": "a layer before them",
-    "mllama": "beside an image", "t5": "encoder-decoder",
+    "mllama": "beside an image", "deberta-v2": "depends on the tokens", "t5": "encoder-decoder",
 }  # fmt: skip
 SPLIT = [family for family in FAMILIES if family not in NOT_SPLIT]
 

@@ -15,7 +15,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from tiny_llama import tiny_batch
 
-NOT_EVERY_LAYER = ["mamba", "mllama", "t5"]  # the probe refuses them
+NOT_EVERY_LAYER = ["mamba", "mllama", "t5", "deberta-v2"]  # the probe refuses them
 NOT_OF_THE_FORM = {
     "gemma3n_text": "a layer before them",
     "jetmoe": "no linear function",

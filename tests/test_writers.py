@@ -18,7 +18,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 
 NOT_SERVED = [
-    "diffllama", "mamba", "mllama", "t5",
+    "diffllama", "mamba", "mllama", "t5", "deberta-v2",
 ]  # fmt: skip
 NOT_TRACED = {
     "jetmoe": "no one matrix adds up its heads' outputs",

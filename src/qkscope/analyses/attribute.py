@@ -147,7 +147,7 @@ def attribute(
 
 def _biased(captured: Capture, key: int) -> str:
     bias = float(captured.bias[0, 0, key])
-    return f", and {bias:+.2f} for the distance (ALiBi)" if bias else ""
+    return f", and {bias:+.2f} for the distance" if bias else ""
 
 
 def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:

@@ -97,7 +97,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what a family sets besides the sizes
     "modernbert": {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}, "vit": _IMAGE, "dinov2": _IMAGE,
     "falcon": {}, "bloom": {}, "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4}, "codegen": {"rotary_dim": 8},
-    "mpt": {}, "mamba": {},
+    "mpt": {}, "openai-gpt": {}, "mpnet": {}, "mamba": {},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
     "qwen3_next": _FOUR | _EXPERTS | {
         "head_dim": 16, "layer_types": 2 * ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -136,7 +137,18 @@ _BESIDE_TEXT: dict[str, dict[str, Any]] = {  # families with a vision tower: the
     }},
 }  # fmt: skip
 _ENCODERS: dict[str, Any] = dict.fromkeys(
-    ("bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert"), AutoModelForMaskedLM
+    (
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "layoutlm",
+        "electra",
+        "distilbert",
+        "modernbert",
+        "mpnet",
+        "deberta-v2",
+    ),
+    AutoModelForMaskedLM,
 ) | dict.fromkeys(("vit", "dinov2"), AutoModelForImageClassification)
 _BUILDERS: dict[str, Any] = {
     **_ENCODERS, "qwen2_vl": AutoModelForImageTextToText, "mllama": AutoModelForImageTextToText,

@@ -178,7 +178,7 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
     what lies beyond it, and YaRN and LongRoPE reach ``factor`` times the length they were extended from.
     """
     config = text_config(model)
-    names = ("max_position_embeddings", "max_target_positions")
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
     if not known:
         return None

@@ -199,6 +199,9 @@ def probe(model: Any) -> Facts:
     if len(set(modules)) < len(modules):
         raise refusal(model, "one attention module is called several times in a pass")
     instead = without_attention(model, calls)
+    given, seen = inputs.get("input_ids", calls[0].k[:, 0, :, 0]).shape[1], calls[0].k.shape[2]
+    if given != seen:
+        raise refusal(model, f"of {given} tokens its attention makes {seen}, so which is which is not known")
     if calls[0].biases:
         added = f"its attention call adds a learned {calls[0].biases[0]} to its logits"
         raise refusal(model, f"{added}, so they are not scale q·k + mask")
@@ -207,9 +210,9 @@ def probe(model: Any) -> Facts:
     names = {id(module): name for name, module in model.named_modules()}
     numbers = [layer_number(model, names[module], i) for i, module in enumerate(modules)]
     layer_of = dict(zip(modules, numbers, strict=True))
-    seen = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
-    seen |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
-    layers = tuple(seen[number] for number in sorted(seen))
+    found = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
+    found |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
+    layers = tuple(found[number] for number in sorted(found))
     return Facts(layers, layer_of, takes_positions, first_position, sides, Anatomy.of(model))
 
 
@@ -238,13 +241,46 @@ def _calls(
 
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
     kind, types = model.config.model_type, rotary_types(text_config(model))
-    if types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls):
+    unseen = types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls)
+    if unseen or (calls[0].weights is not None and _turns_unheard(model, inputs, calls)):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
         return {"pre_rope": reason, "query_frame": reason}
     varying = sorted(types & set(LENGTH_DEPENDENT))
     if varying and any(call.rotary for call in calls):
         return {"query_frame": f"{kind}'s {varying[0]} rotation depends on the length of the prompt"}
     return {}
+
+
+def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
+    """Whether attention code of its own turns vectors unheard: with one input at every token they differ.
+
+    What such code adds to its logits besides q·k may know the distance, but not what stands there.
+    """
+
+    def alike(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        first = lambda x: x[:, :1].expand_as(x).contiguous()  # noqa: E731
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": first(kwargs["hidden_states"])}
+        return (first(args[0]), *args[1:]), kwargs
+
+    hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
+    try:
+        others = _calls(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    close = 5e-2 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    apart = 0.0
+    for call, other in zip(calls, others, strict=True):
+        places = torch.arange(call.q.shape[2], device=call.q.device)
+        before, after = (one.mask_rows(torch.zeros_like(places), places) for one in (call, other))
+        if not torch.allclose(before, after, rtol=1e-3, atol=1e-3):
+            why = "its attention adds to a logit what depends on the tokens, besides q·k"
+            raise refusal(model, f"{why}, so they are not scale q·k + bias")
+        if call.rotary is None:
+            moved = [(x - x[:, :, :1]).float().norm() / x.float().norm().clamp_min(1e-12) for x in (other.q, other.k)]
+            apart = max(apart, *map(float, moved))
+    return apart > close
 
 
 def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:

@@ -94,8 +94,12 @@ def head_weights(model: Any, heads: str | Head | Iterable[str | Head] | None = N
         If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
         a norm on a part of the key, a gain applied after the rotation, clipped projections, keys of another layer).
     """
-    model = model if isinstance(model, PreTrainedModel) else model.model
     wanted = None if heads is None else parse_heads(heads)
+    if not isinstance(model, PreTrainedModel):
+        own = [layer.refusals["pre_rope"] for layer in model.facts.layers if "pre_rope" in layer.refusals]
+        if own and model.facts.anatomy.own:  # at which place its vectors are not turned is not known
+            raise BadInput(f"{model.model.config.model_type} has no weights to read: {own[0]}.")
+        model = model.model
     try:
         return _read_weights(model, wanted)
     except (BadInput, MemoryError, torch.OutOfMemoryError):

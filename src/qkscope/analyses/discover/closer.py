@@ -53,6 +53,7 @@ class Rows:
     q: list[Tensor] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
     rest: list[Tensor] = field(default_factory=list)
+    bias: list[Tensor] = field(default_factory=list)
     group: list[Tensor] = field(default_factory=list)
     pairs: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     shared: dict[int, Tensor] = field(default_factory=dict)  # by document: each direction's sum
@@ -62,9 +63,9 @@ class Rows:
 
     def swaps(self, head: Head) -> SwapRows:
         """The most attended key against one drawn by lot, in the query's frame."""
-        q, keys, rest = torch.cat(self.q), torch.cat(self.keys), torch.cat(self.rest)
+        q, keys, rest, bias = (torch.cat(parts)[:, None] for parts in (self.q, self.keys, self.rest, self.bias))
         cap = None if self.softcap is None else torch.tensor([self.softcap])
-        rows = AttentionRows(q[:, None], keys[:, None], torch.tensor([self.scale]), softcap=cap, rest=rest[:, None])
+        rows = AttentionRows(q, keys, torch.tensor([self.scale]), softcap=cap, bias=bias, rest=rest)
         first = torch.zeros(len(q), dtype=torch.long)
         return SwapRows(rows, first, first + 1, torch.cat(self.group), [head])
 
@@ -145,12 +146,13 @@ def look_closer(
             differ = named[:, 0] != named[:, 1]
             row, query, named = row[differ], query[differ], named[differ]
             k = seen.k[row[:, None], 0, named]  # n 2 d
-            logits = (call.cap(seen.raw - seen.bias) + seen.bias)[row[:, None], 0, query[:, None], named]
+            bias = seen.bias[row[:, None], 0, query[:, None], named]
+            logits = call.cap(seen.raw[row[:, None], 0, query[:, None], named] - bias) + bias
             held = (logits - seen.whole[row, 0, query, None]).exp().sum(1)
             rest = seen.whole[row, 0, query] + torch.log1p(-held.clamp(max=1 - 1e-6))
             framed = _turned_back(text, call, k, row, query)
             before = text.before_rotation(call, plan)[0][row, 0, query]
-            for kept, value in ((rows.q, before), (rows.keys, framed), (rows.rest, rest)):
+            for kept, value in ((rows.q, before), (rows.keys, framed), (rows.rest, rest), (rows.bias, bias)):
                 kept.append(value.cpu())
             rows.group.append(batch.groups.cpu()[row.cpu()])
             _pairs(rows, batch, seen, top, pair, sight)

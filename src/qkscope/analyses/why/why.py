@@ -235,7 +235,7 @@ def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
     over = {0: ", with no other token to compare", 1: " over the other token"}.get(
         others, f" over the mean of {others} others"
     )
-    bias = f", and {one.distance:+.1f} for the distance (ALiBi)" if abs(one.distance) >= 0.05 else ""
+    bias = f", and {one.distance:+.1f} for the distance" if abs(one.distance) >= 0.05 else ""
     split = f"By {'; by '.join(said)}.{says_cancels(one.writer_rows())}"
     return f"What matched: a logit of {one.total:.1f}{over}{bias}. {split}"
 
