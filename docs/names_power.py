@@ -61,7 +61,7 @@ def main() -> None:
         for fitted in TEXTS:
             cell = cells[logit, fitted]
             right, other = (sum(name == kind for name, _ in cell) for kind in ("right", "other"))
-            share = sum(share for _, share in cell) / len(cell)
+            share = round(sum(share for _, share in cell) / len(cell), 2) + 0.0  # no minus before nothing
             said.append(f"{right} of {count} ({share:.2f})" + (f", {other} otherwise" if other else ""))
         print(f"| {logit:g} | " + " | ".join(said) + " |")
 

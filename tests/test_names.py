@@ -206,6 +206,14 @@ def test_a_latent_that_is_no_function_of_the_text_is_matched_and_not_named() -> 
     assert max(row["match_p"] for row in match_rows(looked)) < 0.01
 
 
+def test_untrained_heads_compare_tokens_in_the_first_layer_and_have_no_name_in_deeper_ones() -> None:
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": WORDS, "head_dim": 16}
+    scope = Scope.from_model(tiny_model("llama", vocab_size=WORDS, **sizes))
+    _, fit, looked = looked_at(scope, passages(60, 64, seed=1), passages(24, 64, seed=2))
+    blocks = [name_row(looked, HeadShares.of(looked, fit.names, h), h)["block"] for h in range(24)]
+    assert blocks == ["current · current"] * 8 + [None] * 16
+
+
 def noise(
     heads: int, seed: int, *, scale: float = 1.0, mean: float = 0.0, shared: float = 0.0, passage: float = 0.0
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
