@@ -133,9 +133,8 @@ def names_overhead() -> Row:
     whole = [(i, ids[at : at + LENGTH]) for i, ids in enumerate(encoded) for at in range(0, len(ids) - LENGTH, LENGTH)]
     passages = [Passage(f"topic {i}", i, tuple(ids)) for i, ids in whole[:count]]
     seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=1 if count == 32 else 5)
-    return seconds.overhead(
-        f"{len(scope.heads())} heads, {count} passages of {LENGTH} tokens; {hardware(scope.device)}"
-    )
+    note = f"{len(scope.heads())} heads, {count - count // 4} + {count // 4} passages of {LENGTH} tokens"
+    return seconds.overhead(f"{note}; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- who wrote the query and the key
