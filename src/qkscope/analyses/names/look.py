@@ -155,9 +155,9 @@ def _take(text: Text, fit: FactorFit, sight: Sight, call: Call, plan: Plan, foun
             _add_heads(sums, groups, slot, values)
         for sums, values in zip((found.own, found.foreign), _stand_out(call, plan, sight, seen, first), strict=True):
             _add_heads(sums, groups, slot, values)
-        found.curve[0, slot] += _by_distance(seen.raw * seen.kept)
-        found.attended[slot] += _by_distance(seen.attention)
-        found.curve[1, slot] += _by_distance(seen.bias * seen.kept)
+        _add_curve(found.curve[0], slot, seen.raw * seen.kept)
+        _add_curve(found.attended, slot, seen.attention)
+        _add_curve(found.curve[1], slot, (seen.bias * seen.kept).expand_as(seen.raw))
         kept.append(seen.kept[:, :1])
     every, groups = torch.cat(kept), sight.batch.groups.to(device)
     ruled = sight.ruled(every)
@@ -170,8 +170,8 @@ def _take(text: Text, fit: FactorFit, sight: Sight, call: Call, plan: Plan, foun
     _keep_examples(found.examples, slot, weight, top, rules, sight)
     pairs = every.sum(dim=0).float()  # 1 t s
     means = call.scale * sides[0].mean[0] @ sides[1].mean[0, text.key_of(plan)].mT
-    found.curve[1, slot] += _by_distance((means * pairs)[None])
-    found.count[slot] += _by_distance(pairs[None])
+    _add_curve(found.curve[1], slot, (means * pairs)[None])
+    _add_curve(found.count, slot, pairs[None].expand(1, len(slot), -1, -1))
 
 
 class _Side:
@@ -218,14 +218,15 @@ def _stand_out(
     return found[0], found[1]
 
 
-def _by_distance(values: Float[Tensor, "b h t s"]) -> Float[Tensor, "h o"]:
-    """Sums over queries of what stands so many places back."""
+def _add_curve(sums: Float[Tensor, "n o"], slot: Int[Tensor, " h"], values: Float[Tensor, "b h t s"]) -> None:
+    """Add what stands so many places back, over all queries."""
     t = values.shape[2]
     places = torch.arange(t, device=values.device)
     most = min(OFFSETS, t)
     back = places[:, None] - torch.arange(most, device=values.device)
     taken = values.gather(3, back.clamp_min(0).expand(*values.shape[:2], -1, -1)) * (back >= 0)
-    return torch.nn.functional.pad(taken.sum(dim=(0, 2), dtype=torch.float64), (0, OFFSETS - most))
+    found = torch.nn.functional.pad(taken.sum(dim=(0, 2), dtype=torch.float64), (0, OFFSETS - most))
+    sums.index_add_(0, slot, found.to(sums))
 
 
 def _keep_examples(

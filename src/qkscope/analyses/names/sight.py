@@ -143,7 +143,7 @@ class Sight:
     def ruled(self, kept: Bool[Tensor, "b 1 t s"]) -> Ruled:
         """How far rules apply with these keys in sight; layers with the same window share it."""
         for known in self._ruled:
-            if torch.equal(known.kept, kept):
+            if known.kept.device == kept.device and torch.equal(known.kept, kept):
                 return known
         rules = self.rules.to(kept.device) & kept[:, 0, :, :, None]
         rate = rules.sum(dim=2) / kept[:, 0].sum(dim=2, keepdim=True).clamp_min(1)
