@@ -22,21 +22,21 @@ import qkscope as qk
 
 def words_file(folder: Path) -> Path:
     """A text of words that nano:mixed knows."""
-    made = (qk.tasks.induction(8), qk.tasks.binding(5))
-    drawn = [unit[0].text for task in made for unit in task.draw("fit", "answer", 120)]
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(drawn))
-    return path
+    folder = folder / "words"
+    folder.mkdir(exist_ok=True)
+    for i, unit in enumerate(qk.tasks.induction().draw("fit", "answer", 400)):
+        (folder / f"{i:03}.txt").write_text(unit[0].text)
+    return folder
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """What is killed, by name."""
     model = ["--model", "nano:mixed"]
     return {
-        "discover": ["discover", "induction", *model, "--heads", "L1H0,L1H1", "--n", "40", "--directions", "2",
-                     "--contrasts", "word", "--batch-size", "4"],
+        "discover": ["discover", "induction", *model, "--heads", "L1H0,L1H1", "--n", "160", "--test", "40",
+                     "--batch-size", "4"],
         "trace": ["trace", "induction", *model, "--heads", "L1H0,L2H1", "--n", "64", "--batch-size", "4"],
-        "atlas": ["atlas", str(words_file(folder)), *model, "--n", "96", "--test", "32", "--batch-size", "4"],
+        "atlas": ["atlas", str(words_file(folder)), *model, "--n", "160", "--test", "40", "--batch-size", "4"],
     }  # fmt: skip
 
 

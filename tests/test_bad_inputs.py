@@ -171,8 +171,7 @@ def test_any_seed_of_62_bits_serves_every_verb(names, seed):
     qk.swap_downstream(scope, names["units"], fit, "L1H3", seed=seed)
     qk.alignment(names["own"], names["lex"], draws=2, seed=seed)
     qk.relative_attention(scope, "hat: A", "L1H3", draws=2, seed=seed)
-    qk.discover(scope, names["texts"], "L1H3", directions=2, draws=2, replicates=39, sizes=(), seed=seed)
-    qk.atlas(scope, names["texts"], heads="L1H3", seed=seed)
+    qk.discover(scope, task, "L1H3", 160, test=40, draws=2, sizes=(), changes=4, seed=seed)
     qk.sparsity(scope, task, "L0H0", 4, draws=2, seed=seed)
 
 

@@ -106,7 +106,7 @@ def test_a_file_of_a_run_stays_inside_its_folder(tmp_path, name):
     assert not list(tmp_path.rglob("*"))
 
 
-DISCOVER = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", 160, "--directions", 4]
+DISCOVER = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", 160]
 EVERY = {
     "discover": (DISCOVER, ""),
     "atlas": (["atlas", "--model", "nano:mixed"], ""),
