@@ -53,7 +53,7 @@ def test_naming_gives_a_finite_ratio() -> None:
 
 
 def test_tracing_and_naming_have_rows() -> None:
-    assert {"trace_one", "trace_all", "names_overhead"} <= set(harness._ROWS)
+    assert {"trace_one", "trace_all", "discover_overhead"} <= set(harness._ROWS)
     assert Head(18, 6) in qk.Scope.load("smollm2-135m", device="cpu").heads()
 
 

@@ -124,7 +124,7 @@ def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Pass
 
 
 @row
-def names_overhead() -> Row:
+def discover_overhead() -> Row:
     """All heads named on passages of Python's topics, three to fit on for each to test on, as `atlas` has them."""
     scope = _scope()
     count = 32 if scope.device.type == "cpu" else 256
