@@ -5,9 +5,10 @@
 docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
 
 ``python docs/generate.py results runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
-folder into docs/results.json, results.md, results-PAPER.md and the README, with its picture unless it is of the preset
-smoke; a figure that was taken from a larger preset keeps it. ``python docs/generate.py commands`` writes the reference
-of the command line.
+folder into docs/results.json, results.md, results-PAPER.md and the README, with its picture. Runs of the preset smoke
+are left out; a figure that was taken from a larger preset keeps it, unless that run is older than sources and reasons:
+such runs are marked on the pages and not counted. ``python docs/generate.py commands`` writes the reference of the
+command line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from typing import Any
 DOCS = Path(__file__).parent
 PRESETS = ("smoke", "default", "paper")
 SOURCES = ("stated", "implied", "ours")  # as in qkscope.runs.claims, which is not imported to be asked for help
+BEFORE = (
+    "**Not counted.** This run is older than the rules as they stand, which name the place in the paper and the reason "
+    "of a failure; the verdicts are those of its own rules, and the figure is to be run again."
+)
 REASONS = ("refuted", "small model", "other setting", "not run here")
 
 
@@ -74,6 +79,7 @@ def errors(rows: list[dict]) -> None:
 
 def results(folders: list[Path], hardware: str) -> None:
     """Every claim of every figure and model, from the largest preset that was run."""
+    from qkscope.papers.lee2026.language import EMBEDDED, SECOND
     from qkscope.papers.registry import PAPERS, figure_of, figures_of
 
     store = DOCS / "results.json"
@@ -83,18 +89,19 @@ def results(folders: list[Path], hardware: str) -> None:
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
         found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
         paper, _, figure = found["experiment"].partition("/")
-        if found["experiment"] not in there:
+        if found["experiment"] not in there or found["preset"] == "smoke":
             continue
         asked, usual = made["figure"], figure_of(paper, figure)
-        unusual = [] if asked["model"] == usual.model else [Path(asked["model"].split()[0]).name]
+        first = EMBEDDED if usual.model == SECOND else usual.model  # which model is second depends on what is installed
+        unusual = [] if asked["model"] == first else [Path(asked["model"].split()[0]).name]
         unusual += [asked["prompts"]] if asked.get("prompts") in usual.prompts[1:] else []
         other = "@" + ", ".join(unusual) if unusual else ""
         name = found["experiment"] + other
         old = known.get(name)
-        if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
+        if old and _counted_in(old) and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
             continue
         picture = path.parent / "figures" / f"{figure}.png"
-        drawn = found["preset"] != "smoke" and picture.exists() and not other
+        drawn = picture.exists() and not other
         if drawn:
             (DOCS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(picture, DOCS / "figures" / f"{name}.png")
@@ -110,13 +117,21 @@ def results(folders: list[Path], hardware: str) -> None:
 def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     """What the ledger writes: page, place in it, text."""
     papers = list(dict.fromkeys(name.split("/")[0] for name in known))
-    counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
+    counted = {name: entry for name, entry in known.items() if _counted_in(entry)}
+    counts, failed = "\n".join(_counts(counted)), "\n".join(_reasons(counted))
+    if before := [name.replace("/", " ") for name in known if name not in counted]:
+        failed += f"\n\nNot counted, as their runs are older than the rules as they stand: {', '.join(before)}."
     own = [(DOCS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers]
     return [
         (DOCS.parent / "README.md", "results", counts),
         (DOCS / "results.md", "results", f"{counts}\n\n{failed}"),
         *own,
     ]
+
+
+def _counted_in(entry: dict[str, Any]) -> bool:
+    """Whether its claims have sources and reasons: runs from before rules were revised have not."""
+    return all("source" in claim for claim in entry["claims"])
 
 
 def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -180,7 +195,9 @@ def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
         for name, entry in known.items()
         if name.partition("@")[0] == f"{paper}/{figure}"
     }
-    rows = [(name.split("/")[1], claim) for name, entry in own.items() for claim in entry["claims"]]
+    rows = [
+        (name.split("/")[1], claim) for name, entry in own.items() if _counted_in(entry) for claim in entry["claims"]
+    ]
     lines = ["## What the paper says and we did not find", "",
              "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
     for figure, c in rows:
@@ -213,6 +230,7 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
         *([f"### On {name.partition('@')[2]}", ""] if "@" in name else []),
         _text(entry["answer"]), "",
         f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
+        *([] if _counted_in(entry) else [BEFORE, ""]),
         "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
         *(f"| {_text(c['claim'])} | {_text(_said(c))} | {_measured(c)} | {_number(c['control'])} | "
           f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
