@@ -119,7 +119,8 @@ def _row(of: str, row: dict[str, Any]) -> list[str]:
     rule = ["", ""]
     if row["coverage"] is not None:
         rule = [_short(row["coverage"]), f"{_short(row['precision'])} ({_short(row['chance'])})"]
-    return [of, row["head"], row["name"], _with(row["share"], row["low"], row["high"]), *rule, _short(row["rest"])]
+    share = "" if row["share"] is None else _with(row["share"], row["low"], row["high"])
+    return [of, row["head"], row["name"], share, *rule, _short(row["rest"])]
 
 
 def _label(of: str, row: dict[str, Any]) -> list[Any]:
