@@ -147,7 +147,7 @@ def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _counts(known: dict[str, Any]) -> list[str]:
     """A sentence, then a line per paper: how many claims hold, by who makes them."""
     everything = [claim for entry in known.values() for claim in entry["claims"]]
-    said = {source: _counted([c for c in everything if _source(c) == source], " are ties") for source in SOURCES}
+    said = {source: _counted([c for c in everything if _source(c) == source]) for source in SOURCES}
     lines = [
         f"Of the claims that the papers state, {said['stated']}; of those that they imply, {said['implied']}; of our "
         f"own, {said['ours']}. A tie: the interval leaves it open.", "",
@@ -155,15 +155,15 @@ def _counts(known: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     for whose, own in _own(known).items():
         claims = [claim for entry in own.values() for claim in entry["claims"]]
-        cells = [_counted([c for c in claims if _source(c) == source], " ties") for source in SOURCES]
+        cells = [_counted([c for c in claims if _source(c) == source]) for source in SOURCES]
         lines.append(f"| {whose} | {len(own)} | {' | '.join(cells)} |")
     return lines
 
 
-def _counted(claims: list[dict], ties: str) -> str:
+def _counted(claims: list[dict]) -> str:
     tied = sum(claim["holds"] is None for claim in claims)
     hold = f"{sum(claim['holds'] is True for claim in claims)} of {len(claims)} hold"
-    return hold + (f", {tied}{ties}" if tied else "")
+    return hold + (f", {tied} {'tie' if tied == 1 else 'ties'}" if tied else "")
 
 
 def _reasons(known: dict[str, Any]) -> list[str]:
