@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import qkscope as qk
 from named_heads import FIRST_WORD, WORDS, Planted, looked_at, made_heads, passages
 from qkscope.analyses.names.look import Looked, fit_factors
 from qkscope.analyses.names.readings import NONE, Readings, copies, followed, shifted
@@ -257,3 +258,12 @@ def test_noise_is_called_a_match_as_often_as_the_level_says(noisy) -> None:
     assert sum(row["match_q"] <= 0.05 for row in rows) <= 2
     worst = (p.unflatten(0, (len(NOISE), HEADS)) <= 0.05).sum(1).max()
     assert int(worst) <= 6  # of 35, in no kind of noise more: 6 or fewer in 99.6% at the level
+
+
+def test_shares_of_the_variance_stand_beside_those_of_the_attended_and_sum_to_one():
+    scope = qk.Scope.load("nano:mixed")
+    found = qk.discover(scope, qk.tasks.induction(), "L1H1", 160, test=40, sizes=[], changes=0, progress=False)
+    lead = found.tables["blocks"][0]
+    assert (lead["query"], lead["key"]) == ("current", "previous")
+    assert 0 < lead["covariance_share"] < lead["share"]  # few keys are copies, so most of the variance is elsewhere
+    assert sum(row["covariance_share"] for row in found.tables["blocks"]) > 0.8

@@ -110,7 +110,9 @@ def discover(
     else:
         documents = documents_of(source)
         sides, of = passages_of(scope, documents, options), {"text": text_hash(documents)}
-    study = Study.of(scope, chosen, sides, options, job, verb="discover", changes=changes, sizes=sizes, draws=draws)
+    study = Study.of(
+        scope, chosen, sides, options, job, True, verb="discover", changes=changes, sizes=sizes, draws=draws
+    )
     tables = study.tables() | {name: [] for name in _TABLES}
     singular, arrays = _singular(scope, chosen), dict[str, Tensor]()
     for h, head in enumerate(chosen):

@@ -62,6 +62,8 @@ class Looked:
     blocks : Float64 [u, h, f, f], and logit [u, h] : sums of ``(attention − mass · uniform) · logit`` over queries and
         keys in sight but the first, by pair of parts and in all; attention is the model's own, so a query counts for
         what its head gives to tokens other than the first.
+    covariance : [u, h, f, f], and spread [u, h] : the same with every key in sight counted alike: sums of covariances of
+        blocks with the logit, over the keys of a query, and of the logit's variance; no parts where not asked for.
     own, foreign : [u, h] : how far the best key stands out from those in sight, in their standard deviations: with
         the query that stands there, and with one that stands at the same place in another document.
     mass : [u, h], queries [u] : attention on tokens other than the first, and number of queries.
@@ -75,6 +77,8 @@ class Looked:
     groups: tuple[int, ...]
     blocks: Float[Tensor, "u h f f"]
     logit: Float[Tensor, "u h"]
+    covariance: Float[Tensor, "u h g g"]
+    spread: Float[Tensor, "u h"]
     own: Float[Tensor, "u h"]
     foreign: Float[Tensor, "u h"]
     mass: Float[Tensor, "u h"]
@@ -88,11 +92,14 @@ class Looked:
     examples: Float[Tensor, "h r n 4"]
 
     @classmethod
-    def empty(cls, groups: Sequence[int], heads: int, parts: int, device: torch.device | str) -> Looked:
+    def empty(
+        cls, groups: Sequence[int], heads: int, parts: int, device: torch.device | str, covariance: bool = False
+    ) -> Looked:
         """Nothing yet."""
-        u, r, o = len(groups), len(RULES), OFFSETS
+        u, r, o, g = len(groups), len(RULES), OFFSETS, parts * covariance
         shapes = {
-            "blocks": (u, heads, parts, parts), "logit": (u, heads), "own": (u, heads), "foreign": (u, heads),
+            "blocks": (u, heads, parts, parts), "logit": (u, heads), "covariance": (u, heads, g, g),
+            "spread": (u, heads), "own": (u, heads), "foreign": (u, heads),
             "mass": (u, heads), "queries": (u,), "covered": (u, heads, r), "hits": (u, heads, r),
             "chance": (u, heads, r), "curve": (2, heads, o), "attended": (heads, o), "count": (heads, o),
             "examples": (heads, r + 1, EXAMPLES, 4),
@@ -112,13 +119,14 @@ def look(
     passages: Sequence[Passage],
     job: Job,
     *,
+    covariance: bool = False,
     batch_size: int = 16,
     progress: bool | None = None,
 ) -> Looked:
-    """What heads attended to in some passages, by blocks, rules and distances."""
+    """What heads attended to in some passages, by blocks, rules and distances; with covariances if asked for."""
     groups = sorted({passage.group for passage in passages})
     number = {group: i for i, group in enumerate(groups)}
-    found = Looked.empty(groups, len(text.heads), len(fit.names), text.scope.device)
+    found = Looked.empty(groups, len(text.heads), len(fit.names), text.scope.device, covariance)
 
     def run(indices: list[int]) -> None:
         batch = text.batch(passages, indices, [number[passages[i].group] for i in indices])
@@ -153,6 +161,13 @@ def _take(text: Text, fit: FactorFit, sight: Sight, call: Call, plan: Plan, foun
         logit = torch.einsum("bhts,bhts->bh", weights, seen.raw)
         for sums, values in ((found.blocks, blocks), (found.logit, logit), (found.mass, mass.sum(dim=(2, 3)))):
             _add_heads(sums, groups, slot, values)
+        if found.covariance.shape[-1]:
+            even = seen.kept / seen.kept.sum(dim=-1, keepdim=True).clamp_min(1)
+            apart = even * (seen.raw - (even * seen.raw).sum(dim=-1, keepdim=True))
+            blocks = call.scale * block_sums(q_parts, k_parts, apart, causal=True)
+            blocks[:, :, 0, 0] += (apart * seen.bias).sum(dim=(2, 3))
+            _add_heads(found.covariance, groups, slot, blocks)
+            _add_heads(found.spread, groups, slot, (apart * seen.raw).sum(dim=(2, 3)))
         for sums, values in zip((found.own, found.foreign), _stand_out(call, plan, sight, seen, first), strict=True):
             _add_heads(sums, groups, slot, values)
         _add_curve(found.curve[0], slot, seen.raw * seen.kept)

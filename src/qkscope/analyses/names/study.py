@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
@@ -105,6 +107,7 @@ class Study:
         sides: tuple[Sequence[Passage], Sequence[Passage]],
         options: Options,
         job: Job,
+        covariance: bool = False,
         **asked: Any,
     ) -> Study:
         """Both passes, over passages to fit on and to test on; what is done is kept in the job."""
@@ -113,7 +116,8 @@ class Study:
         text = Text(scope, heads, Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested]))
         run: Any = {"batch_size": options.batch_size, "progress": options.progress}
         fit = fit_factors(text, fitted, job, **run)
-        return cls(text, fit, look(text, fit, tested, job, **run), tuple(tested), tuple(fitted), options)
+        looked = look(text, fit, tested, job, covariance=covariance, **run)
+        return cls(text, fit, looked, tuple(tested), tuple(fitted), options)
 
     def shares(self, h: int) -> HeadShares:
         """One head's shares, with intervals by document."""
@@ -130,7 +134,7 @@ class Study:
         ]
         return {
             "heads": rows,
-            "blocks": [row for h, head in enumerate(heads) for row in _block_rows(head, own[h])],
+            "blocks": [row for h, head in enumerate(heads) for row in _block_rows(head, own[h], self.covariance(h))],
             "rules": [
                 {"head": str(head), "rule": rule, **rule_rates(looked, h, rule)}
                 for h, head in enumerate(heads)
@@ -141,6 +145,12 @@ class Study:
                 row for h, head in enumerate(heads) for row in self._examples(head, h, rows[h]["rule"], rows[h]["name"])
             ],
         }
+
+    def covariance(self, h: int) -> Float[Tensor, "f f"] | None:
+        """Shares of the logit's variance over the keys in sight, each counted alike; None where not asked for."""
+        if not self.looked.covariance.shape[-1]:
+            return None
+        return (self.looked.covariance[:, h].sum(0) / self.looked.spread[:, h].sum()).cpu()
 
     def _examples(self, head: Head, h: int, rule: str | None, name: str) -> list[dict[str, Any]]:
         """Places where a head attends most to a key that keeps its rule; to any key where it has none."""
@@ -173,13 +183,16 @@ def match_rows(looked: Looked, seed: int = 0) -> list[dict[str, Any]]:
     return [{"match": lost[h], "match_p": float(p[h]), "match_q": q[h]} for h in range(len(q))]
 
 
-def _block_rows(head: Head, own: HeadShares) -> list[dict[str, Any]]:
+def _block_rows(head: Head, own: HeadShares, covariance: Float[Tensor, "f f"] | None) -> list[dict[str, Any]]:
     pairs = sorted(((q, k) for q in own.parts for k in own.parts), key=lambda pair: -abs(own.block(*pair)[0]))
     rows = []
-    for i, pair in enumerate(pairs):
-        share, low, high = own.block(*pair)
+    for i, (query, key) in enumerate(pairs):
+        share, low, high = own.block(query, key)
         if i < _SHOWN or abs(share) >= _SMALL:
-            rows.append({"head": str(head), "query": pair[0], "key": pair[1], "share": share, "low": low, "high": high})
+            row: dict[str, Any] = {"head": str(head), "query": query, "key": key, "share": share, "low": low}
+            at = own.parts.index(query), own.parts.index(key)
+            beside = {} if covariance is None else {"covariance_share": float(covariance[at])}
+            rows.append({**row, "high": high, **beside})
     return rows
 
 
