@@ -62,8 +62,8 @@ class Looked:
     blocks : Float64 [u, h, f, f], and logit [u, h] : sums of ``(attention − mass · uniform) · logit`` over queries and
         keys in sight but the first, by pair of parts and in all; attention is the model's own, so a query counts for
         what its head gives to tokens other than the first.
-    covariance : [u, h, f, f], and spread [u, h] : the same with every key in sight counted alike: sums of covariances of
-        blocks with the logit, over the keys of a query, and of the logit's variance; no parts where not asked for.
+    covariance : [u, h, f, f], and spread [u, h] : the same with every key in sight counted alike: sums of covariances
+        of blocks with the logit, over the keys of a query, and of the logit's variance; no parts where not asked for.
     own, foreign : [u, h] : how far the best key stands out from those in sight, in their standard deviations: with
         the query that stands there, and with one that stands at the same place in another document.
     mass : [u, h], queries [u] : attention on tokens other than the first, and number of queries.
