@@ -7,6 +7,7 @@ pass, over some passages with one query in each, says who wrote each head's keys
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.texts import text_hash
 
 _TRACED = 32  # passages, one query each, on which writers are asked for
+_FEW = 3  # heads of which the sentences themselves are the answer
 _MUCH = 0.1  # share of a logit from which on a writer counts as read
 _FIRSTS = ("key_writer", "key_share", "query_writer", "query_share")
 
@@ -88,7 +90,7 @@ def atlas(
     rows = sorted((row | firsts[row["head"]] for row in tables.pop("heads")), key=lambda row: -(row["share"] or 0))
     return Atlas(
         experiment="atlas",
-        answer=_answer(rows) + (_read_words(reads) if refused is None else f" {refused}"),
+        answer=_answer(rows) + _tested_words(study) + (_read_words(reads) if refused is None else f" {refused}"),
         tables={"atlas": rows, **tables, "reads": reads},
         model=scope.name,
         seed=seed,
@@ -105,8 +107,10 @@ def atlas(
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
+    if len(rows) <= _FEW:
+        return " ".join(f"{row['head']}: {row['sentence']}" for row in rows)
     named = [row for row in rows if row["name"] != UNNAMED]
-    middle = sorted(1 - row["rest"] for row in rows)[len(rows) // 2]
+    middle = statistics.median(1 - row["rest"] for row in rows)
     most = ", ".join(f"{name} ({count})" for name, count in Counter(row["name"] for row in named).most_common(4))
     half = sum(row["rest"] <= 0.5 for row in rows)
     return (
@@ -114,6 +118,11 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
         f"the text explains half or more of the logit of {counted(half, 'head')}, and {middle:.0%} of that of the "
         "median head."
     )
+
+
+def _tested_words(study: Study) -> str:
+    fitted, tested = (len({p.group for p in side}) for side in (study.fitted, study.tested))
+    return f" Fitted on {counted(fitted, 'document')}, tested on {tested} others."
 
 
 def _reads(study: Study, job: Job) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], str | None]:

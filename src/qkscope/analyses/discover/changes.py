@@ -1,10 +1,12 @@
 """The test in the text itself: another token is put where a head's leading block reads one, and the model is run again.
 
-For a query t and the key s it attends to most, the token that the block reads at the key is replaced. The key's part
-then changes by ``B_b (x' − x)``, with B_b fitted on other documents, so the relative logit should change by
-``scale · q_t · R_{s−t} B_b (x' − x)``, with the query as it was. The slope of actual on predicted changes is 1 if the
-block is what the head uses. A sham changes the token six places further back and predicts as if it were the right one:
-its slope should be 0. For a block whose key part is the mean, the query's token is changed in the same way.
+For a query t and the key s it attends to most (of those far enough off), the token that the block reads at the key is
+replaced. The key's part then changes by ``B_b (x' − x)``, with B_b fitted on other documents, so the relative logit
+should change by ``scale · q_t · R_{s−t} B_b (x' − x)``, with the query as it was. The slope of actual on predicted
+changes is 1 if the key reads that token so. With the query's own part of the block in the place of q_t the slope is
+that of the block alone. Two shams: the token six places further back is changed, and predicted as if it were the right
+one; and the right token is changed, but predicted with tokens in each other's place (a permuted vocabulary). For a
+block whose key part is the mean, the query's token is changed in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from qkscope.analyses.names.study import Study
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.draws import derived_seed
-from qkscope.maths.factors import shares
+from qkscope.maths.factors import MEAN, REST, shares
 from qkscope.tasks.sides import Passage
 
 CHANGES = 48  # places that are changed for each head
@@ -61,19 +63,28 @@ def change_row(study: Study, h: int, pair: tuple[str, str], count: int = CHANGES
     if found is None:
         return None
     side, factor = found
-    one = _One(study, h, side, factor)
+    one = _One(study, h, side, factor, pair)
     before = one.places(count)
     if len(before) < _FEWEST:
         return None
     actual, predicted, groups = one.measured(before, 0)
     sham, sham_predicted, _ = one.measured(before, _FARTHER)
-    slope, low, high = _slope(actual, predicted, groups, study.options.seed)
-    sham_slope, sham_low, sham_high = _slope(sham, sham_predicted, groups, study.options.seed)
+    seed = study.options.seed
+    slope, low, high = _slope(actual, predicted[0], groups, seed)
+    block_slope, block_low, block_high = _slope(actual, predicted[1], groups, seed)
+    permuted_slope, _, _ = _slope(actual, predicted[2], groups, seed)
+    sham_slope, sham_low, sham_high = _slope(sham, sham_predicted[0], groups, seed)
     return {
         "head": str(study.text.heads[h]), "factor": factor, "kind": side, "slope": slope, "low": low, "high": high,
-        "correlation": float(torch.corrcoef(torch.stack([actual, predicted]))[0, 1]), "sham_slope": sham_slope,
-        "sham_low": sham_low, "sham_high": sham_high, "n": len(before),
+        "correlation": _correlation(actual, predicted[0]), "sham_slope": sham_slope, "sham_low": sham_low,
+        "sham_high": sham_high, "n": len(before), "block": " · ".join(pair), "block_slope": block_slope,
+        "block_low": block_low, "block_high": block_high, "block_correlation": _correlation(actual, predicted[1]),
+        "permuted_slope": permuted_slope, "permuted_correlation": _correlation(actual, predicted[2]),
     }  # fmt: skip
+
+
+def _correlation(one: Tensor, other: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
 
 
 def _slope(y: Tensor, x: Tensor, groups: Int[Tensor, " n"], seed: int) -> tuple[float, float, float]:
@@ -88,8 +99,11 @@ def _slope(y: Tensor, x: Tensor, groups: Int[Tensor, " n"], seed: int) -> tuple[
 class _One:
     """One head, and the side of its block that is changed."""
 
-    def __init__(self, study: Study, h: int, side: str, factor: str) -> None:
+    def __init__(self, study: Study, h: int, side: str, factor: str, pair: tuple[str, str]) -> None:
         self.study, self.h, self.side, self.factor = study, h, side, factor
+        self.other = pair[0] if side == "key" else pair[1]  # the part that the changed one meets
+        drawn = torch.Generator().manual_seed(derived_seed(study.options.seed, "permuted"))
+        self.permuted = torch.randperm(len(study.text.readings.vocabulary), generator=drawn)
         self.text = Text(study.text.scope, [study.text.heads[h]], study.text.readings)
         self.slot = h if side == "query" else len(study.text.heads) + study.text.kv_of_head[h]
         self.back = BACK[factor]
@@ -132,8 +146,13 @@ class _One:
         self._run(passages, take)
         return [max(found[i], self.back + _FARTHER + 1) for i in range(len(passages))]
 
-    def measured(self, places: Sequence[_Place], farther: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Actual and predicted changes of the relative logit, and the documents; ``farther`` makes the sham."""
+    def measured(
+        self, places: Sequence[_Place], farther: int
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, "3 n"], Int[Tensor, " n"]]:
+        """Actual and predicted changes of the relative logit, and the documents; ``farther`` makes the sham.
+
+        Predicted with the whole other side, with its part of the block, and for permuted tokens.
+        """
         tested = self.study.tested
         plain = [tested[place.passage].ids[: place.query + 1] for place in places]
         changed = []
@@ -141,7 +160,7 @@ class _One:
             at = place.at - farther
             changed.append((*ids[:at], place.new, *ids[at + 1 :]))
         before, after = dict[int, float](), dict[int, float]()
-        predicted = dict[int, float]()
+        predicted = dict[int, tuple[float, float, float]]()
 
         def note(kept: dict[int, float], predict: bool) -> Any:
             def take(indices: list[int], attention: Tensor, raw: Tensor, seen: Tensor, turn: Any) -> None:
@@ -160,8 +179,33 @@ class _One:
         self._run([Passage("", 0, ids) for ids in changed], note(after, False))
         every = range(len(places))
         actual = torch.tensor([after[i] - before[i] for i in every], dtype=torch.float64)
-        guess = torch.tensor([predicted[i] for i in every], dtype=torch.float64)
+        guess = torch.tensor([predicted[i] for i in every], dtype=torch.float64).T
         return actual, guess, torch.tensor([tested[place.passage].group for place in places])
+
+    def _other_side(
+        self, call: Call, sight: Sight, row: int, place: _Place, others: Tensor, q: Tensor, k: Tensor
+    ) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+        """What the change meets: the query, or the key against others in sight; whole, and its part of the block."""
+        slot = self.h if self.side == "key" else len(self.study.text.heads) + self.study.text.kv_of_head[self.h]
+        fit = self.study.fit
+        if self.other == MEAN:
+            part = fit.y_mean[slot].to(q).expand(q.shape[2], -1)
+        elif self.other == REST:
+            raise ValueError("a rest is no part that is named")
+        else:
+            own = fit.where(self.other)
+            x = sight.x[row][:, own].to(q) - fit.x_mean[own].to(q)
+            part = x @ fit.coefficients[own][:, slot].to(q)
+        rows = torch.tensor([row], device=q.device)
+        offset = self.text.scope.facts.layers[call.layer].offset
+        if call.rotary is not None and offset is not None:
+            places = torch.arange(len(part), device=q.device)[None]
+            part = call.rotary.turn(part[None, None], rows, places, offset)[0, 0]
+        if self.side == "key":
+            return q[row, 0, place.query], part[place.query]
+        weight = others[:, None] / others.sum().clamp_min(1)
+        key = k[row, 0]
+        return key[place.key] - (key * weight).sum(0), part[place.key] - (part * weight).sum(0)
 
     def _run(self, passages: Sequence[Passage], take: Any) -> None:
         """Each passage's attention, logits and keys in sight, with a function that predicts a change in a row."""
@@ -175,16 +219,18 @@ class _One:
             def visit(call: Call, plan: Plan, indices: list[int] = indices, sight: Sight = sight) -> None:
                 seen = attend(self.text, call, plan, sight.kept)
 
-                def predict(row: int, place: _Place, old: int, others: Tensor) -> float:
-                    tokens = torch.tensor([place.new, old], device=readings.vocabulary.device)
-                    x = readings.token_features(tokens, self.factor)
-                    change = (x[0] - x[1]).to(coefficients) @ coefficients
-                    at = place.key if self.side == "key" else place.query
-                    turned = _rotated(self.text, call, change.to(seen.q), row, at)
-                    if self.side == "key":
-                        return float(call.scale * seen.q[row, 0, place.query] @ turned)
-                    mean = (seen.k[row, 0] * others[:, None]).sum(0) / others.sum().clamp_min(1)
-                    return float(call.scale * (seen.k[row, 0, place.key] - mean) @ turned)
+                def predict(row: int, place: _Place, old: int, others: Tensor) -> tuple[float, float, float]:
+                    vocabulary = readings.vocabulary
+                    tokens = torch.tensor([place.new, old], device=vocabulary.device)
+                    wrong = vocabulary[self.permuted.to(vocabulary.device)[torch.searchsorted(vocabulary, tokens)]]
+                    changes = []
+                    for pair in (tokens, wrong):
+                        x = readings.token_features(pair, self.factor)
+                        change = (x[0] - x[1]).to(coefficients) @ coefficients
+                        at = place.key if self.side == "key" else place.query
+                        changes.append(call.scale * _rotated(self.text, call, change.to(seen.q), row, at))
+                    whole, part = self._other_side(call, sight, row, place, others, seen.q, seen.k)
+                    return float(whole @ changes[0]), float(part @ changes[0]), float(whole @ changes[1])
 
                 take(indices, seen.attention[:, 0], seen.raw[:, 0], seen.kept[:, 0], predict)
 

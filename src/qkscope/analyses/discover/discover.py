@@ -245,7 +245,9 @@ def _answer(tables: dict[str, list[dict[str, Any]]]) -> str:
         said = f"{counted(len(rows), 'head')}: " + ", ".join(f"{row['head']} {row['name']}" for row in rows) + "."
     for row in tables["changes"][:1]:
         said += (
-            f" Changing the token in the text changes the logit of {row['head']} by {row['slope']:.2f} of what was "
-            f"predicted [{row['low']:.2f}, {row['high']:.2f}]; a sham by {row['sham_slope']:.2f}."
+            f" In {row['head']}'s block {row['block']}, a token changed in the text changes the logit by "
+            f"{row['slope']:.2f} of what was predicted [{row['low']:.2f}, {row['high']:.2f}] (correlation "
+            f"{row['correlation']:.2f}; with permuted tokens {row['permuted_correlation']:.2f}); a sham by "
+            f"{row['sham_slope']:.2f}."
         )
     return said

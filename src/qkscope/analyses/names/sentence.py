@@ -22,6 +22,7 @@ from qkscope.maths.factors import MEAN, REST, shares
 UNNAMED = "not named"
 LEAST = 0.05  # share under which nothing is named
 _KEEPS, _TIMES = 0.25, 3  # precision from which on a head keeps a rule, and how many times chance it has to be
+_RESTS = 0.3  # attention off the first token under which it is said
 _SECOND = 0.1  # share from which on a second block is said
 
 _THIS = {
@@ -115,7 +116,9 @@ def name_row(looked: Looked, own: HeadShares, h: int) -> dict[str, Any]:
     for pair in blocks[1:2]:
         if own.block(*pair)[0] >= _SECOND:
             said.append(f"Besides, {_named(pair, rates, numbers['offset'])[2]} ({own.block(*pair)[0]:.0%}).")
-    said.append(_left(own))
+    if numbers["mass"] < _RESTS:
+        said.append(f"It gives {numbers['mass']:.0%} of its attention to tokens other than the first.")
+    said.append(_left(own, share))
     ruled = dict.fromkeys(("coverage", "precision", "chance")) if rule is None else rates[rule]
     return {
         "name": name, "share": share, "low": low, "high": high, **ruled, "block": " · ".join(blocks[0]), **numbers,
@@ -134,8 +137,9 @@ def block_words(query: str, key: str) -> str:
     return f"distance, by {_THIS[query]}" if key == MEAN else f"{_THIS[query]} with {_THAT[key]}"
 
 
-def _left(own: HeadShares) -> str:
-    return f"{max(own.rest[0], 0):.0%} of the logit is not explained."
+def _left(own: HeadShares, share: float = 0.0) -> str:
+    more = ": more than the name explains" if 0 < share < own.rest[0] else ""
+    return f"{max(own.rest[0], 0):.0%} of the logit is not explained{more}."
 
 
 def _cap(text: str) -> str:
