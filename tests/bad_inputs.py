@@ -230,7 +230,7 @@ CALLS: list[tuple[str, str]] = [
     ("tasks.filter(1)", "a list needs 2 categories or more, but got 1."),
     ('tasks.filter(["fruits", "stones"])', "there is no word list for 'stones'"),
     ("tasks.filter(5, items=0)", "items is at least 1, but got 0."),
-    ('tasks.ioi("ABAB")', "form is one of both, ABBA, BABA, but got 'ABAB'."),
+    ('tasks.ioi("ABAB")', "form is one of both, ABBA, BABA, single, but got 'ABAB'."),
     ('tasks.ioi(names=["John"])', "names"),
     ("tasks.induction(0)", "length is from 3 to 32, but got 0."),
     ('tasks.greater_than(years=["1"])', "half a year is two digits, but got '1'."),

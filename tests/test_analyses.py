@@ -908,7 +908,7 @@ def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, mode
         said[name] = json.loads(text)
         code, text, err = qkscope(*arguments)
         assert (code, said[name]["answer"] in text) == (0, True), err
-    assert set(said["swap"]["tables"]) == {"swap", "curve", "downstream", "clouds"}
+    assert set(said["swap"]["tables"]) == {"swap", "paired", "curve", "downstream", "clouds"}
     assert [row["token"] for row in said["explain"]["tables"]["attention"]] == ["hat", ":", "O", "jam", ":"]
     assert {row["by"] for row in said["explain"]["tables"]["parts"]} == {"writers", "singular", "features"}
     assert {row["k"] for row in said["swap"]["tables"]["curve"]} == {1, 2, 4, 8, 12}

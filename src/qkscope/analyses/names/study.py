@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -58,7 +58,7 @@ class Options:
         return {name: value for name, value in vars(self).items() if name != "progress"}
 
 
-Texts = Sequence[Document] | Sequence[str] | None
+Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
 
 
 def documents_of(texts: Texts) -> tuple[Document, ...]:
