@@ -10,12 +10,14 @@ from torch import Tensor
 
 import qkscope as qk
 from named_heads import FIRST_WORD, WORDS, Planted, looked_at, made_heads, passages
+from qkscope.analyses.discover.changes import change_row
+from qkscope.analyses.discover.closer import look_closer
 from qkscope.analyses.names.look import Looked, fit_factors
 from qkscope.analyses.names.readings import NONE, Readings, copies, followed, shifted
 from qkscope.analyses.names.rules import AFTER_COPY, BEFORE, COPY, ITSELF, RULES, SAME_BEFORE, holds
 from qkscope.analyses.names.sentence import UNNAMED, HeadShares, name_row, peak, rule_rates
 from qkscope.analyses.names.sight import FIRST, SKIP, Text
-from qkscope.analyses.names.study import match_rows
+from qkscope.analyses.names.study import Options, Study, match_rows
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
@@ -267,3 +269,39 @@ def test_shares_of_the_variance_stand_beside_those_of_the_attended_and_sum_to_on
     assert (lead["query"], lead["key"]) == ("current", "previous")
     assert 0 < lead["covariance_share"] < lead["share"]  # few keys are copies, so most of the variance is elsewhere
     assert sum(row["covariance_share"] for row in found.tables["blocks"]) > 0.8
+
+
+def study_of(scope: Scope, count: int = 48, length: int = 64) -> Study:
+    fitted, tested = passages(count, length, 1), passages(16, length, 2)
+    text, fit, looked = looked_at(scope, fitted, tested)
+    return Study(text, fit, looked, tuple(tested), tuple(fitted), Options())
+
+
+def test_a_token_changed_in_the_text_changes_the_logit_as_predicted():
+    study = study_of(made_heads([Planted(3, 1, noise=0.0)], heads=1))
+    row = change_row(study, 0, ("current", "previous"), 160)
+    assert row is not None
+    assert row["kind"] == "key"
+    assert row["low"] < 1 < row["high"] + 0.05
+    assert abs(row["block_slope"] - 1) < 0.15
+    assert row["correlation"] > 0.9
+    assert abs(row["sham_slope"]) < 0.1
+    assert abs(row["permuted_correlation"]) < 0.5
+    other = change_row(study, 0, ("current", "2 back"), 160)  # which this head does not read
+    assert other is not None
+    assert abs(other["correlation"]) < 0.3
+
+
+def test_a_key_behind_a_window_is_neither_changed_nor_swapped():
+    scope = Scope.from_model(tiny_model("mistral", vocab_size=WORDS, sliding_window=4), check=False)
+    study = study_of(scope)
+    assert change_row(study, 0, ("current", "current"), 24) is None
+    rows = look_closer(study, 0, None, study.tested, None)
+    assert 0 < sum(map(len, rows.q)) < 8 * len(study.tested) / 3
+
+
+def test_match_is_not_told_where_no_batch_holds_a_second_document():
+    fitted, tested = passages(48, 48, 1), passages(6, 48, 2)
+    scope = made_heads([Planted(1, 1)], heads=1)
+    assert match_rows(looked_at(scope, fitted, tested, batch_size=1)[2])[0]["match_p"] is None
+    assert match_rows(looked_at(scope, fitted, tested, batch_size=6)[2])[0]["match_p"] is not None

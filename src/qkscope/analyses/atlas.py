@@ -74,11 +74,12 @@ def atlas(
 
     Examples
     --------
+    >>> from qkscope import tasks
     >>> scope = Scope.load("nano:mixed", device="cpu")
-    >>> words = [f"w{i}" for i in range(40)]
-    >>> found = atlas(scope, many_texts, 300, test=100, heads="L1H1", progress=False)  # doctest: +SKIP
-    >>> found.table()[0]["name"]  # doctest: +SKIP
-    'after a copy'
+    >>> texts = [unit[0].text for unit in tasks.induction().draw("fit", "answer", 400)]
+    >>> found = atlas(scope, texts, 160, test=40, heads="L1H1", progress=False)
+    >>> [(row["head"], row["name"]) for row in found.table()]
+    [('L1H1', 'after a copy')]
     """
     start = time.perf_counter()
     options = Options(n, test, length, batch_size, seed, progress)

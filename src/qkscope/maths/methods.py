@@ -15,14 +15,9 @@ singular   the same components by what they carry of a contrast
 Of several features together there are two ways: a joint basis, in which shared directions count once, and ``summed``,
 as the authors' scripts do it: their projectors are added, so that what features share is exchanged twice.
 
-Others are made anew for each size: `random` subspaces, `rotated` components (chosen as `singular` ones are, of rotated
-singular vectors), and `learned` ones, the ceiling. Of several features, `joint` spans all of them, and `oblique` swaps
-each along the others. Baselines are fitted on what the features were fitted on, never on the test set.
-
-The ceiling is ``max_V E[a_target / (a_orig + a_target)]`` after the exchange, over ``V = qr(A)`` of k columns, by Adam
-on A through the closed form of the swap. The step that does best on rows kept aside is taken, so that it is a ceiling
-for new rows and not for those it was trained on: with other words, where the rows to come have other words. As in
-distributed alignment search, it needs to be told which keys to exchange.
+Others are made anew for each size: `random` subspaces, and `rotated` components (chosen as `singular` ones are, of
+rotated singular vectors). Of several features, `joint` spans all of them, and `oblique` swaps each along the others.
+Baselines are fitted on what the features were fitted on, never on the test set.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from qkscope.heads import Head
 from qkscope.maths.bases import Projector, checked_svd, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.bridge import carried, rotated_images
 from qkscope.maths.singular import SingularBasis, components
-from qkscope.maths.swap import Condition, Method, SwapRows
+from qkscope.maths.swap import Condition, Method
 
 Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
 
@@ -120,11 +115,6 @@ def rotated(
     return leading(Projector(left, right))
 
 
-def learned(rows: SwapRows, start: Method, kept: SwapRows | None = None, *, lr: float = 0.03, seed: int = 0) -> Method:
-    """Bases learned by gradient to move the attention of ``rows``, from ``start`` on: how well a subspace could do."""
-    return lambda k: Projector.orthogonal(learned_basis(rows, start(k).left, kept, lr=lr, seed=seed))
-
-
 BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
     "key_pca": lambda _, cov_k: key_pca(cov_k),
     "cov_qk": cov_qk,
@@ -202,43 +192,3 @@ def conditions(
             for kind, make in BASELINES.items():
                 found[Condition(feature, kind)] = make(*covariances[feature])(sizes)
     return found, numbers
-
-
-def learned_basis(
-    rows: SwapRows,
-    start: Float[Tensor, "h d r"],
-    kept: SwapRows | None = None,
-    *,
-    steps: int = 150,
-    lr: float = 0.03,
-    aside: float = 0.25,
-    seed: int = 0,
-) -> Float[Tensor, "h d r"]:
-    """The basis of each head, from ``start`` on; rows ``kept`` (or a share ``aside`` of all) decide when to stop."""
-    n = len(rows)
-    if n < 8:
-        raise BadInput(f"a basis cannot be learned from {n} rows: give 8 or more.")
-    if kept is None:
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(rows.orig.device)
-        cut = max(int(n * (1 - aside)), 1)
-        rows, kept = rows.at(order[:cut]), rows.at(order[cut:])
-    free = start.to(rows.rows.q).clone().requires_grad_()
-    optimiser = torch.optim.Adam([free], lr=lr)
-    best = start.to(rows.rows.q).clone()
-    reached = _moved(kept, best).detach()
-    for step in range(steps):
-        optimiser.zero_grad()
-        (-_moved(rows, torch.linalg.qr(free)[0]).sum()).backward()
-        optimiser.step()
-        if step % 5 == 4:
-            with torch.no_grad():
-                basis = torch.linalg.qr(free)[0]
-                now = _moved(kept, basis)
-                better = now > reached
-                best = torch.where(better[:, None, None], basis, best)
-                reached = torch.where(better, now, reached)
-    return best.double()
-
-
-def _moved(rows: SwapRows, basis: Float[Tensor, "h d r"]) -> Float[Tensor, " h"]:
-    return rows.swap(Projector.orthogonal(basis)).shift.mean(dim=0)

@@ -137,8 +137,8 @@ def _facts(row: Row) -> str:
         said.append(f"{_percent(row['mass'])} of its attention is off the first token.")
     if row.get("match") is not None:
         said.append(
-            f"With the query of another document at the same place, it loses {_percent(row['match'])} of its "
-            f"logit (q {number(row['match_q'], '.2g')})."
+            f"With the query of another document at the same place, its best key stands out {_percent(row['match'])} "
+            f"less (q {number(row['match_q'], '.2g')})."
         )
     if row.get("traced"):
         sides = [f"{row[f'{side}_writer']} ({_percent(row[f'{side}_share'])})" for side in ("key", "query")]

@@ -25,7 +25,7 @@ from qkscope.analyses.names.study import Study
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.draws import derived_seed
-from qkscope.maths.factors import MEAN, REST, shares
+from qkscope.maths.factors import MEAN, shares
 from qkscope.tasks.sides import Passage
 
 CHANGES = 48  # places that are changed for each head
@@ -124,6 +124,8 @@ class _One:
         made = []
         tops = self._top([Passage("", 0, study.tested[i].ids[: t + 1]) for i, t in asked])
         for (i, t), s in zip(asked, tops, strict=True):
+            if s is None:
+                continue
             at = (s if self.side == "key" else t) - self.back
             new = int(fitted[torch.randint(len(fitted), (1,), generator=generator)])
             if self.side == "key" and float(torch.rand(1, generator=generator)) < _SAME:
@@ -132,19 +134,22 @@ class _One:
                 made.append(_Place(i, t, s, at, new))
         return made
 
-    def _top(self, passages: Sequence[Passage]) -> list[int]:
-        """The key that the last query of each passage attends to most, of those that can be changed alone."""
-        found = dict[int, int]()
+    def _top(self, passages: Sequence[Passage]) -> list[int | None]:
+        """The key that the last query of each passage attends to most, of those that can be changed alone.
+
+        None where none of them is in sight, as behind a narrow window.
+        """
+        found = dict[int, int | None]()
 
         def take(indices: list[int], attention: Tensor, *_: Tensor) -> None:
             for row, i in enumerate(indices):
                 last = len(passages[i].ids) - 1
                 own = attention[row, last].clone()
                 own[: self.back + _FARTHER + 1], own[last - _APART - self.back :] = 0, 0
-                found[i] = int(own.argmax())
+                found[i] = int(own.argmax()) if float(own.max()) > 0 else None
 
         self._run(passages, take)
-        return [max(found[i], self.back + _FARTHER + 1) for i in range(len(passages))]
+        return [found[i] for i in range(len(passages))]
 
     def measured(
         self, places: Sequence[_Place], farther: int
@@ -190,17 +195,10 @@ class _One:
         fit = self.study.fit
         if self.other == MEAN:
             part = fit.y_mean[slot].to(q).expand(q.shape[2], -1)
-        elif self.other == REST:
-            raise ValueError("a rest is no part that is named")
         else:
             own = fit.where(self.other)
-            x = sight.x[row][:, own].to(q) - fit.x_mean[own].to(q)
-            part = x @ fit.coefficients[own][:, slot].to(q)
-        rows = torch.tensor([row], device=q.device)
-        offset = self.text.scope.facts.layers[call.layer].offset
-        if call.rotary is not None and offset is not None:
-            places = torch.arange(len(part), device=q.device)[None]
-            part = call.rotary.turn(part[None, None], rows, places, offset)[0, 0]
+            part = (sight.x[row][:, own].to(q) - fit.x_mean[own].to(q)) @ fit.coefficients[own][:, slot].to(q)
+        part = self.text.rotate(call, part[None, None], row)[0, 0]
         if self.side == "key":
             return q[row, 0, place.query], part[place.query]
         weight = others[:, None] / others.sum().clamp_min(1)
@@ -228,18 +226,12 @@ class _One:
                         x = readings.token_features(pair, self.factor)
                         change = (x[0] - x[1]).to(coefficients) @ coefficients
                         at = place.key if self.side == "key" else place.query
-                        changes.append(call.scale * _rotated(self.text, call, change.to(seen.q), row, at))
+                        moved = torch.zeros_like(seen.q[:1, :1])
+                        moved[0, 0, at] = change
+                        changes.append(call.scale * self.text.rotate(call, moved, row)[0, 0, at])
                     whole, part = self._other_side(call, sight, row, place, others, seen.q, seen.k)
                     return float(whole @ changes[0]), float(part @ changes[0]), float(whole @ changes[1])
 
                 take(indices, seen.attention[:, 0], seen.raw[:, 0], seen.kept[:, 0], predict)
 
             self.text.watch(batch, visit)
-
-
-def _rotated(text: Text, call: Call, x: Float[Tensor, " d"], row: int, place: int) -> Float[Tensor, " d"]:
-    offset = text.scope.facts.layers[call.layer].offset
-    if call.rotary is None or offset is None:
-        return x
-    at = torch.tensor([[place]], device=x.device)
-    return call.rotary.turn(x.view(1, 1, 1, -1), torch.tensor([row], device=x.device), at, offset)[0, 0, 0]

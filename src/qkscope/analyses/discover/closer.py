@@ -143,8 +143,10 @@ def look_closer(
             row, query, lot = drawn.unbind(1)
             top = seen.attention.argmax(dim=-1)[:, 0]
             named = torch.stack([top[row, query], lot], dim=1)
-            differ = named[:, 0] != named[:, 1]
-            row, query, named = row[differ], query[differ], named[differ]
+            # a window may hide the key drawn by lot, or everything
+            seen_both = seen.kept[row[:, None], 0, query[:, None], named].all(dim=1)
+            used = seen_both & (named[:, 0] != named[:, 1])
+            row, query, named = row[used], query[used], named[used]
             k = seen.k[row[:, None], 0, named]  # n 2 d
             bias = seen.bias[row[:, None], 0, query[:, None], named]
             logits = call.cap(seen.raw[row[:, None], 0, query[:, None], named] - bias) + bias
@@ -164,7 +166,7 @@ def look_closer(
 
 
 def _drawn(batch: Batch, asked: Tensor, seed: int) -> Tensor:
-    """A few queries of each passage and a key in sight of each, by lot."""
+    """A few queries of each passage, and a key before each, by lot."""
     found = []
     for i, number in enumerate(batch.numbers.tolist()):
         generator = torch.Generator().manual_seed(derived_seed(seed, "swapped", number))

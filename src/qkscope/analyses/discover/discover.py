@@ -189,16 +189,15 @@ def _closer(
     if changes and (row := change_row(study, h, pair, changes)) is not None:
         made["changes"] = [row]
     block = block_delta(study, h, pair)
-    if block is not None:
-        made["basis"] = methods.moving(block[None])(min(_KEPT, study.text.d_head)).left[0]
-        if sizes:
-            fitted = look_closer(study, h, None, study.fitted[: len(study.tested)], None)
-            made["curve"] = _curve(study, h, block, fitted, tested, singular, sizes, draws)
+    made["basis"] = methods.moving(block[None])(min(_KEPT, study.text.d_head)).left[0]
+    if sizes:
+        fitted = look_closer(study, h, None, study.fitted[: len(study.tested)], None)
+        made["curve"] = _curve(study, h, block, fitted, tested, singular, sizes, draws)
     return made
 
 
-def block_delta(study: Study, h: int, pair: tuple[str, str]) -> Float[Tensor, "d d"] | None:
-    """``Cov(q_a) R̄ Cov(k_b) R̄ᵀ``: where both parts of a block vary, in the query's frame; None where one does not."""
+def block_delta(study: Study, h: int, pair: tuple[str, str]) -> Float[Tensor, "d d"]:
+    """``Cov(q_a) R̄ Cov(k_b) R̄ᵀ``: where both parts of a block vary, in the query's frame; a mean has one direction."""
     text, covariances = study.text, []
     slots = (h, len(text.heads) + text.kv_of_head[h])
     for name, slot in zip(pair, slots, strict=True):

@@ -26,7 +26,7 @@ def _distance(back: int) -> Callable[[Tensor], Tensor]:
 
 
 def _after_copy(ids: Int[Tensor, "b t"]) -> Bool[Tensor, "b t s"]:
-    """The key's previous token is the asking one, and the key is not the asking token itself's neighbour to come."""
+    """Keys that stand right after a token equal to the asking one."""
     return (ids[:, :, None] == shifted(ids, 1)[:, None, :]).tril()
 
 

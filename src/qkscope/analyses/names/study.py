@@ -179,8 +179,11 @@ def match_rows(looked: Looked, seed: int = 0) -> list[dict[str, Any]]:
     null = signs @ lead
     p = ((null >= lead.sum(0)).sum(0) + 1) / (_FLIPS + 1)
     q = false_discovery(p.tolist())
-    lost = (lead.sum(0) / looked.own.sum(0)).tolist()
-    return [{"match": lost[h], "match_p": float(p[h]), "match_q": q[h]} for h in range(len(q))]
+    lost, met = (lead.sum(0) / looked.own.sum(0)).tolist(), (looked.own.sum(0) > 0).tolist()
+    untold = dict.fromkeys(("match", "match_p", "match_q"))  # where no batch held a second document
+    return [
+        {"match": lost[h], "match_p": float(p[h]), "match_q": q[h]} if met[h] else dict(untold) for h in range(len(q))
+    ]
 
 
 def _block_rows(head: Head, own: HeadShares, covariance: Float[Tensor, "f f"] | None) -> list[dict[str, Any]]:
