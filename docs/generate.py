@@ -71,6 +71,8 @@ def bench(rows: list[dict], hardware: str) -> None:
 
 def errors(rows: list[dict]) -> None:
     """Bad commands and the sentences they get, as tests/test_bad_inputs.py wrote them down."""
+    if not rows:
+        raise SystemExit("No errors came in: the page says how they are written down.")
     lines = ["| what was said | what is answered |", "| --- | --- |"]
     for row in rows:
         lines.append(f"| `{row['command']}` | {_text(row['answer'])} |")

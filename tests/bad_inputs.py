@@ -311,14 +311,14 @@ CALLS: list[tuple[str, str]] = [
     ('qk.sparsity(scope, task, "L0H0", 4, draws=0)', "draws is at least 1, but got 0."),
     ('qk.sparsity(scope, task, "L0H0", 0)', "n is at least 1, but got 0."),
     # ------------------------------------------------------------ without labels
-    ('qk.discover(scope, [], "L1H3")', "0 documents are too few to split"),
-    ('qk.discover(scope, ["hat"], "L1H3")', "1 documents are too few to split"),
+    ('qk.discover(scope, [], "L1H3")', "a split needs 12 documents or more, but got 0"),
+    ('qk.discover(scope, ["hat"], "L1H3")', "a split needs 12 documents or more, but got 1"),
     ('qk.discover(scope, "some text", "L1H3")', "should be a list of texts, a list of documents, or a Task"),
     ('qk.discover(scope, task, "L9H0", 8)', "L9H0 does not exist"),
     ('qk.discover(scope, task, "L1H3", 0)', "n is at least 1, but got 0"),
     ('qk.discover(scope, task, "L1H3", 8, changes=-1)', "changes is at least 0, but got -1"),
     ('qk.discover(scope, task, "L1H3", 4)', "tokens are too few to fit"),
-    ("qk.atlas(scope, [])", "0 documents are too few to split"),
+    ("qk.atlas(scope, [])", "a split needs 12 documents or more, but got 0"),
     ('qk.atlas(scope, ["hat: A " * 40] * 9, n=0)', "n is at least 1, but got 0"),
     ('qk.atlas(scope, ["hat: A " * 40] * 9, heads="L9H0")', "L9H0 does not exist"),
     # ------------------------------------------------------------ who wrote it

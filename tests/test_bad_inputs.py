@@ -84,7 +84,8 @@ def test_a_bad_command_gets_a_sentence(place, monkeypatch, capsys, arguments, sa
 
 def _note(said: str, answer: str, place: Path) -> None:
     with open(os.environ["QKSCOPE_ERRORS"], "a") as file:
-        file.write(json.dumps({"command": said, "answer": answer.replace(str(place), "")}) + "\n")
+        answer = answer.replace(str(place), "").replace(f"{place.parent}/", "")
+        file.write(json.dumps({"command": said, "answer": answer}) + "\n")
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,10 @@ def test_pictures_are_there_and_small():
     assert sum(one.stat().st_size for one in shot) < 1.5e6
 
 
+def test_the_page_of_errors_has_them():
+    assert between("errors.md", "errors").count("\n") > 300
+
+
 def test_every_page_is_on_the_front_page():
     listed = set(re.findall(r"^[\w/-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
     assert listed == {

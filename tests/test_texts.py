@@ -193,11 +193,11 @@ def test_a_split_that_lets_a_run_through_is_refused(monkeypatch):
 
 
 def test_too_few_documents_say_how_many_are_needed():
-    with pytest.raises(BadInput, match="11 documents are too few to split: give 12 or more"):
+    with pytest.raises(BadInput, match="a split needs 12 documents or more, but got 11: give more"):
         split(documents(drawn(FEW - 1)), encode)
     same = drawn(1) * 30
     with pytest.raises(
-        BadInput, match="30 documents repeat each other so much that they make 1 groups, too few to split: give 12"
+        BadInput, match="needs 12 documents or more, and these 30 repeat each other so much that they count as 1: give"
     ):
         split(documents(same), encode)
     assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}

@@ -92,7 +92,7 @@ def split(
         raise BadInput("sides are names with a share above 0 each, as {'fit': .5, 'test': .5}.")
     needed = _needed(sides)
     if len(documents) < needed:
-        raise BadInput(f"{len(documents)} documents are too few to split: give {needed} or more.")
+        raise BadInput(f"a split needs {needed} documents or more, but got {len(documents)}: give more.")
     encoded = [list(encode(document.text)) for document in documents]
     around = list(encode(""))
     start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, encoded[0], strict=False))]
@@ -102,8 +102,8 @@ def split(
     groups = _groups(ids)
     if max(groups) + 1 < needed:
         raise BadInput(
-            f"{len(documents)} documents repeat each other so much that they make {max(groups) + 1} groups, too few to "
-            f"split: give {needed} or more that share no text."
+            f"a split needs {needed} documents or more, and these {len(documents)} repeat each other so much that they "
+            f"count as {max(groups) + 1}: give more that share no text."
         )
     sizes = Counter[int]()
     for own, group in zip(ids, groups, strict=True):
