@@ -1,0 +1,51 @@
+"""What the package says of itself agrees wherever it is said; `.ci/wheel` builds it and uses it alone."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import qkscope
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_one_version_everywhere():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    assert {PROJECT["version"], str(CITATION["version"]), newest} == {qkscope.__version__}
+
+
+def test_the_citation_names_both_papers_where_the_project_links_them():
+    assert CITATION["cff-version"] == "1.2.0"
+    assert [paper["url"] for paper in CITATION["references"]] == list(PROJECT["urls"].values())
+    assert CITATION["license"] == PROJECT["license"]
+    for label, paper in zip(PROJECT["urls"], CITATION["references"], strict=True):
+        assert label == f"Paper ({paper['authors'][0]['family-names']} et al. {paper['year']})"
+
+
+def test_it_is_typed_and_says_so():
+    assert (Path(qkscope.__file__).parent / "py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_every_pin_admits_what_the_project_asks_for():
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    asked = [Requirement(one) for requirements in lists for one in requirements]
+    assert all(one.specifier.contains(pins[canonicalize_name(one.name)]) for one in asked)
+
+
+def test_the_workflow_runs_what_we_run():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert {"run": ".ci/run"} in workflow["jobs"]["run"]["steps"]
+    gate = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert {"make lint", "make test", ".ci/wheel", ".ci/peers"} <= set(gate)
