@@ -40,6 +40,7 @@ _HOME = {
     "trace": "qkscope.analyses.trace.trace",
     "view": "qkscope.explorer.opening",
     "why": "qkscope.analyses.why.why",
+    "write_gallery": "qkscope.page.gallery",
     "write_report": "qkscope.page.report",
 }
 _ROOMS = ("tasks",)
@@ -48,7 +49,7 @@ __all__ = [
     "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
     "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention", "reproduce",
     "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "why",
-    "write_report",
+    "write_gallery", "write_report",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from qkscope.maths.bridge import alignment
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
+    from qkscope.page.gallery import write_gallery
     from qkscope.page.report import write_report
     from qkscope.papers.registry import reproduce
     from qkscope.runs.result import Result

@@ -31,6 +31,7 @@ def heads(
     dtype: shell.Dtype = None,
     threshold: Annotated[float, typer.Option("--threshold", help="Score a head must reach to be listed.")] = 0.30,
     by: Annotated[str, typer.Option("--by", help="Score: accuracy, row_accuracy, ratio or mass.")] = "accuracy",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the results and the page.")] = None,
     everything: shell.All = False,
     as_json: shell.Json = False,
 ) -> None:
@@ -43,13 +44,23 @@ def heads(
 
     if by not in SCORES:
         raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
+    if out is not None:
+        from qkscope.runs.folder import check_folder
+
+        check_folder(out, "heads")
     ranking = find_heads(shell.load_scope(model, device, dtype), made, n, batch_size=batch_size)
     if as_json:
         shell.print_json(ranking.to_json())
+    else:
+        shell.say(ranking.answer)
+    if out is not None:
+        from qkscope.page.report import report_html
+
+        ranking.write(out, files={"report.html": report_html([ranking])})
+    if as_json:
         return
     best = ranking.top(by)
     found = [row for row in best if row[by] >= threshold]
-    shell.say(ranking.answer)
     if not found:
         shell.say(
             f"No head reaches {threshold:.0%}: the best is {best[0]['head']} with {best[0][by]:.0%}, and chance is "
@@ -59,7 +70,7 @@ def heads(
     named = ",".join(row["head"] for row in (found or best)[:2])
     options: Any = {"form": form, "size": size, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
     then = shell.command("decompose", task, heads=named, out=Path("runs") / Path(task).stem, model=model, **options)
-    shell.print_end(then=then)
+    shell.print_end(out, then=then)
 
 
 @shell.app.command()

@@ -1,4 +1,4 @@
-"""What a run left: its page, opened, and what made it; or look into a model live."""
+"""What runs left: a page, opened, or many as one site; and what made them. Or look into a model live."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import Json, app, print_json, say
+from qkscope.cli.shell import Json, app, command, print_end, print_json, say
 
 
 @app.command()
@@ -31,6 +31,30 @@ def view(
     from qkscope.explorer.opening import view as open_view
 
     open_view(folder, live=live, model=model, fit=fit, port=port, browser=not no_browser, say=typer.echo)
+
+
+@app.command()
+def gallery(
+    folders: Annotated[list[Path], typer.Argument(help="Runs, or folders with runs in them.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the site.")],
+    title: Annotated[str, typer.Option("--title", help="What to call it.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Make one offline site of many runs: an index of answers, heads and claims, and every run's page.
+
+    A run that is not finished is left out, and said so.
+    """
+    from qkscope.page.gallery import write_gallery
+    from qkscope.runs.result import Result
+
+    index = write_gallery(out, *folders, title=title)
+    result = Result.read(out)
+    if as_json:
+        print_json(result.to_json())
+        return
+    size = sum(path.stat().st_size for path in (index, *out.glob("runs/*.html")))
+    say(f"{result.answer} {size / 1e6:.1f} MB.")
+    print_end(index, then=command("view", out))
 
 
 @app.command()

@@ -17,7 +17,6 @@ from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
 _NAMED = 6
-_LARGEST_PICTURE, _MOST_PICTURES = 1 << 25, 50
 
 
 @checked_call
@@ -78,28 +77,17 @@ def page_of(folder: str | Path) -> Path:
         some = ", ".join(str(path) for path in inside[:_NAMED]) + (", …" if len(inside) > _NAMED else "")
         raise BadInput(f"{folder} holds {len(inside)} runs: name one of {some}.")
     result = Result.read(folder)
-    page = folder / "report.html"
+    page = folder / ("index.html" if result.experiment == "gallery" else "report.html")
     from qkscope.page.report import drawn_here, write_report
+    from qkscope.page.stored import drawn_from, pictures_of
 
     if drawn_here(page):
         return page
     if page.exists():
         log.info("%s was not drawn here, or has changed since: the page is drawn anew from the folder's data.", page)
     name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    try:
-        return write_report(cache_dir("pages", f"{name}.html"), result, pictures=_pictures(folder))
-    except BadInput:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but not what a run writes
-        raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
-
-
-def _pictures(folder: Path) -> dict[str, bytes]:
-    """The folder's own figures, and nothing that a link there points to."""
-    own = [path for path in sorted(folder.glob("figures/*.png")) if path.is_file() and not path.is_symlink()]
-    small = [path for path in own if path.stat().st_size <= _LARGEST_PICTURE]
-    read = {path.stem: path.read_bytes() for path in small[:_MOST_PICTURES]}
-    return {name: content for name, content in read.items() if content.startswith(b"\x89PNG")}
+    with drawn_from(folder):
+        return write_report(cache_dir("pages", f"{name}.html"), result, pictures=pictures_of(folder))
 
 
 def _serve(model: str | None, fit: str | Path | None, port: int, browser: bool, say: Callable[[str], object]) -> str:

@@ -28,6 +28,7 @@ from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.page.block import number
 from qkscope.page.blocks import SCRIPTS, blocks_of
+from qkscope.page.places import name_places
 from qkscope.runs.claims import count_claims
 from qkscope.runs.folder import writing
 from qkscope.runs.result import Result, plain_value
@@ -100,8 +101,15 @@ def report_html(
     ----------
     pictures : PNG files by caption, inlined.
     """
-    page = _render(results, pictures or {}, title)
-    _remember(page.encode("utf-8", "backslashreplace"))
+    return remembered(_render(results, pictures or {}, title))
+
+
+def remembered(page: str) -> str:
+    """The page, noted as drawn here; where the cache cannot be written, it is drawn anew when it is viewed."""
+    with suppress(OSError):
+        _notes().parent.mkdir(parents=True, exist_ok=True)
+        with _notes().open("a", encoding="ascii") as file:
+            file.write(_hash(page.encode("utf-8", "backslashreplace")) + "\n")
     return page
 
 
@@ -113,14 +121,6 @@ def drawn_here(path: Path) -> bool:
         return _hash(path.read_bytes()) in _notes().read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return False
-
-
-def _remember(page: bytes) -> None:
-    """Note that we have drawn this page; where the cache cannot be written, it is drawn anew when it is viewed."""
-    with suppress(OSError):
-        _notes().parent.mkdir(parents=True, exist_ok=True)
-        with _notes().open("a", encoding="ascii") as file:
-            file.write(_hash(page) + "\n")
 
 
 def _notes() -> Path:
@@ -146,25 +146,36 @@ def widget_html(result: Result) -> str:
 
 def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str, bare: bool = False) -> str:
     sections = [_section(result) for result in results]
+    name_places(sections)
     shown = _not_drawn(pictures, sections)
     kinds = dict.fromkeys(block.kind for section in sections for block, _ in section["blocks"])
     needed = dict.fromkeys(["base.js", "colours.js", *(name for kind in kinds for name in SCRIPTS[kind]), "report.js"])
-    scripts = [asset(name) for name in needed]
+    return render(
+        "report.html",
+        [*needed],
+        ["page.css"],
+        title=title or results[0].experiment,
+        lead=results[0],
+        sections=sections,
+        held=_held(results),
+        pictures={name: base64.b64encode(data).decode() for name, data in shown.items()},
+        charts=bool(kinds or shown),
+        about=_about(results),
+        bare=bare,
+    )
+
+
+def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given: Any) -> str:
+    """A page of ours: these scripts and styles are the only markup that is not escaped, and all that it may run."""
+    texts = [asset(name) for name in scripts]
     return (
         _templates()
-        .get_template("report.html")
+        .get_template(template)
         .render(
-            title=title or results[0].experiment,
-            lead=results[0],
-            sections=sections,
-            held=_held(results),
-            pictures={name: base64.b64encode(data).decode() for name, data in shown.items()},
-            charts=bool(kinds or shown),
-            style=Markup(asset("page.css")),  # ours, not the result's: the only markup that is not escaped
-            scripts=[Markup(text) for text in scripts],
-            policy=_policy(scripts),
-            about=_about(results),
-            bare=bare,
+            style=Markup("".join(asset(name) for name in styles)),
+            scripts=[Markup(text) for text in texts],
+            policy=_policy(texts),
+            **given,
         )
     )
 
@@ -184,13 +195,15 @@ def _section(result: Result) -> dict[str, Any]:
     """A result's blocks, each with its data as JSON, and its tables."""
     blocks = blocks_of(result)
     tables = {
-        name: {"rows": rows[:_ROWS], "total": len(rows), "columns": _columns(rows)}
+        name: {"rows": rows[:_ROWS], "total": len(rows), "columns": _columns(rows), "places": {}}
         for name, rows in plain_value(result.tables).items()
         if rows
     }
-    data = [script_json({"kind": b.kind, "title": b.title, "rows": b.rows, "options": b.options}) for b in blocks]
+    shown = [
+        {"data": script_json({"kind": b.kind, "title": b.title, "rows": b.rows, "options": b.options})} for b in blocks
+    ]
     claims = [claim.to_json() for claim in result.claims]
-    return {"result": result, "blocks": list(zip(blocks, data, strict=True)), "tables": tables, "claims": claims}
+    return {"result": result, "blocks": list(zip(blocks, shown, strict=True)), "tables": tables, "claims": claims}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:

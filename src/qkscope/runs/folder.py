@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 RESULTS, MANIFEST, JOB, PAGE = "results.json", "manifest.json", "job.json", "report.html"
-LOCK, WORK = ".lock", ".work"
-"""Our own besides what is listed: the lock, and the pieces of a run that is not finished."""
-_STAGED = ".qkscope-writing"
+LOCK, WORK, STAGED = ".lock", ".work", ".qkscope-writing"
+"""Our own besides what is listed: the lock, the pieces of a run that is not finished, files before they are whole."""
 _EARLIER = r"results\.json|manifest\.json|report\.html|arrays\.safetensors|figures/[^/]+\.(png|pdf|svg)"
 """What runs wrote before they listed it."""
 _PART = re.compile(r"(.+?)(?:[0-9a-f]{8})?\.part")  # what a killed run was writing
@@ -98,7 +97,7 @@ def _inside(folder: Path) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         base = Path(place).relative_to(folder)
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        hidden = (WORK, _STAGED) if base == Path() else ()
+        hidden = (WORK, STAGED) if base == Path() else ()
         folders[:] = sorted(name for name in folders if name not in hidden)
         for name in sorted([*files, *links]):
             if base != Path() or name != LOCK:
@@ -149,7 +148,7 @@ def write_run(
             raise BadInput(f"a file of a run is named from inside its folder, but got {name!r}.")
     names = sorted({*contents, MANIFEST, *later})
     about = {"schema": SCHEMA, "experiment": experiment, **manifest}
-    staged, held = folder / _STAGED, folder.resolve() in _HELD
+    staged, held = folder / STAGED, folder.resolve() in _HELD
     if held and not (folder / LOCK).exists():
         raise _removed(folder)
     with nullcontext() if held else only_writer(folder):

@@ -133,18 +133,24 @@
       paint: (name) => colours[name],
       title: "Heads",
       lines: (row) => [[`${row.head}: ${row.name}`], ["share", interval(row.share, row.low, row.high)], ["rest", percent(row.rest)]],
-      onpick(head) {
-        search.value = "";
-        wanted.clear();
-        chips.forEach((chip) => chip.setAttribute("aria-pressed", "false"));
-        all = true;
-        filter();
-        const row = rows.find((each) => each.head === head);
-        open(row, true);
-        lines.get(row).scrollIntoView({ block: "start" });
-        lines.get(row).querySelector("button").focus({ preventScroll: true });
-      },
+      onpick,
     });
+    document.addEventListener("qk-head", ({ detail }) => {
+      if (!heads[detail]) return;
+      grid.pick(detail);
+      onpick(detail);
+    });
+    function onpick(head) {
+      search.value = "";
+      wanted.clear();
+      chips.forEach((chip) => chip.setAttribute("aria-pressed", "false"));
+      all = true;
+      filter();
+      const row = rows.find((each) => each.head === head);
+      open(row, true);
+      lines.get(row).scrollIntoView({ block: "start" });
+      lines.get(row).querySelector("button").focus({ preventScroll: true });
+    }
     bar.append(
       ...choose("coloured by", ["name", ...Object.keys(SHADES)], "name", (name) =>
         name === "name" ? grid.repaint(byName, "Heads", null, (each) => colours[each]) : grid.repaint((row) => row[name], SHADES[name], [0, 1], viridis),

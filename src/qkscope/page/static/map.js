@@ -233,6 +233,10 @@
     };
     element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
     const view = qk.map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
+    document.addEventListener("qk-head", ({ detail }) => {
+      view.pick(detail);
+      if (!document.getElementById(detail)) element.scrollIntoView({ block: "center" });
+    });
     best();
     if (scores.length > 1)
       bar.append(

@@ -82,6 +82,16 @@
       document.documentElement.dataset.theme = isDark() ? "light" : "dark";
       document.dispatchEvent(new Event("qk-theme"));
     });
+  // a link may name a head, a claim or a prompt: what is folded opens, and a chart of many heads finds its own
+  const seek = () => {
+    const name = location.hash.slice(1),
+      place = document.getElementById(name);
+    for (let folded = place?.closest("details"); folded; folded = folded.parentElement.closest("details")) folded.open = true;
+    place?.scrollIntoView({ block: "center" });
+    if (/^L\d+H\d+$/.test(name)) document.dispatchEvent(new CustomEvent("qk-head", { detail: name }));
+  };
+  addEventListener("hashchange", seek);
+  if (location.hash) addEventListener("load", seek);
   // in a notebook the page is a frame, and says how tall it is
   if (document.documentElement.classList.contains("bare")) {
     const tell = () => parent.postMessage(Math.ceil(document.body.getBoundingClientRect().height), "*");

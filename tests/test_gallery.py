@@ -1,0 +1,276 @@
+"""A gallery: one site of many runs, from disk without a request; what is half-written is left out and said to be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from urllib.parse import unquote
+
+import pytest
+
+import qkscope as qk
+from browser import Watched, chromium
+from qkscope import BadInput, Result
+from qkscope.page.gallery import write_gallery
+from qkscope.page.report import report_html
+from qkscope.page.thumbnail import thumbnail
+from qkscope.runs.claims import Claim
+
+EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
+PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
+CLAIMS = [
+    Claim("L2H0 is right", "", 0.9, 0.2, "ours > control"),
+    Claim("L1H1 is right", "", 0.1, 0.2, "ours > control"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of a model that we ship, with and without a page of their own, and one as papers write them."""
+    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
+    place = tmp_path_factory.mktemp("gallery") / "runs"
+    made = {
+        "why": qk.why(scope, PROMPT, "L2H3", draws=4),
+        "heads": qk.find_heads(scope, task, 4),
+    }
+    for name, result in made.items():
+        result.write(place / name, files={"report.html": report_html([result])})
+    qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order"], replicates=9, out=place / "fit")
+    Result("lee2026/fig9", {"swap": [{"head": "L1H1", "score": 0.5}]}, CLAIMS, model="other", preset="smoke",
+           answer="L1H1 moves.").write(place / "lee2026" / "fig9")  # fmt: skip
+    return place
+
+
+def stop(folder, how):
+    """What a kill leaves of a run."""
+    (folder / "results.json").unlink()
+    if how == "work":
+        (folder / "manifest.json").unlink()
+        (folder / ".work" / "abc").mkdir(parents=True)
+    elif how == "staged":
+        (folder / ".qkscope-writing").mkdir()
+    return folder
+
+
+def test_every_run_has_a_card_with_its_answer_and_a_page(runs, tmp_path):
+    index = write_gallery(tmp_path / "site", runs, runs / "why")  # what is named twice stands there once
+    stored = Result.read(tmp_path / "site")
+    assert [row["run"] for row in stored.table("runs")] == ["fit", "heads", "lee2026-fig9", "why"]
+    assert stored.answer == "4 runs of nano:mixed and other; 1 of 2 claims hold."
+    text = index.read_text()
+    for row in stored.table("runs"):
+        assert f'href="{row["page"]}"' in text
+        page = (tmp_path / "site" / row["page"]).read_text()
+        assert f'href="../index.html#run-{row["run"]}"' in page
+        assert f'id="run-{row["run"]}"' in text
+    assert text.count("<svg viewBox") == 4
+    assert sum(path.stat().st_size for path in (tmp_path / "site").rglob("*") if path.is_file()) < 1e6
+
+
+def test_links_of_the_index_lead_to_what_they_name(runs, tmp_path):
+    index = write_gallery(tmp_path / "site", runs)
+    links = re.findall(r'href="(runs/[^"#]+)#([^"]+)"', index.read_text())
+    assert {"claim-1", "claim-2", "prompt-1", "L2H3", "L1H1", "claims"} <= {place for _, place in links}
+    for page, place in links:
+        text = (tmp_path / "site" / page).read_text()
+        told = re.search(rf"<h1[^>]*>[^<]*{place}", text)  # a head of the answer alone is at the top
+        assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (page, place)
+
+
+def test_a_head_leads_to_all_runs_that_have_it_by_model(runs, tmp_path):
+    write_gallery(tmp_path / "site", runs)
+    rows = Result.read(tmp_path / "site").table("heads")
+    assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L1H1")} >= {"fit", "heads"}
+    assert [row["run"] for row in rows if row["model"] == "other"] == ["lee2026-fig9"] * 2
+    claims = Result.read(tmp_path / "site").table("claims")
+    assert [(row["verdict"], row["page"]) for row in claims] == [
+        ("holds", "runs/lee2026-fig9.html#claim-1"), ("fails", "runs/lee2026-fig9.html#claim-2"),
+    ]  # fmt: skip
+
+
+def test_the_same_runs_give_the_same_site(runs, tmp_path):
+    for name in ("one", "two"):
+        write_gallery(tmp_path / name, runs)
+    one, two = ({p.relative_to(tmp_path / name): p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()}
+                for name in ("one", "two"))  # fmt: skip
+    assert one == two
+    assert len(one) == 7  # index, results, manifest and four pages
+
+
+def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
+    site, mine = tmp_path / "site", tmp_path / "mine"
+    write_gallery(site, runs)
+    write_gallery(site, runs / "why", runs / "heads")
+    assert sorted(path.name for path in (site / "runs").iterdir()) == ["heads.html", "why.html"]
+    shutil.copytree(site, runs.parent / "copy")
+    write_gallery(site, runs / "why", runs.parent / "copy")  # a gallery is no run
+    assert len(Result.read(site).table("runs")) == 1
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    with pytest.raises(BadInput, match=r"holds other files than a run, notes\.txt: name a new folder"):
+        write_gallery(mine, runs)
+    with pytest.raises(BadInput, match="holds a run of heads/binding, not of gallery"):
+        write_gallery(runs / "heads", runs / "why")
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("how", ["work", "staged", "removed"])
+def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, how):
+    shutil.copytree(runs, tmp_path / "runs")
+    stopped = stop(tmp_path / "runs" / "fit", how)
+    index = write_gallery(tmp_path / "site", tmp_path / "runs")
+    said = f"{stopped} is left out: it is not finished; say its command again"
+    assert said in caplog.text
+    assert said in index.read_text()
+    assert len(Result.read(tmp_path / "site").table("runs")) == 3
+    assert stopped.is_dir()  # and nothing is taken from it
+
+
+def test_the_command_that_finishes_a_run_is_named(runs, tmp_path):
+    folder = shutil.copytree(runs / "fit", tmp_path / "fit")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "command": "qkscope decompose ioi --out fit"}))
+    with pytest.raises(BadInput, match=r"say its command again \(qkscope decompose ioi --out fit\) to finish it"):
+        write_gallery(tmp_path / "site", stop(folder, "staged"))
+    (folder / "job.json").write_text(json.dumps({"schema": 1, "shard": [1, 4]}))
+    (folder / "manifest.json").unlink()
+    with pytest.raises(BadInput, match="one shard of a job; when all are done, add them up with qkscope merge"):
+        write_gallery(tmp_path / "site", folder)
+
+
+def newer(folder):
+    stored = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps({**stored, "schema": 99}))
+
+
+def cut(folder):
+    (folder / "results.json").write_text((folder / "results.json").read_text()[:100])
+
+
+def odd(folder):
+    stored = json.loads((folder / "results.json").read_text())
+    stored["tables"]["heads"][0]["accuracy"] = "<script>"
+    (folder / "results.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(newer, "it was written by a newer qkscope"), (cut, "results.json is damaged"), (odd, "it is damaged")],
+)
+def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, damage, says, capsys):
+    shutil.copytree(runs, tmp_path / "runs")
+    damage(tmp_path / "runs" / "heads")
+    index = write_gallery(tmp_path / "site", tmp_path / "runs")
+    assert says in index.read_text()
+    assert "<script>alert" not in index.read_text()
+    assert len(Result.read(tmp_path / "site").table("runs")) == 3
+
+
+def test_nothing_to_show_is_one_sentence_and_exit_code_2(runs, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for given, says in ((["empty"], "it holds no run"), (["nowhere"], "there is no folder"), ([], "at least one")):
+        with pytest.raises(BadInput, match=says):
+            write_gallery(tmp_path / "site", *(tmp_path / name for name in given))
+    stopped = stop(shutil.copytree(runs / "why", tmp_path / "why"), "work")
+    command = [sys.executable, "-m", "qkscope", "gallery", str(stopped), "--out", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"qkscope: {stopped} is left out: it is not finished; say its command again to finish it.\n"
+    assert not (tmp_path / "site").exists()
+
+
+def test_text_of_a_run_is_text_in_the_index(tmp_path):
+    claim = Claim(EVIL, EVIL, 2.0, 1.0, "ours > control")
+    tables = {EVIL: [{"head": "L0H0", "name": EVIL}], "said": [{"line": EVIL}]}
+    result = Result(EVIL, tables, [claim], model=EVIL, answer=EVIL, provenance={"asked": {"prompt": EVIL}})
+    result.write(tmp_path / "<script>")
+    index = write_gallery(tmp_path / "site", tmp_path / "<script>", title=EVIL)
+    for page in (index, tmp_path / "site" / "runs" / "script.html"):
+        assert "alert(1)" in page.read_text()
+        assert "<script>alert" not in page.read_text()
+        assert "<img src=x" not in page.read_text()
+
+
+def test_a_thumbnail_is_the_first_figure_or_a_drawing(runs):
+    drawing = thumbnail(Result.read(runs / "heads"), {})
+    assert drawing.count("<rect") == 12  # heads of the model
+    assert "polyline" in thumbnail(Result.read(runs / "fit"), {})
+    assert thumbnail(Result("none", {}), {"broken": b"\x89PNG"}) == ""
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def site(runs, tmp_path_factory):
+    return write_gallery(tmp_path_factory.mktemp("site") / "site", runs).as_uri()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dark"), [("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)]
+)
+def test_the_site_opens_from_disk_without_a_request(browser, site, name, width, dark):
+    watched = Watched(browser, site, width=width, dark=dark)
+    watched.shoot(f"gallery-{name}")
+    assert [r for r in watched.requests if not r.startswith("data:")] == [site]
+    assert watched.errors == []
+    assert watched.fits()
+    assert watched.page.locator(".card .thumbnail svg").count() == 4
+    watched.page.close()
+
+
+def test_words_and_choices_hide_what_was_not_asked_for(browser, site):
+    watched = Watched(browser, site)
+    page = watched.page
+    shown = lambda: page.locator(".card:visible").evaluate_all("(all) => all.map((each) => each.id)")  # noqa: E731
+    page.locator("#words").fill("l2h3")
+    assert shown() == ["run-why"]
+    assert page.locator(".heads tr.found:visible").all_inner_texts()[0].startswith("L2H3")
+    assert page.locator("#claims").is_hidden()
+    page.locator("#words").fill("")
+    page.locator("select[data-filter=model]").select_option("other")
+    assert shown() == ["run-lee2026-fig9"]
+    assert page.locator("#claims tr.found:visible").count() == 2
+    page.locator("select[data-filter=model]").select_option("")
+    page.locator("select[data-filter=what]").select_option("heads")
+    assert shown() == ["run-heads"]
+    assert page.locator("output").inner_text() == "1 of 4 runs"
+    assert watched.errors == []
+    page.close()
+
+
+def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
+    watched = Watched(browser, site)
+    page = watched.page
+    page.locator("#run-why p.of a", has_text="L2H3").first.click()
+    head = page.locator("#L2H3")
+    assert page.url.endswith("runs/why.html#L2H3")
+    assert head.is_visible()
+    assert head.evaluate("(at) => at.matches(':target') && at.getBoundingClientRect().bottom < innerHeight")
+    page.locator("header a").click()
+    assert page.url == f"{site}#run-why"
+    page.locator("#claims a", has_text="L1H1 is right").click()
+    row = page.locator("#claim-2")
+    assert "fails" in row.inner_text()
+    assert row.evaluate("(at) => at.matches(':target') && at.getBoundingClientRect().top > 0")
+    page.go_back()
+    page.locator("#run-why .asked a").click()
+    assert page.locator("#prompt-1 .token").count() > 10
+    page.goto(site.replace("index.html", "runs/heads.html#L2H0"))  # on a map: its script finds it
+    watched.until("document.querySelector('.map .chosen').getAttribute('visibility') === 'visible'")
+    cell = page.locator('.map .cell[data-at="2,0"]').get_attribute("x")
+    assert page.locator(".map .chosen").get_attribute("x") == cell
+    page.goto(site.replace("index.html", "runs/lee2026-fig9.html#L1H1"))  # in a folded table: it opens
+    assert page.locator("tr#L1H1").is_visible()
+    assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
+    assert watched.errors == []
+    page.close()
