@@ -25,10 +25,6 @@ from typing import Any
 DOCS = Path(__file__).parent
 PRESETS = ("smoke", "default", "paper")
 SOURCES = ("stated", "implied", "ours")  # as in qkscope.runs.claims, which is not imported to be asked for help
-BEFORE = (
-    "**Not counted.** This run is older than the rules as they stand, which name the place in the paper and the reason "
-    "of a failure; the verdicts are those of its own rules, and the figure is to be run again."
-)
 REASONS = ("refuted", "small model", "other setting", "not run here")
 
 
@@ -100,7 +96,7 @@ def results(folders: list[Path], hardware: str) -> None:
         other = "@" + ", ".join(unusual) if unusual else ""
         name = found["experiment"] + other
         old = known.get(name)
-        if old and _counted_in(old) and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
+        if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
             continue
         picture = path.parent / "figures" / f"{figure}.png"
         drawn = picture.exists() and not other
@@ -119,10 +115,7 @@ def results(folders: list[Path], hardware: str) -> None:
 def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     """What the ledger writes: page, place in it, text."""
     papers = list(dict.fromkeys(name.split("/")[0] for name in known))
-    counted = {name: entry for name, entry in known.items() if _counted_in(entry)}
-    counts, failed = "\n".join(_counts(counted)), "\n".join(_reasons(counted))
-    if before := [name.replace("/", " ") for name in known if name not in counted]:
-        failed += f"\n\nNot counted, as their runs are older than the rules as they stand: {', '.join(before)}."
+    counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
     own = [(DOCS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers]
     return [
         (DOCS.parent / "README.md", "results", counts),
@@ -131,24 +124,20 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     ]
 
 
-def _counted_in(entry: dict[str, Any]) -> bool:
-    """Whether its claims have sources and reasons: runs from before rules were revised have not."""
-    return all("source" in claim for claim in entry["claims"])
-
-
 def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entries by paper, or by paper and model where it is not the figures' own."""
+    """Entries by paper; those on another model, or on other prompts, apart."""
     found: dict[str, dict[str, Any]] = {}
-    for name, entry in known.items():
+    for name, entry in sorted(known.items(), key=lambda pair: "@" in pair[0]):
         experiment, _, other = name.partition("@")
-        whose = experiment.split("/")[0] + (f", {other}" if other else "")
-        found.setdefault(whose, {})[name] = entry
+        asked = "other prompts" if other.endswith(("text", "single")) else other
+        found.setdefault(", ".join(filter(None, (experiment.split("/")[0], asked))), {})[name] = entry
     return found
 
 
 def _counts(known: dict[str, Any]) -> list[str]:
     """A sentence, then a line per paper: how many claims hold, by who makes them."""
-    everything = [claim for entry in known.values() for claim in entry["claims"]]
+    # a claim that was tried on a second model, or on other prompts, is one claim still
+    everything = [claim for name, entry in known.items() if "@" not in name for claim in entry["claims"]]
     said = {source: _counted([c for c in everything if _source(c) == source]) for source in SOURCES}
     lines = [
         f"Of the claims that the papers state, {said['stated']}; of those that they imply, {said['implied']}; of our "
@@ -197,9 +186,7 @@ def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
         for name, entry in known.items()
         if name.partition("@")[0] == f"{paper}/{figure}"
     }
-    rows = [
-        (name.split("/")[1], claim) for name, entry in own.items() if _counted_in(entry) for claim in entry["claims"]
-    ]
+    rows = [(name.split("/")[1], claim) for name, entry in own.items() for claim in entry["claims"]]
     lines = ["## What the paper says and we did not find", "",
              "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
     for figure, c in rows:
@@ -232,7 +219,6 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
         *([f"### On {name.partition('@')[2]}", ""] if "@" in name else []),
         _text(entry["answer"]), "",
         f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
-        *([] if _counted_in(entry) else [BEFORE, ""]),
         "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
         *(f"| {_text(c['claim'])} | {_text(_said(c))} | {_measured(c)} | {_number(c['control'])} | "
           f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",

@@ -172,8 +172,8 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
     for feature in FEATURES:
         theirs, own, whole = (_row(rows, head, feature, which) for which in (*ESTIMATORS, ""))
         other = _row(rows, control, feature, "paper")
-        why: Any = {"reason": "small model", "why": f"The paper's estimate of {feature} has {theirs['dimensions']} "
-                    "dimensions here."}  # fmt: skip
+        size = "1 dimension" if theirs["dimensions"] == 1 else f"{theirs['dimensions']} dimensions"
+        why: Any = {"reason": "small model", "why": f"The paper's estimate of {feature} has {size} here."}
         claims += [
             Claim(f"{feature}: PC 1 separates keys from queries (AUC, the paper's subspace; control: a head at "
                   "chance)", "Fig. 8: PC 1 encodes keys versus queries", theirs["apart_on_pc1"],

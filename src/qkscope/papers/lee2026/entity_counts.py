@@ -106,7 +106,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
                 "ours <= 1",
                 **late.ends,
                 reason="small model",
-                why="The paper's heads are 128 wide.",
+                why="The paper's models have 8B and 4B weights.",
                 changed="was the most against the next fewer, which is another step at each preset.",
             )
         )
