@@ -228,9 +228,7 @@ def _rank_panel(axis: Axes, cells: Sequence[Row], kind: str, title: str) -> None
     palette = matplotlib.colormaps["Oranges"]
     for row, x, y in _places(axis, cells, title):
         off = abs(row[f"{kind}1"] - row["r1"]) + abs(row[f"{kind}2"] - row["r2"])
-        axis.add_patch(
-            Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.65 * min(off, _WORST) / _WORST), lw=0)
-        )
+        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.65 * min(off, _WORST) / _WORST), lw=0))
         words, weight = f"{row[f'{kind}1']}, {row[f'{kind}2']}", "bold" if off == 0 else "normal"
         axis.text(x, y, words, ha="center", va="center", fontsize=_font(cells), weight=weight)
 
