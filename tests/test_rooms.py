@@ -7,7 +7,7 @@ from pathlib import Path
 import qkscope
 
 SOURCE = Path(qkscope.__file__).parent
-NOUNS = ["errors", "kinds", "draws", "heads", "examples", "attention"]
+NOUNS = ["errors", "kinds", "draws", "heads", "examples", "attention", "hooks"]
 INSTRUMENT = [*NOUNS, "runs", "tasks", "capture", "maths", "analyses", "nano", "page", "explorer"]
 BELOW = ["papers", "bench", "cli"]
 ROOMS = [*INSTRUMENT, *BELOW]  # in the order of the design: a room imports itself and those above it

@@ -3,8 +3,9 @@
 Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay instant.
 
 The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws` (random numbers by
-address), `heads`, `examples`, `attention` (rows and their softmax). The rooms, each importing those before it: `runs`,
-`tasks`, `capture`, `maths`, `analyses`, `nano`, `page`, `explorer`; and below the instrument `papers`, `bench`, `cli`.
+address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, each
+importing those before it: `runs`, `tasks`, `capture`, `maths`, `analyses`, `nano`, `page`, `explorer`; and below the
+instrument `papers`, `bench`, `cli`.
 """
 
 from __future__ import annotations

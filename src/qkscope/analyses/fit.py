@@ -205,7 +205,7 @@ def fit_of(
             least=1,
             contrast=name,
             controls=controls,
-            about=about,
+            about={**about, "group_size": moments.group_size},
             sizes=moments.sizes(name),
             cov_k=one.cov_k.matrix(),
         )

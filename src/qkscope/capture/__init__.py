@@ -8,6 +8,7 @@ gives as `AttentionRows`), patched runs (`Edit`), and the weights
 Its files, in reading order. The way of a batch through a model:
 
 - ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
+- ``wrapped``: the model inside a bridge of TransformerLens or a model of nnsight
 - ``encode``: examples as padded ids, marks as token positions
 - ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied

@@ -19,6 +19,7 @@ from qkscope.capture.probe import Shape
 from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.hooks import Hook
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +44,11 @@ class Edit:
 
     def __repr__(self) -> str:
         return f"Edit({self.kind} of {self.head} at {len(self.row)} places)"
+
+    @property
+    def width(self) -> int:
+        """Of its vectors."""
+        return self.value.shape[-1]
 
     @classmethod
     def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
@@ -110,14 +116,16 @@ def _check_shapes(what: str, positions: Tensor, values: Tensor, axes: int) -> No
 
 
 class Patch:
-    """A visitor of the tap that applies edits."""
+    """A visitor of the tap that applies edits, and hooks to what the model computes."""
 
-    def __init__(self, edits: Sequence[Edit], shape: Shape) -> None:
-        self.by_layer: dict[int, list[Edit]] = {}
+    def __init__(self, edits: Sequence[Edit | Hook], shape: Shape) -> None:
+        self.by_layer: dict[int, list[Edit | Hook]] = {}
         for edit in edits:
             width = shape.facts.layers[shape.check(edit.head).layer].d_head
-            if edit.kind != "logits" and edit.value.shape[-1] != width:
-                raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.value.shape[-1]}.")
+            if edit.kind != "logits" and edit.width != width:
+                raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.width}.")
+            if isinstance(edit, Hook) and edit.space != "post_rope":
+                raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
             self.by_layer.setdefault(edit.head.layer, []).append(edit)
 
     @property
@@ -134,8 +142,19 @@ class Patch:
         if "queries" in kinds:
             call.q = call.q.clone()
         for edit in edits:
-            self._apply(edit, call)
+            if isinstance(edit, Hook):
+                self._hook(edit, call)
+            else:
+                self._apply(edit, call)
             call.redo.add(edit.head.index)
+
+    @staticmethod
+    def _hook(hook: Hook, call: Call) -> None:
+        index, cached = hook.head.index, call.q.shape[2] < call.k.shape[2]
+        if hook.kind == "keys":
+            call.k[:, index] = hook.edited(call.k[:, index])
+        elif not (cached and hook.tokens):  # with a cache only the newest queries are computed: those named have passed
+            call.q[:, index] = hook.edited(call.q[:, index])
 
     @staticmethod
     def _apply(edit: Edit, call: Call) -> None:

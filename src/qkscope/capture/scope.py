@@ -26,9 +26,11 @@ from qkscope.capture.probe import Shape, probe
 from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space
 from qkscope.capture.tap import Call, tap
+from qkscope.capture.wrapped import unwrapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.hooks import Hook
 from qkscope.kinds import Count, checked_class
 from qkscope.runs.shards import stream
 
@@ -134,10 +136,10 @@ class Scope(Shape):
 
         Parameters
         ----------
-        model : PreTrainedModel
-            Switched to eval mode; otherwise left as it is.
+        model : PreTrainedModel, TransformerBridge or nnsight model
+            Switched to eval mode; otherwise left as it is. Wrapped ones are looked into beside, on their weights.
         tokenizer : optional
-            Needed for examples that are text.
+            Needed for examples that are text; that of the bridge or nnsight model, if not given.
         name : str
             What to call it in results.
         check : bool
@@ -150,7 +152,7 @@ class Scope(Shape):
         >>> Scope.from_model(transformers.GPT2LMHeadModel(config), name="mine", check=False).d_head
         8
         """
-        scope = cls(model, tokenizer, name)
+        scope = cls(*unwrapped(model, tokenizer), name)
         if check:
             scope.self_check()
         return scope
@@ -282,7 +284,7 @@ class Scope(Shape):
         space: Space = "post_rope",
         rest: bool = True,
         logits: bool = False,
-        edits: Sequence[Edit] = (),
+        edits: Sequence[Edit | Hook] = (),
     ) -> Capture:
         """Run one batch and pick queries and keys; with edits, what comes after them.
 
@@ -294,7 +296,7 @@ class Scope(Shape):
             Where to look; those of an `Encoding` batch, if not given.
         heads, space, rest, logits :
             As in `capture`.
-        edits : sequence of Edit
+        edits : sequence of Edit or Hook
             Replacements that are in force during the run.
 
         Examples
@@ -351,12 +353,12 @@ class Scope(Shape):
         return None
 
     @contextmanager
-    def patched(self, edits: Sequence[Edit]) -> Iterator[Any]:
+    def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
         """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like.
 
         Parameters
         ----------
-        edits : sequence of Edit
+        edits : sequence of Edit or Hook
             Replacements of keys, queries or logits, at columns of the batch that is run.
 
         Examples
@@ -373,7 +375,7 @@ class Scope(Shape):
 
     @torch.no_grad()
     def generate(
-        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit] = (), max_new_tokens: Count = 16
+        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit | Hook] = (), max_new_tokens: Count = 16
     ) -> Int[Tensor, "b n"]:
         """Greedy continuation of each sequence, with edits in force at every step; new ids only.
 
@@ -381,7 +383,7 @@ class Scope(Shape):
         ----------
         inputs : Encoding or dict
             A left-padded batch.
-        edits : sequence of Edit
+        edits : sequence of Edit or Hook
             Positions are those of the batch.
         max_new_tokens : int
             How far to go.

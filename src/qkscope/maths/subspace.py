@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Natural, checked_class
+from qkscope.hooks import Does, Hook
+from qkscope.kinds import Count, Natural, checked_class
 from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, principal_angles
 from qkscope.maths.controls import Controls
 from qkscope.runs.store import read_tensors, write_tensors
@@ -221,6 +222,40 @@ class Subspace:
         rank : how many directions are the feature.
         """
         return replace(self, rank=rank)
+
+    def as_hook(
+        self,
+        does: Does,
+        *tokens: int | Int[Tensor, " b"],
+        side: Side = "key",
+        group_size: Count | None = None,
+    ) -> Hook:
+        """The subspace as an edit of the running model: for TransformerLens, nnsight, `Scope.patched`, or plain torch.
+
+        Parameters
+        ----------
+        does : ``"swap"`` exchanges the part in the subspace between two tokens, ``"remove"`` takes it away.
+        tokens : columns of the batch that runs, from 0 on: one number for all sequences, or one for each. A swap needs
+            two; where none is given, the part is removed at all tokens.
+        side : whether keys or queries are edited.
+        group_size : query heads that share a key head (``scope.group_size``); known where a fit gave the subspace.
+
+        Examples
+        --------
+        >>> import torch
+        >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])), head="L3H1", contrast="order")
+        >>> hook = feature.as_hook("swap", 0, 1, group_size=1)
+        >>> hook.name
+        'blocks.3.attn.hook_rot_k'
+        >>> hook(torch.arange(12.0).view(1, 2, 2, 3))[0, 1]
+        tensor([[ 9., 10.,  8.],
+                [ 6.,  7., 11.]])
+        """
+        if self.head is None:
+            raise BadInput("this subspace does not say whose it is: make it with head='L18H6' to use it as a hook.")
+        space, known = str(self.about.get("space", "post_rope")), self.about.get("group_size")
+        kind: Literal["keys", "queries"] = "keys" if side == "key" else "queries"
+        return Hook(does, self.head, kind, space, self.basis(side), tokens, group_size or known)
 
     # ------------------------------------------------------------------ words and files
 

@@ -108,7 +108,8 @@ class SwapEffect:
         over subspaces that make up the head; NaN where the head does not clearly prefer ``orig``.
         """
         gap, moved = self.gap.double(), self.moved.double().mean(dim=0)
-        mean, error = gap.mean(dim=0), gap.std(dim=0) / max(len(gap), 1) ** 0.5
+        mean = gap.mean(dim=0)
+        error = gap.std(dim=0) / len(gap) ** 0.5 if len(gap) > 1 else torch.full_like(mean, torch.inf)
         mean = torch.where(mean > 3 * error, mean, torch.nan)
         share = moved.mean(dim=0) / mean
         return share + (moved - share * gap) / mean

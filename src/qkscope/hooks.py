@@ -1,0 +1,132 @@
+"""Hook: a subspace as an edit of queries or keys while a model runs, in whatever tool runs it.
+
+``remove`` takes the part in the subspace away, ``x − P x``; ``swap`` exchanges it between two tokens,
+``k̃_a = k_a + P (k_b − k_a)`` and ``k̃_b = k_b + P (k_a − k_b)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+
+Does = Literal["swap", "remove"]
+
+
+@dataclass(frozen=True, repr=False)
+class Hook:
+    """What `Subspace.as_hook` gives: call it on the queries or keys of a layer, and it returns them edited.
+
+    Parameters
+    ----------
+    does : ``swap`` or ``remove``.
+    head : the query head whose subspace it is.
+    kind : whether ``keys`` or ``queries`` are edited.
+    space : ``post_rope`` or ``pre_rope``: where in the layer it belongs.
+    basis : orthonormal directions, as columns.
+    tokens : the two that are swapped, or those from which the part is removed (none: all); for each a column of the
+        batch, or one for each sequence.
+    group_size : query heads that share a key head.
+
+    Examples
+    --------
+    >>> hook = Hook("remove", Head(1, 3), "keys", "post_rope", torch.eye(4)[:, :1], (2,), group_size=2)
+    >>> hook.name
+    'blocks.1.attn.hook_rot_k'
+    >>> hook(torch.ones(1, 2, 3, 4))[0, 1]
+    tensor([[1., 1., 1., 1.],
+            [1., 1., 1., 1.],
+            [0., 1., 1., 1.]])
+    """
+
+    does: Does
+    head: Head
+    kind: Literal["keys", "queries"]
+    space: str
+    basis: Float[Tensor, "d r"]
+    tokens: tuple[int | Int[Tensor, " b"], ...] = ()
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.space not in ("post_rope", "pre_rope"):
+            raise BadInput(f"{self.space} keys differ for every query, so no hook can edit them: fit in post_rope.")
+        if self.does == "swap" and len(self.tokens) != 2:
+            raise BadInput(f"a swap exchanges two tokens, but got {len(self.tokens)}: give as_hook('swap', a, b).")
+        if self.does == "swap" and bool((torch.as_tensor(self.tokens[0]) == torch.as_tensor(self.tokens[1])).any()):
+            raise BadInput("a token cannot be swapped with itself: give two that differ in every sequence.")
+        if any(bool((torch.as_tensor(token) < 0).any()) for token in self.tokens):
+            raise BadInput("tokens of a hook count from 0 on: they are columns of the batch that runs.")
+
+    def __repr__(self) -> str:
+        return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {self.basis.shape[1]})"
+
+    @property
+    def width(self) -> int:
+        """Of the head."""
+        return self.basis.shape[0]
+
+    @property
+    def name(self) -> str:
+        """Where TransformerLens calls it, in a model that rotates."""
+        return f"blocks.{self.head.layer}.attn.hook_{'rot_' * (self.space == 'post_rope')}{self.kind[0]}"
+
+    def __call__(self, x: Float[Tensor, "b *hs d"], hook: Any = None) -> Float[Tensor, "b *hs d"]:
+        """Queries or keys of all heads of the layer, edited at one; what came is left as it is.
+
+        With grouped-query attention the edited key head serves its whole group, so all query heads of it see the edit.
+
+        Parameters
+        ----------
+        x : [batch, heads, tokens, d_head], with key heads unrepeated, as in transformers; where ``hook`` is given,
+            [batch, tokens, heads, d_head], as in TransformerLens.
+        hook : TransformerLens' hook point, which it gives to every hook.
+        """
+        if x.ndim != 4 or x.shape[-1] != self.width:
+            raise BadInput(
+                f"{self!r} edits {self.kind} of shape (batch, heads, tokens, {self.width}), but got {tuple(x.shape)}."
+            )
+        if self.kind == "keys" and self.group_size is None:
+            raise BadInput(
+                f"{self!r} does not know how many query heads share a key head: give group_size to as_hook"
+                " (scope.group_size, or 1 where keys are repeated)."
+            )
+        index = self.head.kv(self.group_size or 1) if self.kind == "keys" else self.head.index
+        axis = 1 if hook is None or getattr(hook, "pos_dim", None) == 2 else 2
+        if index >= x.shape[axis]:
+            raise BadInput(f"{self!r} needs the {self.kind} of head {index}, but these are of {x.shape[axis]} heads.")
+        x = x.clone()
+        own = x.select(axis, index)
+        own.copy_(self.edited(own))
+        return x
+
+    def edited(self, own: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Queries or keys of the one head, edited.
+
+        Parameters
+        ----------
+        own : at all tokens of the batch.
+        """
+        batch, length, _ = own.shape
+        rows = torch.arange(batch, device=own.device)
+        at = [torch.as_tensor(token, device=own.device).expand(batch) for token in self.tokens]
+        if any(int(token.max()) >= length for token in at):
+            raise BadInput(f"{self!r} points outside the batch of {batch} sequences of {length} tokens.")
+        basis = self.basis.to(own.device, torch.float32)
+        inside = (own.float() @ basis) @ basis.mT
+        change = torch.zeros_like(inside)
+        if self.does == "swap":
+            a, b = at
+            change[rows, a] = inside[rows, b] - inside[rows, a]
+            change[rows, b] = inside[rows, a] - inside[rows, b]
+        elif at:
+            for token in at:
+                change[rows, token] = -inside[rows, token]
+        else:
+            change = -inside
+        return (own.float() + change).to(own.dtype)

@@ -1,0 +1,133 @@
+"""A subspace as a hook does to the running model what the closed form says, and refuses what it does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from qkscope import BadInput, Scope, Subspace, decompose, tasks
+from qkscope.maths.bases import Projector
+from qkscope.maths.swap import swapped_keys
+from swapped_prompt import difference, own_feature, swapped_prompt
+
+HEAD = "L1H3"  # reads the second key head, as L1H2 does
+ROUNDING = 2e-6
+
+
+@pytest.fixture(scope="module")
+def nano() -> Scope:
+    return Scope.load("nano:mixed", attn="eager")
+
+
+@pytest.fixture(scope="module")
+def feature(nano: Scope) -> Subspace:
+    return own_feature(nano, HEAD)
+
+
+def attention(scope: Scope, ids: torch.Tensor) -> torch.Tensor:
+    """All heads of the layer, [heads, queries, keys], as the model itself gives them."""
+    return scope.model(ids, output_attentions=True).attentions[1][0]
+
+
+def test_a_patched_run_swaps_as_the_closed_form_does(nano, feature):
+    prompt = swapped_prompt(nano, feature)
+    hook = feature.as_hook("swap", *prompt.tokens)
+    encoded = nano.encode([tasks.binding(4, form="sentence").test(1)[0][0]])
+    plain = nano.capture_inputs(encoded, places=encoded.everywhere(), heads="L1H2,L1H3")
+    after = nano.capture_inputs(encoded, places=encoded.everywhere(), heads="L1H2,L1H3", edits=[hook])
+    rows = after.attention()[0]
+    assert difference(rows[1], prompt.after, prompt.tokens) < ROUNDING
+    assert difference(rows[1], prompt.before, prompt.tokens) > 0.01
+    assert torch.equal(after.attention()[:, 0], plain.attention()[:, 0])  # the rest of the group keeps its keys
+    with nano.patched([hook]) as model:
+        edited = model(prompt.ids).logits
+    assert not torch.equal(edited, nano.model(prompt.ids).logits)
+
+
+def test_in_code_of_ones_own_a_key_head_is_edited_for_its_whole_group(nano, feature, monkeypatch):
+    prompt = swapped_prompt(nano, feature)
+    hook, before = feature.as_hook("swap", *prompt.tokens), attention(nano, prompt.ids)
+    rotate, layers = modeling_llama.apply_rotary_pos_emb, iter(range(3))
+
+    def rotated(q, k, *args, **kwargs):
+        q, k = rotate(q, k, *args, **kwargs)
+        return q, hook(k) if next(layers) == 1 else k
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated)
+    after = attention(nano, prompt.ids)
+    assert difference(after[3, prompt.query], prompt.after, prompt.tokens) < ROUNDING
+    changed = (after - before).abs().amax((1, 2)) > 1e-4
+    assert changed.tolist() == [False, False, True, True]
+
+
+def test_a_swap_is_the_closed_forms_and_a_removed_part_is_gone(feature):
+    keys = torch.randn(2, 2, 5, 24, generator=torch.Generator().manual_seed(1))
+    kept = keys.clone()
+    at = torch.tensor([0, 4]), torch.tensor([3, 1])  # other tokens in each sequence
+    after = feature.as_hook("swap", *at)(keys)
+    assert torch.equal(keys, kept)
+    rows, projector = torch.arange(2), Projector.orthogonal(feature.basis("key").float())
+    wanted = swapped_keys(keys[rows, 1, at[0]], keys[rows, 1, at[1]], projector)
+    for token, key in zip(at, wanted, strict=True):
+        torch.testing.assert_close(after[rows, 1, token], key)
+    assert torch.equal(after[:, 0], keys[:, 0])
+    assert torch.equal(after[0, 1, [1, 2, 4]], keys[0, 1, [1, 2, 4]])
+    some, every = (feature.as_hook("remove", *tokens)(keys) for tokens in ((2,), ()))
+    assert float(feature.coordinates(every[:, 1]).abs().max()) < 1e-5
+    torch.testing.assert_close(some[:, 1, 2], every[:, 1, 2])
+    assert torch.equal(some[:, 1, [0, 1, 3, 4]], keys[:, 1, [0, 1, 3, 4]])
+
+
+def test_queries_are_edited_in_their_own_space(nano, feature):
+    encoded = nano.encode(["hat jam hat"])
+    hook = feature.as_hook("remove", side="query")
+    after = nano.capture_inputs(encoded, places=encoded.everywhere(), heads=HEAD, edits=[hook])
+    assert float(feature.coordinates(after.q[:, 0], "query").abs().max()) < 1e-5
+    assert float(feature.coordinates(after.q[:, 0], "key").abs().max()) > 0.1
+    assert hook.name == "blocks.1.attn.hook_rot_q"
+    assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
+
+
+def test_lower_precision_is_kept(feature):
+    keys = torch.randn(1, 2, 4, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    after = feature.as_hook("remove")(keys)
+    assert after.dtype == torch.bfloat16
+    exact = keys.float()[:, 1] - feature.project(keys.float()[:, 1])
+    torch.testing.assert_close(after[:, 1].float(), exact, atol=0.02, rtol=0)
+
+
+def test_a_fit_says_where_its_features_belong(nano, tmp_path):
+    fit = decompose(
+        nano, tasks.binding(4), HEAD, 4, contrasts=["order"], replicates=3, space="pre_rope", progress=False
+    )
+    feature = fit["order", HEAD]
+    feature.save(tmp_path / "order.safetensors")
+    for one in (feature, Subspace.load(tmp_path / "order.safetensors")):
+        assert one.as_hook("remove").name == "blocks.1.attn.hook_k"
+        assert one.as_hook("remove").group_size == nano.group_size == 2
+    with pytest.raises(BadInput, match=r"a patched run writes post_rope keys, but Hook.* is of pre_rope"):
+        nano.generate(nano.encode(["hat jam hat"]), edits=[feature.as_hook("remove")])
+
+
+def test_what_does_not_fit_is_one_sentence(nano, feature):
+    keys = torch.zeros(1, 2, 4, 24)
+    bare = Subspace.from_delta(torch.eye(24), 2, head=HEAD)
+    frame = Subspace.from_delta(torch.eye(24), 2, head=HEAD, about={"space": "query_frame"})
+    for call, says in {
+        lambda: feature.as_hook("swap", 1): "a swap exchanges two tokens, but got 1",
+        lambda: feature.as_hook("swap", 1, 1): "a token cannot be swapped with itself",
+        lambda: feature.as_hook("swap", 1, -1): "count from 0 on",
+        lambda: feature.as_hook("swop", 1, 2): "does is one of swap, remove, but got 'swop'",
+        lambda: feature.as_hook("swap", "hat", 2): "tokens of Subspace.as_hook should be a whole number",
+        lambda: frame.as_hook("remove"): "query_frame keys differ for every query",
+        lambda: Subspace.from_delta(torch.eye(24), 2).as_hook("remove"): "does not say whose it is",
+        lambda: bare.as_hook("remove")(keys): "does not know how many query heads share a key head",
+        lambda: feature.as_hook("remove")(keys[..., :12]): r"heads, tokens, 24\), but got \(1, 2, 4, 12\)",
+        lambda: feature.as_hook("remove")(keys.flatten(1, 2)): r"but got \(1, 8, 24\)",
+        lambda: feature.as_hook("remove")(keys[:, :1]): "needs the keys of head 1, but these are of 1 heads",
+        lambda: feature.as_hook("remove", 4)(keys): "points outside the batch of 1 sequences of 4 tokens",
+        lambda: nano.patched([own_feature(nano, "L1H4").as_hook("remove")]).__enter__(): "L1H4",
+    }.items():
+        with pytest.raises(BadInput, match=says):
+            call()
