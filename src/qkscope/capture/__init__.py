@@ -14,9 +14,9 @@ Its files, in reading order. The way of a batch through a model:
 - ``tap``: every attention call passes through us, nothing copied
 - ``own_code``: the same for families with attention code of their own, watched while it runs
 - ``spaces``: before the rotation, after it, and in the query's frame
-- ``gather``: heads gathered layer by layer; layers that are alike wait, and are done together
-- ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else
-- ``tokens``: what a token is before any context
+- ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else: `Capture`
+- ``gather``: how they are taken layer by layer; layers that are alike wait, and are done together
+- ``tokens``: what a token is before any context, and what it reads as
 - ``patch``: other keys, queries or logits in chosen heads, and the model runs on
 
 Whether a model can be trusted to be looked into:

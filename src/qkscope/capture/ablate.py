@@ -6,13 +6,15 @@ which is no state that the model knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from qkscope.capture.tap import cleared
 from qkscope.capture.writers import Reader
 from qkscope.heads import Head
 
@@ -35,29 +37,22 @@ def taken_out(
     """
     hooks = []
 
-    def replace(layer: int, own: Sequence[Head]) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            z = args[0].clone()
-            width = z.shape[-1] // len(instead[layer])
-            for head in own:
-                part = slice(head.index * width, (head.index + 1) * width)
-                z[heads[head].to(z.device), ..., part] = instead[layer][head.index].to(z)
-            return (z, *args[1:])
-
-        return hook
+    def replace(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        z = args[0].clone()
+        width = z.shape[-1] // len(instead[layer])
+        for head in (head for head in heads if head.layer == layer):
+            part = slice(head.index * width, (head.index + 1) * width)
+            z[heads[head].to(z.device), ..., part] = instead[layer][head.index].to(z)
+        return (z, *args[1:])
 
     for layer in {head.layer for head in heads}:
-        own = [head for head in heads if head.layer == layer]
         output = reader.blocks[layer].output
         assert output is not None
-        hooks.append(output.register_forward_pre_hook(replace(layer, own)))
+        hooks.append(output.register_forward_pre_hook(partial(replace, layer)))
     for module, value in (held or {}).items():
         hooks.append(module.register_forward_hook(lambda _module, _args, _out, value=value: value))
-    try:
+    with cleared(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -69,11 +64,8 @@ def parts_held(reader: Reader) -> Iterator[dict[nn.Module, Any]]:
         for block in reader.blocks
         for module in block.parts
     ]
-    try:
+    with cleared(hooks):
         yield noted
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -82,19 +74,12 @@ def outputs_summed(reader: Reader, shown: Bool[Tensor, "b t"]) -> Iterator[dict[
     sums: dict[int, Tensor] = {}
     hooks = []
 
-    def note(layer: int, heads: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            z = args[0].reshape(*shown.shape, -1)
-            sums[layer] = z[shown.to(z.device)].double().sum(0).unflatten(0, (heads, -1)).cpu()
-
-        return hook
+    def note(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        z, heads = args[0].reshape(*shown.shape, -1), reader.scope.facts.layers[layer].n_heads
+        sums[layer] = z[shown.to(z.device)].double().sum(0).unflatten(0, (heads, -1)).cpu()
 
     for layer, block in enumerate(reader.blocks):
-        heads = reader.scope.facts.layers[layer].n_heads
         if block.output is not None:
-            hooks.append(block.output.register_forward_pre_hook(note(layer, heads)))
-    try:
+            hooks.append(block.output.register_forward_pre_hook(partial(note, layer)))
+    with cleared(hooks):
         yield sums
-    finally:
-        for hook in hooks:
-            hook.remove()

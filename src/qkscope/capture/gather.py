@@ -6,8 +6,8 @@ waits must still be in the cache when its turn comes, so few layers do.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import Facts
 from qkscope.capture.spaces import Rotary, Space
-from qkscope.capture.tap import Call, Stop
+from qkscope.capture.tap import Call, Stop, overlay
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -73,25 +74,14 @@ def layout_of(
     return Layout(plans, tuple(kv_of_head))
 
 
-class Held(NamedTuple):
-    """What is left of a call until its turn: queries at their places and every key, also as the space has them.
+class Layers(NamedTuple):
+    """A layer that waits, or layers that are alike, as if they were one with many heads.
 
-    `kind` is what layers must have in common to be worked up together.
+    Of a call are left queries at their places and every key, also as the space has them. `kind` is what layers must
+    have in common to be worked up together; `call` is the first one's, its mask and its rotation those of all.
     """
 
     kind: tuple[Any, ...]
-    call: Call
-    plan: Plan
-    q: Float[Tensor, "*b h d"]
-    k: Float[Tensor, "n g t d"]
-    own_q: Float[Tensor, "*b h d"]
-    own_k: Float[Tensor, "n g t d"]
-    sinks: Float[Tensor, "h"] | None
-
-
-class Layers(NamedTuple):
-    """Layers that are alike, as if they were one with many heads; `call` is the first one's, its mask that of all."""
-
     call: Call
     plan: Plan
     q: Float[Tensor, "*b h d"]
@@ -103,7 +93,7 @@ class Layers(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, held: Sequence[Held], offset: int | None) -> Layers:
+    def of(cls, held: Sequence[Layers]) -> Layers:
         """Those that waited, their heads numbered through."""
         plan, heads, groups = Plan(), 0, 0
         for layer in held:
@@ -117,18 +107,16 @@ class Layers(NamedTuple):
         own_q = q if first.own_q is first.q else _together([layer.own_q for layer in held], -2)
         own_k = k if first.own_k is first.k else _together([layer.own_k for layer in held], 1)
         sinks = [layer.sinks for layer in held if layer.sinks is not None]
-        rotary = first.call.rotary if offset is not None else None
-        return cls(
-            first.call, plan, q, k, own_q, own_k, torch.cat(sinks).float() if sinks else None, rotary, offset or 0
-        )
+        every = torch.cat(sinks).float() if sinks else None
+        return first._replace(plan=plan, q=q, k=k, own_q=own_q, own_k=own_k, sinks=every)
 
 
 def _together(parts: list[Tensor], dim: int) -> Float[Tensor, "..."]:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class Gatherer(ABC):
-    """A visitor of the tap that gathers some heads of one batch into tensors allocated once.
+class Picker:
+    """A visitor of the tap that gathers queries and keys of some heads, at chosen places, into tensors allocated once.
 
     Parameters
     ----------
@@ -136,10 +124,12 @@ class Gatherer(ABC):
         What the model is.
     heads : sequence of Head
         Which heads, in the order of the result.
-    device : torch.device
-        Where the result goes.
+    places : Places
+        Where to look; their device is that of the result.
     space : str
         Which vectors to keep.
+    rest : bool
+        Whether to sum up the keys that are not named.
     stop : bool
         Whether to end the forward after the deepest layer asked for.
     own_keys : collection of int
@@ -150,12 +140,13 @@ class Gatherer(ABC):
         self,
         facts: Facts,
         heads: Sequence[Head],
-        device: torch.device,
-        space: Space,
+        places: Places,
+        space: Space = "post_rope",
+        rest: bool = True,
         stop: bool = True,
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
-        self.facts, self.heads, self.device, self.space, self.stop = facts, tuple(heads), device, space, stop
+        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
         layout = layout_of(tuple((one.n_heads, one.n_kv_heads) for one in facts.layers), self.heads, own_keys)
         widths = sorted({facts.layers[layer].d_head for layer in layout.plans})
         if len(widths) > 1:
@@ -165,11 +156,18 @@ class Gatherer(ABC):
         for layer in layout.plans:
             if space in facts.layers[layer].refusals:
                 raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.d_head, self.deepest = widths[0], max(layout.plans)
-        self.plans, self.groups = layout.plans, max(layout.kv_of_head) + 1
+        self.deepest, self.plans = max(layout.plans), layout.plans
+        self.device = device = places.row.device
         self.kv_of_head = layout.kv_on(device)
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
-        self._waiting: list[Held] = []
+        rows, keys = places.keys.shape
+        self.q = torch.zeros(rows, len(heads), widths[0], device=device)
+        self.k = torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device)
+        self.bias = torch.zeros(rows, len(heads), keys, device=device)
+        self.rest, self.top = (torch.zeros(rows, len(heads), device=device) if rest else None for _ in range(2))
+        self._one_each = places.row.tolist() == list(range(rows))
+        self._at: dict[torch.device, Places] = {}
+        self._waiting: list[Layers] = []
         self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
 
@@ -193,16 +191,17 @@ class Gatherer(ABC):
         held = sum(layer.q.nbytes + layer.k.nbytes for layer in self._waiting)
         if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
             self._work_up()
-        rows, columns = self.queries(call.q.device)
-        q = own_q = call.q[rows, :, columns]  # every head of one place is a small tensor: heads are chosen later
+        at = self._places(call.q.device)
+        q = own_q = call.q[at.row, :, at.query]  # every head of one place is a small tensor: heads are chosen later
         k = own_k = call.k
         offset = self.facts.layers[call.layer].offset
         if self.space == "pre_rope" and call.rotary is not None and offset is not None:
             every_q, own_k = call.rotary.unrotated(call.q, call.k, offset)
-            own_q = every_q[rows, :, columns]
+            own_q = every_q[at.row, :, at.query]
         # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
         first = self._waiting[0].call if self._waiting else call
-        self._waiting.append(Held(kind, first, plan, q, k, own_q, own_k, call.sinks))
+        rotary = None if offset is None else first.rotary
+        self._waiting.append(Layers(kind, first, plan, q, k, own_q, own_k, call.sinks, rotary, offset or 0))
         if call.layer == self.deepest:
             self._work_up()
 
@@ -217,15 +216,7 @@ class Gatherer(ABC):
 
     def _work_up(self) -> None:
         held, self._waiting = self._waiting, []
-        self.work_up(Layers.of(held, self.facts.layers[held[0].call.layer].offset))
-
-    @abstractmethod
-    def queries(self, device: torch.device) -> tuple[Int[Tensor, "*b"], Int[Tensor, "*b"]]:
-        """Row and column of every query to take, on a layer's device."""
-
-    @abstractmethod
-    def work_up(self, layers: Layers) -> None:
-        """Take what the plan says from layers that are alike."""
+        self._gather(Layers.of(held))
 
     # ------------------------------------------------------------------ heads into slots
 
@@ -255,12 +246,101 @@ class Gatherer(ABC):
             self._by_mask[key] = call.mask, make(call)  # the mask is held, so that its id is not used again
         return self._by_mask[key][1]
 
-    def per_head(self) -> tuple[Float[Tensor, "h"], Float[Tensor, "h"]]:
-        """Scale and soft-cap of every head."""
-        both = torch.tensor([self.scales, self.softcaps]).to(self.device, non_blocking=True)
-        return both[0], both[1]
+    # ------------------------------------------------------------------ what is taken of them
 
-    def check_finite(self, values: Tensor) -> None:
-        """Refuse vectors that overflowed."""
-        if not bool(values.sum(dtype=torch.float64).isfinite()):
+    def _places(self, device: torch.device) -> Places:
+        """The places on a layer's device, padded slots pointing at column 0."""
+        if device not in self._at:
+            at = self.places.to(device)
+            self._at[device] = dataclasses.replace(at, keys=at.keys.masked_fill(~at.key_mask, 0))
+        return self._at[device]
+
+    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
+        """Additive masks of the chosen queries: of the named keys, and of all the others."""
+        at, keys = self._places(call.q.device), call.k.shape[2]
+        rows = call.mask_rows(at.row, at.query)
+        at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
+        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
+        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
+
+    def _gather(self, layers: Layers) -> None:
+        """Queries, named keys, their masks, and the rest of the rows."""
+        call, plan, at = layers.call, layers.plan, self._places(layers.q.device)
+        at_keys, elsewhere = self.once_per_mask(call, self._masks)
+        every_q = layers.q.float()
+        q, k = self.choose(every_q, plan.heads), self._keys(layers.k, plan.kv, at)
+        bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
+        self.put(self.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
+        if self.rest is not None and self.top is not None:
+            for kept, value in zip((self.rest, self.top), self._rest(layers, at, every_q, elsewhere), strict=True):
+                self.put(kept, plan.slots, self.choose(value, plan.heads))
+        if layers.rotary is not None and self.space == "query_frame":
+            q, k = layers.rotary.turn_back(q, k, at.row, at.query, layers.offset)
+        elif layers.own_k is not layers.k:
+            q, k = self.choose(layers.own_q, plan.heads), self._keys(layers.own_k, plan.kv, at)
+        self.put(self.q, plan.slots, q)
+        self.put(self.k, plan.kv_slots, k)
+
+    def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
+        return k[at.row[:, None, None], self.index(chosen, k.device)[:, None], at.keys[:, None]].float()
+
+    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
+        call, (batch, groups, _, _) = layers.call, layers.k.shape
+        sums, tops = [], []
+        for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
+            part = slice(start, start + batch)
+            row, query = at.row[part], at.query[part]
+            every_k = (layers.k if self._one_each and len(row) == batch else layers.k[row]).float()
+            grouped = q[part].unflatten(1, (groups, -1)) * call.scale
+            logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2)) + mask[part]
+            for head, value in call.set_logits.items():
+                logits[:, head] = overlay(logits[:, head], value[row, query])
+            sums.append(logits.logsumexp(-1))
+            tops.append(logits.amax(-1))
+        rest, top = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (sums, tops))
+        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest)), top
+
+    def _with_set(self, layers: Layers, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
+        call, plan = layers.call, layers.plan
+        for head in call.set_logits.keys() & set(plan.heads):
+            slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
+            logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
+            there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
+            bias = bias.clone()
+            bias[:, slot] = overlay(bias[:, slot], there - logits)
+        return bias
+
+    def finish(
+        self,
+        example: Int[Tensor, "b"],
+        labels: Mapping[str, Int[Tensor, "b k"]],
+        logits: Float[Tensor, "b v"] | None = None,
+    ) -> Capture:
+        """The batch, after the forward."""
+        if not bool(self.q.sum(dtype=torch.float64).isfinite()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
+        if logits is not None and bool(logits.isnan().any()):
+            raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
+        self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
+        scale, softcap = torch.tensor([self.scales, self.softcaps]).to(self.device, non_blocking=True)
+        return Capture(
+            heads=self.heads,
+            q=self.q,
+            k=self.k,
+            kv_of_head=self.kv_of_head,
+            key_mask=self.places.key_mask,
+            scale=scale,
+            softcap=softcap if min(self.softcaps) < torch.inf else None,
+            bias=self.bias,
+            rest=self.rest,
+            example=example,
+            query_positions=self.places.query,
+            key_positions=self.places.keys,
+            labels=labels,
+            logits=logits,
+            space=self.space,
+            top=self.top,
+        )

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.projection import FAR, LayerCall, Norm, is_norm, norm_unit, take_apart
-from qkscope.capture.tap import Call, Stop, tap
+from qkscope.capture.tap import Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 
 
@@ -71,13 +71,8 @@ class HeldLayer:
         self._runs.clear()
         norms = [part for part in self.call.attention.modules() if is_norm(part)]
         hooks = [norm.register_forward_hook(self._norm) for norm in norms if not live]
-        try:
-            with tap(self.call.attention, take):
-                self.call.attention(*args, **kwargs)
-        finally:
-            stop.__traceback__ = None
-            for hook in hooks:
-                hook.remove()
+        with cleared(hooks, stop), tap(self.call.attention, take):
+            self.call.attention(*args, **kwargs)
         return found[0]
 
     def at(

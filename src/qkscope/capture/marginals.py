@@ -65,7 +65,7 @@ def _marginals(reader: Reader, found: Recorded, weights: Tensor) -> Iterator[tup
             for head in own:
                 yield head, *_pushed(reader, found, head, weights[:, reader.columns[head]], pieces)
         elif own:
-            asking.wait(_Layer(layer, own, table.filled, len(table.biases)))
+            asking.waiting.append(_Layer(layer, own, table.filled, len(table.biases)))
     yield from table.answer(asking)
 
 
@@ -114,10 +114,6 @@ class _Asking:
         if self.found.row.device.type != "cpu":
             at_once = max(_ROOM["gpu"] // self.reader.weights(first).W_Q.nbytes, 1)
         return len(self.waiting) >= at_once or self._kind(first) != self._kind(layer)
-
-    def wait(self, layer: _Layer) -> None:
-        """One more."""
-        self.waiting.append(layer)
 
     def _kind(self, layer: int) -> tuple[Any, ...]:
         """What layers have in common that ask together: their rotation, and whether their input is normalised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from qkscope.capture.pick import Capture
 from qkscope.capture.projection import LayerCall
 from qkscope.capture.spaces import Rotary
 from qkscope.capture.stream import Block
+from qkscope.capture.tap import cleared
 from qkscope.heads import Head
 
 Side = Literal["query", "key"]
@@ -24,13 +25,9 @@ _OF_ROWS = ("entered", "heads", "gave", "given")
 
 
 @cache
-def _names(layer: int, count: int) -> tuple[str, ...]:
-    return tuple(str(Head(layer, i)) for i in range(count))
-
-
-def head_names(layer: int, count: int) -> list[str]:
+def head_names(layer: int, count: int) -> tuple[str, ...]:
     """Names of the heads of a layer."""
-    return list(_names(layer, count))
+    return tuple(str(Head(layer, i)) for i in range(count))
 
 
 class Pushed(NamedTuple):
@@ -122,44 +119,29 @@ def hooked(
     found : where it goes.
     pick : takes the places of a tensor.
     """
-    hooks = []
+    hooks: list[Any] = []
 
-    def entering(layer: int) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.entered[layer] = pick(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.entered[layer] = pick(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
-        return note
+    def giving(kept: dict[Any, Tensor], key: Any, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept[key] = pick(args[0])
 
-    def giving(kept: dict[Any, Tensor], key: Any) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            kept[key] = pick(args[0])
+    def putting_out(module: nn.Module, _args: Any, out: Any) -> None:
+        found.gave[module] = pick(out[0] if isinstance(out, tuple) else out)
 
-        return note
+    def called(layer: int, call: LayerCall, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.calls[layer] = replace(call, args=args, kwargs=kwargs)
 
-    def putting_out(module: nn.Module) -> Any:
-        def note(_module: nn.Module, _args: Any, out: Any) -> None:
-            found.gave[module] = pick(out[0] if isinstance(out, tuple) else out)
-
-        return note
-
-    def called(layer: int, call: LayerCall) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.calls[layer] = replace(call, args=args, kwargs=kwargs)
-
-        return note
-
-    try:
+    with cleared(hooks):
         for layer, call in held.items():
-            hooks.append(call.attention.register_forward_pre_hook(called(layer, call), with_kwargs=True))
+            hooks.append(call.attention.register_forward_pre_hook(partial(called, layer, call), with_kwargs=True))
         for layer, block in enumerate(blocks):
             if layer in (0, *layers):
-                hooks.append(block.module.register_forward_pre_hook(entering(layer), with_kwargs=True))
+                hooks.append(block.module.register_forward_pre_hook(partial(entering, layer), with_kwargs=True))
             if layer + 1 < len(blocks):
                 if block.output is not None:
-                    hooks.append(block.output.register_forward_pre_hook(giving(found.heads, layer)))
-                hooks += [norm.register_forward_pre_hook(giving(found.given, norm)) for norm in block.norms]
-                hooks += [module.register_forward_hook(putting_out(module)) for module in block.parts]
+                    hooks.append(block.output.register_forward_pre_hook(partial(giving, found.heads, layer)))
+                hooks += [norm.register_forward_pre_hook(partial(giving, found.given, norm)) for norm in block.norms]
+                hooks += [module.register_forward_hook(putting_out) for module in block.parts]
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -14,10 +14,9 @@ the end of the batch. ``torch``'s fused attention says the same in its arguments
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qkscope.capture.spaces import other_forwards
 from qkscope.errors import BadInput
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm")
@@ -69,29 +69,18 @@ def _asks(module: nn.Module) -> bool:
     return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-@contextmanager
-def watched(modules: list[nn.Module], serve: Serve) -> Iterator[None]:
+def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[None]:
     """Show every attention of some modules to a function, for the duration of a ``with`` block."""
-    before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
-    try:
-        for module in modules:
-            module.forward = _watching(module, module.forward, serve)
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            vars(module).pop("forward", None)
-            if own is not None:
-                module.forward = own
 
+    def watching(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            given = next(value for value in (kwargs.get("hidden_states"), *args) if isinstance(value, Tensor))
+            with _Watch(module, len(given), serve):
+                return forward(*args, **kwargs)
 
-def _watching(module: nn.Module, forward: Callable[..., Any], serve: Serve) -> Callable[..., Any]:
-    @wraps(forward)
-    def watching(*args: Any, **kwargs: Any) -> Any:
-        given = next(value for value in (kwargs.get("hidden_states"), *args) if isinstance(value, Tensor))
-        with _Watch(module, len(given), serve):
-            return forward(*args, **kwargs)
+        return watch
 
-    return watching
+    return other_forwards(modules, watching)
 
 
 @dataclass(frozen=True)
@@ -177,16 +166,8 @@ class _Watch(TorchFunctionMode):
             mask = self._counted(mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf)
         eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
         scale, causal = kwargs.get("scale"), bool(kwargs.get("is_causal", False))
-        seen = Seen(
-            self.module,
-            q,
-            k,
-            v,
-            mask,
-            float(q.shape[-1] ** -0.5 if scale is None else scale),
-            causal,
-            lambda: func(q, k, eye, attn_mask, **kwargs),
-        )
+        scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+        seen = Seen(self.module, q, k, v, mask, scale, causal, lambda: func(q, k, eye, attn_mask, **kwargs))
         return self.serve(seen, lambda: func(q, k, v, attn_mask, **kwargs))
 
     def _line(self, made: _Made) -> tuple[Float[Tensor, "b h s t"], float]:

@@ -8,7 +8,7 @@ For a row (one query of one example), a head h with key head g, and the named ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
-from qkscope.capture.gather import Gatherer, Layers
-from qkscope.capture.probe import Facts
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import Call, overlay
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -155,129 +152,3 @@ class Capture:
         taken: dict[str, Any] = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
         labels = {name: value[rows] for name, value in self.labels.items()}
         return dataclasses.replace(self, **taken, labels=labels)
-
-
-class Picker(Gatherer):
-    """Gathers queries and keys at chosen places; with ``rest``, sums up the keys that are not named."""
-
-    def __init__(
-        self,
-        facts: Facts,
-        heads: Sequence[Head],
-        places: Places,
-        space: Space = "post_rope",
-        rest: bool = True,
-        stop: bool = True,
-        own_keys: frozenset[int] = frozenset(),
-    ) -> None:
-        super().__init__(facts, heads, places.row.device, space, stop, own_keys)
-        self.places = places
-        rows, keys = places.keys.shape
-        self.q = torch.zeros(rows, len(heads), self.d_head, device=self.device)
-        self.k = torch.zeros(rows, self.groups, keys, self.d_head, device=self.device)
-        self.bias = torch.zeros(rows, len(heads), keys, device=self.device)
-        others = [torch.zeros(rows, len(heads), device=self.device) if rest else None for _ in range(2)]
-        self.rest, self.top = others
-        self._one_each = places.row.tolist() == list(range(rows))
-        self._at: dict[torch.device, Places] = {}
-
-    def _places(self, device: torch.device) -> Places:
-        """The places on a layer's device, padded slots pointing at column 0."""
-        if device not in self._at:
-            at = self.places.to(device)
-            self._at[device] = dataclasses.replace(at, keys=at.keys.masked_fill(~at.key_mask, 0))
-        return self._at[device]
-
-    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
-        """Additive masks of the chosen queries: of the named keys, and of all the others."""
-        at, keys = self._places(call.q.device), call.k.shape[2]
-        rows = call.mask_rows(at.row, at.query)
-        at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
-        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
-        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
-        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
-
-    def queries(self, device: torch.device) -> tuple[Int[Tensor, "b"], Int[Tensor, "b"]]:
-        """One query for each row."""
-        at = self._places(device)
-        return at.row, at.query
-
-    def work_up(self, layers: Layers) -> None:
-        """Queries, named keys, their masks, and the rest of the rows."""
-        call, plan, at = layers.call, layers.plan, self._places(layers.q.device)
-        at_keys, elsewhere = self.once_per_mask(call, self._masks)
-        every_q = layers.q.float()
-        q, k = self.choose(every_q, plan.heads), self._keys(layers.k, plan.kv, at)
-        bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
-        self.put(self.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
-        if self.rest is not None and self.top is not None:
-            for kept, value in zip((self.rest, self.top), self._rest(layers, at, every_q, elsewhere), strict=True):
-                self.put(kept, plan.slots, self.choose(value, plan.heads))
-        if layers.rotary is not None and self.space == "query_frame":
-            q, k = layers.rotary.turn_back(q, k, at.row, at.query, layers.offset)
-        elif layers.own_k is not layers.k:
-            q, k = self.choose(layers.own_q, plan.heads), self._keys(layers.own_k, plan.kv, at)
-        self.put(self.q, plan.slots, q)
-        self.put(self.k, plan.kv_slots, k)
-
-    def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
-        return k[at.row[:, None, None], self.index(chosen, k.device)[:, None], at.keys[:, None]].float()
-
-    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
-        call, (batch, groups, _, _) = layers.call, layers.k.shape
-        sums, tops = [], []
-        for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
-            part = slice(start, start + batch)
-            row, query = at.row[part], at.query[part]
-            every_k = (layers.k if self._one_each and len(row) == batch else layers.k[row]).float()
-            grouped = q[part].unflatten(1, (groups, -1)) * call.scale
-            logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2)) + mask[part]
-            for head, value in call.set_logits.items():
-                logits[:, head] = overlay(logits[:, head], value[row, query])
-            sums.append(logits.logsumexp(-1))
-            tops.append(logits.amax(-1))
-        rest, top = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (sums, tops))
-        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest)), top
-
-    def _with_set(self, layers: Layers, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
-        call, plan = layers.call, layers.plan
-        for head in call.set_logits.keys() & set(plan.heads):
-            slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
-            logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
-            there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
-            bias = bias.clone()
-            bias[:, slot] = overlay(bias[:, slot], there - logits)
-        return bias
-
-    def finish(
-        self,
-        example: Int[Tensor, "b"],
-        labels: Mapping[str, Int[Tensor, "b k"]],
-        logits: Float[Tensor, "b v"] | None = None,
-    ) -> Capture:
-        """The batch, after the forward."""
-        self.check_finite(self.q)
-        if logits is not None and bool(logits.isnan().any()):
-            raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
-        self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
-        scale, softcap = self.per_head()
-        return Capture(
-            heads=self.heads,
-            q=self.q,
-            k=self.k,
-            kv_of_head=self.kv_of_head,
-            key_mask=self.places.key_mask,
-            scale=scale,
-            softcap=softcap if min(self.softcaps) < torch.inf else None,
-            bias=self.bias,
-            rest=self.rest,
-            example=example,
-            query_positions=self.places.query,
-            key_positions=self.places.keys,
-            labels=labels,
-            logits=logits,
-            space=self.space,
-            top=self.top,
-        )

@@ -32,7 +32,7 @@ from qkscope.capture.own_code import own_attention
 from qkscope.capture.projection import layer_number
 from qkscope.capture.refused import check_honoured, check_kind, refusal, replaced, without_attention
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
-from qkscope.capture.tap import Anatomy, Call, Stop, tap
+from qkscope.capture.tap import Anatomy, Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
@@ -264,11 +264,8 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
         return (first(args[0]), *args[1:]), kwargs
 
     hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
-    try:
+    with cleared(hooks):
         others = _calls(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     close = 5e-2 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else 1e-3
     apart = 0.0
     for call, other in zip(calls, others, strict=True):

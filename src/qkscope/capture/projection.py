@@ -8,8 +8,6 @@ or transposed projections and pre-scaled queries need no table: the layer's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +18,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import forward_arguments, short_inputs
-from qkscope.capture.tap import Call, Stop, tap
+from qkscope.capture.tap import Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 
 QKNorm = Literal["whole", "linear", "bias"]
@@ -129,7 +127,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, L
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
-    with torch.no_grad(), _cleared(hooks, stop), tap(model, visit):
+    with torch.no_grad(), cleared(hooks, stop), tap(model, visit):
         model.base_model(**_one_token(model))
     if not qk_norms:
         raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
@@ -167,17 +165,6 @@ def _times(one: Tensor, other: Tensor) -> float | None:
     one, other = one.double(), other.double()
     number = (one * other).sum() / one.square().sum().clamp_min(1e-30)
     return float(number) if (number * one - other).norm() <= close * other.norm() else None
-
-
-@contextmanager
-def _cleared(hooks: Sequence[Any], stop: Stop) -> Iterator[None]:
-    """Afterwards no hook is left on the model, and no tensor in a stopped forward's frames."""
-    try:
-        yield
-    finally:
-        stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
-        for hook in hooks:
-            hook.remove()
 
 
 def project(
@@ -222,7 +209,7 @@ def project(
         return (own.gain * centred).to(x.dtype)
 
     hooks = [norm.register_forward_hook(part_of) for norm in call.qk_norms] if qk_norm != "whole" else []
-    with _cleared(hooks, stop), tap(call.attention, take):
+    with cleared(hooks, stop), tap(call.attention, take):
         call.attention(*args, **kwargs)
     if len(found[0].k) != len(z):
         raise BadInput(

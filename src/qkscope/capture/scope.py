@@ -19,9 +19,10 @@ from torch import Tensor
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
+from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
 from qkscope.capture.patch import Edit, Patch
-from qkscope.capture.pick import Capture, Picker, Places
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import Shape, probe
 from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space

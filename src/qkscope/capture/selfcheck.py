@@ -21,9 +21,10 @@ import transformers
 from torch import Tensor
 
 from qkscope.capture.files import cache_dir, read_json, write_json
+from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import short_ids, short_inputs
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture, Picker, Places
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.refused import refusal
 from qkscope.capture.spaces import SPACES, Space
 from qkscope.capture.tap import Call, tap

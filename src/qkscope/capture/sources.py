@@ -22,7 +22,7 @@ from torch import Tensor
 from qkscope.capture.held import centred
 from qkscope.capture.pick import Places
 from qkscope.capture.projection import project
-from qkscope.capture.stream import Block, Entered, Heads, Node, Normed, Part, Scaled, Sum
+from qkscope.capture.stream import Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.capture.tap import Call
 from qkscope.capture.weights import pull_back, qk_norm_offsets, qk_norm_scales
 from qkscope.capture.writers import BIAS, EMBEDDING, Reader, Recorded, Side, norm_scalar, part_name
@@ -44,13 +44,7 @@ class Asked:
     """A relative logit ``Σ_t w_t scale q·k_t`` of n rows, and what it asks at the query and at the keys."""
 
     total: Float[Tensor, " n"]
-    query: Direction
-    key: Direction
-
-    @property
-    def sides(self) -> dict[Side, Direction]:
-        """Both, by name."""
-        return {"query": self.query, "key": self.key}
+    sides: dict[Side, Direction]
 
 
 @dataclass
@@ -149,11 +143,9 @@ class Trail:
         P = torch.eye(q.shape[-1]).to(q) if projector is None else projector.to(q)
         met = torch.einsum("np,npd->nd", weights, k) @ P.T * call.scale
         asked = (q @ P)[:, None] * (weights * call.scale)[..., None]
-        return Asked(
-            (q * met).sum(-1),
-            self._enter(head.layer, "q", head.index, at, met[:, None]),
-            self._enter(head.layer, "k", self.kv(head), keys, asked),
-        )
+        at_query = self._enter(head.layer, "q", head.index, at, met[:, None])
+        at_keys = self._enter(head.layer, "k", self.kv(head), keys, asked)
+        return Asked((q * met).sum(-1), {"query": at_query, "key": at_keys})
 
     def follow(self, head: Head, slots: Int[Tensor, " p"], along: Float[Tensor, "n p e"]) -> Direction:
         """What a direction on values of a head, at the tokens it read, asks of the stream there."""
@@ -215,50 +207,38 @@ def answer_of(reader: Reader, found: Recorded, asked: Direction) -> Answer:
     found : from its `record`.
     asked : where, and in which direction.
     """
-    answer = Answer()
+    answer, slots = Answer(), asked.slots
+
+    def back(layer: int, node: Node, g: Tensor) -> Tensor:
+        """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
+        match node:
+            case Entered():
+                return g
+            case Heads():
+                W, b = reader.output_weights(layer)
+                asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
+                said = (found.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
+                for i, value in enumerate(said.unbind(-1)):
+                    answer.add(str(Head(layer, i)), value)
+                answer.add(BIAS, g @ b)
+                answer.asks[layer] = answer.asks[layer] + asks if layer in answer.asks else asks
+            case Part(module):
+                name = part_name(reader.blocks[layer], layer, module)
+                answer.add(name, (found.gave[module][:, slots] * g).sum(-1))
+            case Scaled(_, gain, inner):
+                return back(layer, inner, g * gain.to(g))
+            case Sum(terms):
+                return torch.stack([back(layer, term, g * number) for number, term in terms]).sum(0)
+            case Normed(norm, inner):
+                given = found.given[norm][:, slots]
+                own = reader.taken_apart(norm, given)
+                answer.add(BIAS, g @ own.bias)
+                return back(layer, inner, centred(g * norm_scalar(norm, own, given)[..., None] * own.gain, own))
+        return torch.zeros_like(g)
+
     answer.add(BIAS, asked.constants)
     g = asked.vectors
     for layer in reversed(range(asked.layer)):
-        block = reader.blocks[layer]
-        g = _back(reader, found, block, layer, block.tree, g, asked.slots, answer)
-    answer.add(EMBEDDING, (found.entered[0][:, asked.slots] * g).sum(-1))
+        g = back(layer, reader.blocks[layer].tree, g)
+    answer.add(EMBEDDING, (found.entered[0][:, slots] * g).sum(-1))
     return answer
-
-
-def _back(
-    reader: Reader,
-    found: Recorded,
-    block: Block,
-    layer: int,
-    node: Node,
-    g: Tensor,
-    slots: Int[Tensor, " p"],
-    answer: Answer,
-) -> Tensor:
-    """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
-    match node:
-        case Entered():
-            return g
-        case Heads():
-            W, b = reader.output_weights(layer)
-            asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-            said = (found.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-            for i, value in enumerate(said.unbind(-1)):
-                answer.add(str(Head(layer, i)), value)
-            answer.add(BIAS, g @ b)
-            answer.asks[layer] = answer.asks[layer] + asks if layer in answer.asks else asks
-        case Part(module):
-            answer.add(part_name(block, layer, module), (found.gave[module][:, slots] * g).sum(-1))
-        case Scaled(_, gain, inner):
-            return _back(reader, found, block, layer, inner, g * gain.to(g), slots, answer)
-        case Sum(terms):
-            every = [_back(reader, found, block, layer, term, g * number, slots, answer) for number, term in terms]
-            return torch.stack(every).sum(0)
-        case Normed(norm, inner):
-            given = found.given[norm][:, slots]
-            own = reader.taken_apart(norm, given)
-            answer.add(BIAS, g @ own.bias)
-            g = g * norm_scalar(norm, own, given)[..., None] * own.gain
-            g = g - g.mean(-1, keepdim=True) if own.centres else g
-            return _back(reader, found, block, layer, inner, g, slots, answer)
-    return torch.zeros_like(g)

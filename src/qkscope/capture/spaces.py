@@ -222,17 +222,29 @@ def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the longest batch before
     it; a prompt in a batch would then not be the prompt alone.
     """
+    try:
+        with other_forwards(modules, _row_by_row):
+            yield
+    finally:
+        for module in modules:
+            _forget_lengths(module)
+
+
+@contextmanager
+def other_forwards(
+    modules: Sequence[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Modules run what ``wrap`` makes of their forward, for the duration of a ``with`` block."""
     before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
     try:
         for module in modules:
-            module.forward = _row_by_row(module, module.forward)
+            module.forward = wraps(module.forward)(wrap(module, module.forward))
         yield
     finally:
         for module, own in zip(modules, before, strict=True):
-            vars(module).pop("forward")
+            vars(module).pop("forward", None)
             if own is not None:
                 module.forward = own
-            _forget_lengths(module)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -243,7 +255,6 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(rotate)
     def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         _forget_lengths(module)
         if position_ids.ndim != 2 or len(position_ids) == 1:

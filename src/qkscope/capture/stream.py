@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.projection import block_of, is_norm, place_of
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import Call, cleared, tap
 from qkscope.errors import BadInput
 
 _DEEPEST = 4  # how far inside a block its parts are looked for
@@ -242,18 +243,14 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     gave: dict[nn.Module, Any] = {}
     heads: dict[int, Tensor] = {}
     watched = {module for block in blocks.values() for module in block.modules()}
-    hooks = [module.register_forward_pre_hook(_note(given), with_kwargs=True) for module in watched]
-    hooks += [module.register_forward_hook(_note_out(gave)) for module in watched]
+    hooks = [module.register_forward_pre_hook(partial(_note, given), with_kwargs=True) for module in watched]
+    hooks += [module.register_forward_hook(partial(_note_out, gave)) for module in watched]
 
     def visit(call: Call) -> None:
         heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2).cpu()
 
-    try:
-        with tap(model, visit, layers=layer_of):
-            model.base_model(**short_inputs(model, (7,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with cleared(hooks), tap(model, visit, layers=layer_of):
+        model.base_model(**short_inputs(model, (7,)))
     found: list[Block] = []
     before: Tensor | None = None
     for layer, block in sorted(blocks.items()):
@@ -329,20 +326,11 @@ def _main(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
-def _note(given: dict[nn.Module, Any]) -> Any:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[module] = args[0] if args else next(iter(kwargs.values()), None)
-        if not args and "hidden_states" in kwargs:
-            given[module] = kwargs["hidden_states"]
-        if isinstance(given[module], Tensor):
-            given[module] = given[module].cpu().clone()  # the solver that is needed runs there alone
-
-    return note
+def _note(given: dict[nn.Module, Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    value = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    given[module] = value.cpu().clone() if isinstance(value, Tensor) else value  # the solver runs there alone
 
 
-def _note_out(gave: dict[nn.Module, Any]) -> Any:
-    def note(module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
-        main = _main(out)
-        gave[module] = None if main is None else main.cpu().clone()
-
-    return note
+def _note_out(gave: dict[nn.Module, Any], module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+    main = _main(out)
+    gave[module] = None if main is None else main.cpu().clone()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -35,6 +35,18 @@ _numbers = itertools.count()
 
 class Stop(Exception):
     """Raised by a visitor that has seen enough: the rest of the forward pass is skipped."""
+
+
+@contextmanager
+def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
+    """Afterwards no hook is left on the model, and no tensor in a stopped forward's frames."""
+    try:
+        yield
+    finally:
+        if stop is not None:
+            stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""What a token is before any context: its embedding, and what the model makes of it alone by its second layer.
+"""What a token is before any context: what it reads as, its embedding, and what the model makes of it alone by its
+second layer.
 
 A token is shown twice, ``x x``, and read at its second place: whatever a head attends to there, it finds the same
 value, so that what comes out depends on the token alone; and the first place, which many heads treat in a way of its
@@ -7,6 +8,7 @@ own, is not read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 
 _AT_ONCE = 1024
+PIECE = "(part of a character)"
 
 
 @torch.no_grad()
@@ -51,11 +54,27 @@ def token_vectors(scope: Scope, ids: Int[Tensor, " n"]) -> list[Float[Tensor, "n
         if call.layer == second:
             raise Stop
 
-    hook = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(note, with_kwargs=True):
         for some in ids.split(_AT_ONCE):
             twice = pad_rows(list(some[:, None].expand(-1, 2)), 0, "right", scope.facts.takes_positions)
             scope.watch({name: value.to(scope.device) for name, value in twice.items()}, visit)
-    finally:
-        hook.remove()
     return [*found, torch.cat(given)]
+
+
+def token_texts(scope: Scope, ids: Sequence[int]) -> list[str]:
+    """What each token reads as; a character cut in pieces is shown at its first piece, whole."""
+    if scope.tokenizer is None:
+        return [str(i) for i in ids]
+    texts: list[str] = []
+    at = 0
+    while at < len(ids):
+        end = at + 1
+        text = scope.tokenizer.decode(ids[at:end])
+        while text.endswith("�") and end < len(ids) and end - at < 8:
+            end += 1
+            text = scope.tokenizer.decode(ids[at:end])
+        if text.endswith("�"):  # no character after all
+            end, text = at + 1, PIECE
+        texts += [text, *[""] * (end - at - 1)]
+        at = end
+    return texts

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.gather import layout_of
+from qkscope.capture.gather import Picker, layout_of
 from qkscope.capture.held import HeldLayer, centred, norm_scalar
 from qkscope.capture.inputs import input_device
 from qkscope.capture.notes import Pushed, Recorded, Side, head_names, hooked
-from qkscope.capture.pick import Picker, Places
+from qkscope.capture.pick import Places
 from qkscope.capture.probe import Layer
 from qkscope.capture.projection import Norm, project, record_calls, take_apart
 from qkscope.capture.scope import Scope
@@ -173,7 +173,7 @@ class Reader:
                 return entered
             case Heads():
                 values, b = self._head_parts(found, layer), self.output_weights(layer)[1]
-                names = head_names(layer, values.shape[1])
+                names = list(head_names(layer, values.shape[1]))
                 return [Parts(names, values), *self._constant(layer, b, found)]
             case Part(module):
                 return [Parts([part_name(block, layer, module)], found.gave[module][:, None])]

@@ -9,7 +9,7 @@ Its files, in reading order:
 - ``result``: the answer in words, and shards added up
 - ``tally``: sums by word, that merge and give intervals
 - ``whole``: whole heads taken out of the running model
-- ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut; ``texts``: how tokens read
+- ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut
 - ``many``: first writers of every head, on a task or on texts
 - ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked
 - ``sources``: the same over many prompts: how far away the tokens stood that the writers read

@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.sources import Direction, Trail
+from qkscope.capture.tokens import token_texts
 from qkscope.capture.writers import Reader, Side
 from qkscope.errors import BadInput
 from qkscope.heads import Head

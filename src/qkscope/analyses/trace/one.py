@@ -18,10 +18,10 @@ from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
-from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.scope import Scope
+from qkscope.capture.tokens import token_texts
 from qkscope.capture.writers import Parts, Reader, Recorded, Side
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.texts import token_texts
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
 from qkscope.capture.projection import is_norm
 from qkscope.capture.stream import Heads, Normed, Scaled, Sum
-from qkscope.capture.tap import Call
+from qkscope.capture.tap import Call, cleared
+from qkscope.capture.tokens import token_texts
 from qkscope.capture.writers import Reader, norm_scalar
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -63,16 +63,13 @@ class Output:
     @torch.no_grad()
     def _run(self) -> Float[Tensor, " v"]:
         """One whole run, with notes of what heads put out, what values they read, and what the last norm met."""
-        seen, hooks = self.seen, []
+        seen = self.seen
         inside = {module for block in self.reader.blocks for module in block.module.modules()}
         outside = [m for m in self.scope.model.modules() if is_norm(m) and m not in inside]
         after = [norm for block in self.reader.blocks for norm in block.norms]
 
-        def heads(layer: int) -> Any:
-            def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
-                seen.heads[layer] = args[0].reshape(1, -1, args[0].shape[-1])[0, self.query].float()
-
-            return note
+        def heads(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen.heads[layer] = args[0].reshape(1, -1, args[0].shape[-1])[0, self.query].float()
 
         def norm(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if args[0].ndim == 3:
@@ -84,18 +81,17 @@ class Output:
         def visit(call: Call) -> None:
             seen.values[call.layer] = call.v[0]
 
-        for layer, block in enumerate(self.reader.blocks):
-            if block.output is not None:
-                hooks.append(block.output.register_forward_pre_hook(heads(layer)))
+        hooks = [
+            block.output.register_forward_pre_hook(partial(heads, layer))
+            for layer, block in enumerate(self.reader.blocks)
+            if block.output is not None
+        ]
         hooks += [module.register_forward_hook(norm) for module in [*outside, *after]]
         head = self.scope.model.get_output_embeddings()
         if head is not None:
             hooks.append(head.register_forward_pre_hook(unembedded))
-        try:
+        with cleared(hooks):
             found = self.scope.watch(self.asked.inputs, visit, logits_at=self.places)
-        finally:
-            for hook in hooks:
-                hook.remove()
         assert found is not None
         return found[0]
 
