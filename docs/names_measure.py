@@ -22,8 +22,8 @@ from sklearn.metrics import roc_auc_score
 
 from qkscope import Scope
 from qkscope.analyses.discover.changes import change_row
-from qkscope.analyses.names.sight import attend
-from qkscope.analyses.names.study import Options, Study, documents_of, passages_of
+from qkscope.analyses.names.sight import Options, attend
+from qkscope.analyses.names.study import Study, documents_of, passages_of
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.draws import derived_seed

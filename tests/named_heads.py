@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.sight import Text
+from qkscope.analyses.names.sight import Options, Text
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.maths.factors import FactorFit
@@ -100,5 +100,6 @@ def looked_at(
     """Both passes."""
     readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
     text = Text(scope, scope.heads(), readings)
-    fit = fit_factors(text, fitted, Job(), batch_size=batch_size, progress=False)
-    return text, fit, look(text, fit, tested, Job(), batch_size=batch_size, progress=False)
+    options = Options(batch_size=batch_size, progress=False)
+    fit = fit_factors(text, fitted, Job(), options)
+    return text, fit, look(text, fit, tested, Job(), options)

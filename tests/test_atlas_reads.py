@@ -7,9 +7,8 @@ import torch
 
 import qkscope as qk
 from browser import Watched, chromium
-from qkscope.analyses.texts import cut, text_examples
 from qkscope.analyses.trace import many
-from qkscope.analyses.trace.many import first_writers, told
+from qkscope.analyses.trace.many import cut, first_writers, text_examples, told
 from qkscope.capture.writers import Reader
 from qkscope.page.blocks import blocks_of
 from qkscope.page.report import write_report

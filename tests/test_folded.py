@@ -8,7 +8,6 @@ import torch
 import qkscope as qk
 from qkscope import Example, Head
 from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.prompt import record_prompt
 from qkscope.capture.families import tiny_model
 from qkscope.capture.writers import Reader
 
@@ -19,7 +18,7 @@ def test_folded_parts_are_those_carried_to_every_token(family):
     scope = qk.Scope.from_model(tiny_model(family), name=family, check=False)
     reader = Reader(scope, [Head(1, 0), Head(1, 1)])
     asked = Asked.of(scope, Example(ids=tuple(range(3, 20))), None, False)
-    found = record_prompt(reader, asked)
+    found = reader.record(asked.inputs, asked.places)
     with torch.no_grad():
         for head in reader.heads:
             one = PromptTrace(reader, found, asked, head)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from qkscope.capture.families import tiny_model
+from qkscope.capture.families import tiny_model, trace_error
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.capture.split_check import trace_error
 from qkscope.capture.weights import head_weights
 from qkscope.capture.writers import BIAS, EMBEDDING, Reader
 from qkscope.errors import BadInput

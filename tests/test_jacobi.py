@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkscope.maths.bases import _failures, thin_svd
-from qkscope.maths.jacobi import gram_qr, jacobi_svd
+from qkscope.maths.bases import _failures, gram_qr, jacobi_svd, thin_svd
 
 
 def _matrices(kind: str, n: int) -> torch.Tensor:

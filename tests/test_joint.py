@@ -11,7 +11,7 @@ import torch
 
 from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.joint import joined, that_share
+from qkscope.analyses.prompts import joined, that_share
 from qkscope.capture.scope import Scope
 from qkscope.tasks.task import LazyUnits, Task
 from qkscope.tasks.words import OBJECTS
@@ -119,7 +119,7 @@ def test_joint_units_by_the_million_are_held_a_window_at_a_time(monkeypatch):
     task = tasks.ioi()
     whole = joined({name: task.fit(name, 50) for name in task.contrasts})
     monkeypatch.setattr("qkscope.tasks.task.WINDOW", 8)
-    monkeypatch.setattr("qkscope.analyses.joint.WINDOW", 8)
+    monkeypatch.setattr("qkscope.analyses.prompts.WINDOW", 8)
     parts = joined({name: task.fit(name, 50) for name in task.contrasts})
     assert isinstance(parts, LazyUnits)
     assert list(parts) == whole

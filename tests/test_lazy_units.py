@@ -48,11 +48,11 @@ PASS = r"""
 import re, sys
 from pathlib import Path
 from qkscope import tasks
-from qkscope.analyses import joint, prompts
+from qkscope.analyses import prompts
 from qkscope.analyses.decompose import decompose
 from qkscope.capture.scope import Scope
 from qkscope.tasks import task
-task.WINDOW = prompts.WINDOW = joint.WINDOW = int(sys.argv[2])
+task.WINDOW = prompts.WINDOW = int(sys.argv[2])
 scope, peaks = Scope.load(sys.argv[1], device="cpu"), []
 for n in (500, 4500):
     decompose(scope, tasks.binding(9), "L0H0", n, contrasts=["order"], batch_size=100, replicates=3, progress=False)

@@ -13,11 +13,23 @@ from named_heads import FIRST_WORD, WORDS, Planted, looked_at, made_heads, passa
 from qkscope.analyses.discover.changes import change_row
 from qkscope.analyses.discover.closer import look_closer
 from qkscope.analyses.names.look import Looked, fit_factors
-from qkscope.analyses.names.readings import NONE, Readings, copies, followed, shifted
-from qkscope.analyses.names.rules import AFTER_COPY, BEFORE, COPY, ITSELF, RULES, SAME_BEFORE, holds
+from qkscope.analyses.names.readings import (
+    AFTER_COPY,
+    BEFORE,
+    COPY,
+    ITSELF,
+    NONE,
+    RULES,
+    SAME_BEFORE,
+    Readings,
+    copies,
+    followed,
+    holds,
+    shifted,
+)
 from qkscope.analyses.names.sentence import UNNAMED, HeadShares, name_row, peak, rule_rates
-from qkscope.analyses.names.sight import FIRST, SKIP, Text
-from qkscope.analyses.names.study import Options, Study, match_rows
+from qkscope.analyses.names.sight import FIRST, SKIP, Options, Text
+from qkscope.analyses.names.study import Study, match_rows
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
@@ -130,7 +142,7 @@ def test_padding_changes_nothing(family: str) -> None:
     fitted, tested = passages(60, (24, 13, 19), seed=1), passages(6, (24, 13, 19), seed=2)
     _, fit, batched = looked_at(scope, fitted, tested, batch_size=16)
     text, _, alone = looked_at(scope, fitted, tested, batch_size=1)
-    single = fit_factors(text, fitted, Job(), batch_size=1, progress=False)
+    single = fit_factors(text, fitted, Job(), Options(batch_size=1, progress=False))
     torch.testing.assert_close(fit.coefficients, single.coefficients, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(fit.y_mean, single.y_mean, atol=1e-5, rtol=1e-4)
     for name, value in batched.tensors().items():

@@ -8,12 +8,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qkscope.capture.families import tiny_model
+from qkscope.capture.families import tiny_model, trace_error
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.split_check import trace_error
 from qkscope.capture.tap import tap
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput

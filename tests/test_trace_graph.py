@@ -5,8 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from qkscope.analyses.trace.graph import REST, trace_graph
-from qkscope.analyses.trace.sources import sources_of
+from qkscope.analyses.trace.graph import REST, sources_of, trace_graph
 from qkscope.capture.encode import Encoding
 from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import short_inputs

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope.analyses.trace.one import Asked
+from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows, singular_terms
-from qkscope.analyses.why.probe import Probe
 from qkscope.analyses.why.why import _answer
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope

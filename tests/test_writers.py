@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkscope.capture.families import FAMILIES, tiny_model
+from qkscope.capture.families import FAMILIES, _batch, sum_error, tiny_model, trace_error
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.marginals import marginals
 from qkscope.capture.pick import Places
 from qkscope.capture.projection import record_calls
 from qkscope.capture.scope import Scope
-from qkscope.capture.split_check import _batch, sum_error, trace_error
 from qkscope.capture.stream import Part, Sum, read_blocks
 from qkscope.capture.writers import BIAS, EMBEDDING, Reader
 from qkscope.errors import BadInput

@@ -20,6 +20,7 @@ from qkscope.errors import BadInput
 
 _PER_ROW = ("q", "k", "bias", "rest", "key_mask", "top")
 _PER_HEAD = ("scale", "kv_of_head", "softcap")
+_OF_HEADS = ("q", "bias", "rest", "top")  # rows by heads
 _PADDED = {"k": (0.0, (0, 0)), "bias": (-torch.inf, ()), "key_mask": (False, ())}  # with what, and the axes behind
 
 
@@ -108,20 +109,12 @@ class AttentionRows:
         return replace(self, **own)
 
     def of_head(self, column: int) -> AttentionRows:
-        """The rows of one head."""
-        one = slice(column, column + 1)
-        kv = torch.arange(self.q.shape[1], device=self.k.device) if self.kv_of_head is None else self.kv_of_head
+        """The rows of one head, with the keys that it reads."""
+        one, kv = slice(column, column + 1), column if self.kv_of_head is None else int(self.kv_of_head[column])
+        own = {name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None}
         scale = self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
-        return replace(
-            self,
-            q=self.q[:, one],
-            scale=scale,
-            kv_of_head=kv[one],
-            softcap=None if self.softcap is None else self.softcap[one],
-            bias=None if self.bias is None else self.bias[:, one],
-            rest=None if self.rest is None else self.rest[:, one],
-            top=None if self.top is None else self.top[:, one],
-        )
+        cap = None if self.softcap is None else self.softcap[one]
+        return replace(self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **own)
 
     def present(self) -> Bool[Tensor, "n k"]:
         """False where a slot is padding."""

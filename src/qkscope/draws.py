@@ -65,22 +65,3 @@ def derived_seed(*address: int | str) -> int:
 
 def _number(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
-
-
-def shuffled_rows(prompts: Int[Tensor, " n"], *address: int | Tensor) -> Int[Tensor, "*r n"]:
-    """Whole prompts in another order, the n-th row of one in place of the n-th row of another.
-
-    Only prompts of as many rows change places: else the rows of one would come from several, which are less alike than
-    a prompt's rows are, and noise would look like a finding. The address names the draw; with a part of shape (r, 1)
-    there are r of them.
-    """
-    _, prompt = prompts.unique(return_inverse=True)
-    counts = torch.bincount(prompt)
-    order = prompt.argsort(stable=True)
-    nth = torch.empty_like(order)
-    nth[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[prompt[order]]
-    group = counts[prompt] * (int(counts.max()) + 1) + nth  # rows that may change places: as many in all, and the n-th
-    by_lot = draw_bits(*address, prompt).argsort(dim=-1, stable=True)
-    by_lot = by_lot.gather(-1, group[by_lot].argsort(dim=-1, stable=True))
-    places = order[group[order].argsort(stable=True)]  # each group together, in the order of prompts
-    return torch.empty_like(by_lot).index_copy(-1, places, by_lot)

@@ -3,15 +3,14 @@
 In come a `Scope` and a task, prompts, or what an earlier verb found; out goes a `Result` with tables and arrays that a
 page is drawn from, in a folder if one is named. Files in reading order:
 
-- What verbs share: `prompts` (a task through a model, in batches; what a result was made from).
-- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `joint` (a prompt that several
-  contrasts label runs once), `fit_folder` (sums, and where they are kept), and `fit` (what it gives, read back, and
-  shards merged).
+- What verbs share: `prompts` (a task through a model, in batches; a prompt that several contrasts label runs once; what
+  a result was made from).
+- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `fit_folder` (sums, and where
+  they are kept), and `fit` (what it gives, read back, and shards merged).
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``.
 - Names, without labels: ``names/`` (what both verbs share), ``discover/`` (some heads in depth), `atlas` (every head).
-- `texts`: plain text as examples.
 - Features from weights: `relative` (every head's singular basis, and one prompt's relative attention split over it),
   `circuits` (which heads look from where to where), `sparsity` (how few vectors carry it), `sweep` (over training).
 """

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkscope.analyses.names.sentence import UNNAMED
-from qkscope.analyses.names.sight import FIRST
-from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of, passages_of
+from qkscope.analyses.names.sight import FIRST, PASSAGES, TESTED, Options
+from qkscope.analyses.names.study import Study, Texts, counted, documents_of, passages_of
+from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
@@ -27,7 +28,6 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.runs.job import Job
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.texts import text_hash
@@ -93,17 +93,9 @@ def atlas(
         experiment="atlas",
         answer=_answer(rows) + _tested_words(study) + (_read_words(reads) if refused is None else f" {refused}"),
         tables={"atlas": rows, **tables, "reads": reads},
-        model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name,
-            weights=scope.weights_hash,
-            text=text_hash(documents),
-            n=len(study.fitted),
-            test=len(study.tested),
-            length=length,
-        ),
+        **made_with(scope, text=text_hash(documents), **study.counted()),
     )
 
 

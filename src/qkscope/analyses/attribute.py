@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.prompts import check_same_model
+from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.swap import default_features
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
@@ -25,7 +25,6 @@ from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
 from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
 
@@ -130,11 +129,9 @@ def attribute(
             "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in found.overlap.items()],
             "split": split_rows(head, query, range(query + 1), found.logits, found.parts, "query"),
         },
-        model=scope.name,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name,
-            weights=scope.weights_hash,
+        **made_with(
+            scope,
             head=str(head),
             prompt=Example(ids=tuple(ids)).show(2000),
             split=split,

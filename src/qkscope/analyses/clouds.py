@@ -131,12 +131,12 @@ def clouds_of(result: Result) -> list[Cloud]:
     return sorted(found, key=lambda cloud: order.index(cloud.title) if cloud.title in order else len(order))
 
 
-def principal(x: Float[Tensor, "n d"], count: int = _COMPONENTS) -> Float[Tensor, "n c"]:
+def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
     """Coordinates on the first principal components; zeros where the points span fewer."""
     x = x - x.mean(dim=0)
     u, s, _ = torch.linalg.svd(x, full_matrices=False)
-    found = (u * s)[:, :count]
-    return torch.nn.functional.pad(found, (0, count - found.shape[1]))
+    found = (u * s)[:, :_COMPONENTS]
+    return torch.nn.functional.pad(found, (0, _COMPONENTS - found.shape[1]))
 
 
 def _colourings(

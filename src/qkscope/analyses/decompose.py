@@ -11,15 +11,19 @@ from typing import Annotated, Any, Literal
 
 from qkscope.analyses.fit import Fit, fit_of, merge_together
 from qkscope.analyses.fit_folder import ContrastSums, FitJob, JointSums, asked_of, checked_contrasts, task_file
-from qkscope.analyses.joint import Prompts, Units, joined, rows_of, that_share
 from qkscope.analyses.prompts import (
     Batch,
     Options,
+    Prompts,
     Rows,
+    Units,
     batches_of,
     contrast_rows,
+    joined,
     made_from,
     null_units,
+    rows_of,
+    that_share,
     unit_runner,
     units_hash,
     whole_rows,

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.circuits import QUERY, locate, rows_from
-from qkscope.analyses.prompts import check_same_model
+from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.capture.files import cache_dir
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
@@ -33,7 +33,6 @@ from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.bases import heads_at_once
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER
 
@@ -312,17 +311,9 @@ def relative_attention(
             "terms": rows,
             "split": split_rows(head, at, [slot], found.relative[0], parts, "both"),
         },
-        model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name,
-            weights=scope.weights_hash,
-            head=str(head),
-            prompt=example.show(2000),
-            chat=chat,
-            draws=draws,
-        ),
+        **made_with(scope, head=str(head), prompt=example.show(2000), chat=chat, draws=draws),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.circuits import (
@@ -235,15 +235,11 @@ def sparsity_rows(
 
 
 def group_difference(
-    arrays: Mapping[str, Tensor],
-    chosen: Sequence[int],
-    baseline: Mapping[str, Tensor] | None = None,
-    clusters: Int[Tensor, " n"] | None = None,
+    arrays: Mapping[str, Tensor], chosen: Sequence[int], baseline: Mapping[str, Tensor] | None = None
 ) -> tuple[float, float, float]:
     """Mean of ``sparsity − rotated`` over some edges, with its interval by prompt; less that of a ``baseline``.
 
-    Prompts are the same ones at every checkpoint, so the interval of the change is a paired one. ``clusters`` says
-    which prompts go together where they are not resampled one by one.
+    Prompts are the same ones at every checkpoint, so the interval of the change is a paired one.
     """
     index = list(chosen)
     gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
@@ -252,8 +248,7 @@ def group_difference(
     kept = gap.isfinite()
     if not bool(kept.any()):
         return float("nan"), float("nan"), float("nan")
-    own = torch.arange(len(gap)) if clusters is None else clusters
-    low, high = clustered_bootstrap(gap[kept], own[kept])
+    low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept])
     return float(gap[kept].mean()), float(low), float(high)
 
 

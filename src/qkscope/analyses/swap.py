@@ -328,7 +328,6 @@ def capture_rows(
     pairs: Pairs,
     progress: bool | None = None,
     job: Job | None = None,
-    name: str = "rows",
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
     check_rows(scope, fit)
@@ -338,6 +337,6 @@ def capture_rows(
         rows = capture(indices).captured.rows()
         return {name: getattr(rows, name) for name in _PARTS}
 
-    parts = (job or Job()).stream(name, pairs.batches, run, progress)
+    parts = (job or Job()).stream("rows", pairs.batches, run, progress)
     rows = AttentionRows.cat([AttentionRows(**{name: part[name] for name in _PARTS}) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

@@ -93,24 +93,21 @@ def sweep(
     n: int = 128,
     *,
     out: str | Path,
-    controls: Natural = 12,
-    draws: Count = 20,
-    seed: int = 0,
     batch_size: int = 32,
     device: str | None = None,
-    dtype: str | None = None,
     show: Callable[[Sparsity], object] = lambda result: None,
+    **asked: Any,
 ) -> Sparsity:
     """Measure sparsity at some checkpoints, into a folder; what an earlier run of the same job stored is not redone.
 
     Parameters
     ----------
     model, revisions : as in `qkscope.capture.names.checkpoints`.
-    heads, n, controls, draws : as in `qkscope.sparsity`.
+    heads, n, and in `asked` controls, draws, seed : as in `qkscope.sparsity`; dtype : of the weights.
     show : told the result before it is written, as the disk may be full.
     """
     start = time.perf_counter()
-    plan = plan_sweep(model, task, revisions, heads, n, out=out, controls=controls, draws=draws, seed=seed, dtype=dtype)
+    plan = plan_sweep(model, task, revisions, heads, n, out=out, **asked)
     found: list[Checkpoint] = plan.pop("checkpoints")
     with Job(out).hold() as job:
         result = _measured(task, plan, found, job, batch_size, device)

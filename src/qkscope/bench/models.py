@@ -20,7 +20,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.names.look import fit_factors, look
 from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.sight import Text, by_length
+from qkscope.analyses.names.sight import Options, Text, by_length
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows
@@ -115,8 +115,10 @@ def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Pass
         for batch in batches:
             scope.model.base_model(**batch.inputs, use_cache=False)
 
+    quiet = Options(progress=False)
+
     def ours() -> None:
-        look(text, fit_factors(text, fitted, Job(), progress=False), tested, Job(), progress=False)
+        look(text, fit_factors(text, fitted, Job(), quiet), tested, Job(), quiet)
 
     if scope.device.type == "cpu":
         return compare(plain, ours, repeats, warm=False, clock=time.process_time)

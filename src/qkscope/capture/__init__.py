@@ -24,7 +24,8 @@ Whether a model can be trusted to be looked into:
 - ``probe``: what its attention is and how it counts positions, read off live calls
 - ``refused``: the true cause where a model cannot be looked into
 - ``selfcheck``: five facts that must hold before a number is believed
-- ``families``: a tiny random model of every family, and the check behind ``qkscope models``
+- ``families``: a tiny random model of every family, and the checks behind ``qkscope models``: also whether parts sum
+  to the logit
 
 Who wrote what a head reads:
 
@@ -35,7 +36,6 @@ Who wrote what a head reads:
 - ``marginals``: the relative logits of many heads at once, split among writers
 - ``sources``: directions followed back to the writers at a token, and to the tokens that those read
 - ``folded``: one head's queries and keys at many tokens, added up without carrying writers to each
-- ``split_check``: whether the parts sum to the logit
 - ``ablate``: whole heads taken out of the running model
 
 Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.

@@ -9,6 +9,9 @@ Each tiny model is small enough to build in milliseconds and *loud* enough to ca
 N(0, 0.2²), so that attention is far from uniform, and everything else (norm gains, biases, sinks) is moved from its
 initial value to ``p₀ + 0.4 ε``, so that a forgotten gain or bias shows. Windows are shorter than the test batch and,
 where a family allows it, ``d_head · heads ≠ d_model``.
+
+A family is traced (`trace_error`) if parts sum to the logit: for a query, a key and a head, with the true vectors q and
+k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`` over ``max |q_c·k|, |q·k_c|``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,10 +34,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from qkscope.capture.inputs import input_device, model_pad_id, pad_rows, short_ids, short_inputs
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.split_check import trace_error
+from qkscope.capture.tap import Call, Stop
 from qkscope.capture.weights import head_weights
+from qkscope.capture.writers import Reader, Recorded
 from qkscope.errors import BadInput
+from qkscope.heads import Head
 from qkscope.kinds import checked_call
 
 _SIZES: dict[str, Any] = {
@@ -136,20 +144,10 @@ _BESIDE_TEXT: dict[str, dict[str, Any]] = {  # families with a vision tower: the
         "supported_aspect_ratios": [[1, 1]],
     }},
 }  # fmt: skip
-_ENCODERS: dict[str, Any] = dict.fromkeys(
-    (
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "layoutlm",
-        "electra",
-        "distilbert",
-        "modernbert",
-        "mpnet",
-        "deberta-v2",
-    ),
-    AutoModelForMaskedLM,
-) | dict.fromkeys(("vit", "dinov2"), AutoModelForImageClassification)
+_READERS = ["bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert", "mpnet", "deberta-v2"]
+_ENCODERS: dict[str, Any] = dict.fromkeys(_READERS, AutoModelForMaskedLM) | dict.fromkeys(
+    ("vit", "dinov2"), AutoModelForImageClassification
+)
 _BUILDERS: dict[str, Any] = {
     **_ENCODERS, "qwen2_vl": AutoModelForImageTextToText, "mllama": AutoModelForImageTextToText,
     "t5": AutoModelForSeq2SeqLM,
@@ -285,3 +283,73 @@ def _quietly() -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         torch.set_num_threads(threads)
+
+
+_LENGTHS = (9, 7)
+
+
+@torch.no_grad()
+def sum_error(reader: Reader, found: Recorded, head: Head, key_mask: Tensor) -> float:
+    """The largest difference between a head's logits and the sum of their parts, over the largest part.
+
+    Parameters
+    ----------
+    reader : of this head.
+    found : what one batch left.
+    head : whose logits.
+    key_mask : which of the places are keys.
+    """
+    vectors = []
+    for side in ("query", "key"):
+        parts = reader.turn(found, head.layer, reader.read(found, head, side), side)
+        vectors += [reader.true(found, head, side), parts]
+    q, q_parts, k, k_parts = vectors
+    logits = torch.einsum("nd,nkd->nk", q[:, 0], k)
+    split = (torch.einsum("ncd,nkd->nck", q_parts[:, :, 0], k), torch.einsum("nd,nckd->nck", q[:, 0], k_parts))
+    errors = [((parts.sum(1) - logits) * key_mask).abs().max() for parts in split]
+    largest = [(parts * key_mask[:, None]).abs().max() for parts in split]
+    return float(max(errors) / max(largest))
+
+
+def trace_error(scope: Scope) -> float:
+    """The largest `sum_error` of all heads but those of layer 0, on a short batch of prompts of two lengths.
+
+    Raises
+    ------
+    BadInput
+        If the model cannot be traced; the sentence says why.
+    """
+    if scope.n_layers < 2:
+        raise BadInput(f"{scope.name} cannot be traced: it has one layer, so only the embedding writes before it.")
+    inputs, places = _batch(scope)
+    heads = [head for head in scope.heads() if head.layer > 0]
+    widths = {scope.facts.layers[head.layer].d_head for head in heads}
+    errors = []
+    for width in sorted(widths):
+        some = [head for head in heads if scope.facts.layers[head.layer].d_head == width]
+        reader = Reader(scope, some)
+        found = reader.record(inputs, places)
+        errors += [sum_error(reader, found, head, places.key_mask) for head in some]
+    return max(errors)
+
+
+def _batch(scope: Scope) -> tuple[dict[str, Tensor], Places]:
+    """Two prompts, padded where they can be, or two images; each asks from its last token."""
+    model, sides = scope.model, scope.facts.sides
+    if model.main_input_name == "pixel_values":
+        inputs, tokens = short_inputs(model, _LENGTHS), []
+
+        def count(call: Call) -> None:
+            tokens.append(call.k.shape[2])
+            raise Stop
+
+        scope.watch(inputs, count)
+        mask = torch.ones(len(_LENGTHS), tokens[0], device=input_device(model))
+    else:
+        rows = short_ids(model, _LENGTHS if sides else (_LENGTHS[0],) * len(_LENGTHS))
+        inputs = pad_rows(rows, model_pad_id(model) or 0, sides[0] if sides else "left", scope.facts.takes_positions)
+        inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
+        mask = inputs["attention_mask"]
+    row = torch.arange(len(mask), device=mask.device)
+    last = mask.shape[1] - 1 - mask.flip(-1).long().argmax(-1)
+    return inputs, Places.everywhere(row, last, mask)

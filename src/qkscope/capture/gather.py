@@ -43,13 +43,12 @@ class Layout:
 
     plans: dict[int, Plan]
     kv_of_head: tuple[int, ...]
-    _there: dict[torch.device, Tensor] = field(default_factory=dict, compare=False)
 
-    def kv_on(self, device: torch.device) -> Int[Tensor, "h"]:
-        """`kv_of_head` on a device, brought there once."""
-        if device not in self._there:
-            self._there[device] = torch.tensor(self.kv_of_head, device=device)
-        return self._there[device]
+
+@lru_cache(maxsize=4096)
+def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, "n"]:
+    """Numbers on a device, brought there once: small GPU calls cost more than their work."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)  # a batch comes every few milliseconds, and a model has a thousand heads
@@ -158,7 +157,7 @@ class Picker:
                 raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
         self.deepest, self.plans = max(layout.plans), layout.plans
         self.device = device = places.row.device
-        self.kv_of_head = layout.kv_on(device)
+        self.kv_of_head = index_on(device, layout.kv_of_head)
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
         rows, keys = places.keys.shape
         self.q = torch.zeros(rows, len(heads), widths[0], device=device)
@@ -168,7 +167,6 @@ class Picker:
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
         self._waiting: list[Layers] = []
-        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
 
     # ------------------------------------------------------------------ layers come, wait, and are worked up
@@ -226,18 +224,11 @@ class Picker:
         if slots == list(range(first, last)):
             out[:, first:last] = value
         else:
-            out.index_copy_(1, self.index(slots, out.device), value.to(out))
+            out.index_copy_(1, index_on(out.device, tuple(slots)), value.to(out))
 
     def choose(self, values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
         """Some heads of all, without a copy where they are all of them."""
-        return values if heads == list(range(values.shape[1])) else values[:, self.index(heads, values.device)]
-
-    def index(self, numbers: list[int], device: torch.device) -> Int[Tensor, "n"]:
-        """A list of numbers on a device, brought there once: small GPU calls cost more than their work."""
-        key = device, tuple(numbers)
-        if key not in self._indices:
-            self._indices[key] = torch.tensor(numbers).to(device, non_blocking=True)
-        return self._indices[key]
+        return values if heads == list(range(values.shape[1])) else values[:, index_on(values.device, tuple(heads))]
 
     def once_per_mask(self, call: Call, make: Callable[[Call], T]) -> T:
         """What depends on the call's mask alone, made once: layers share their masks."""
@@ -283,7 +274,7 @@ class Picker:
         self.put(self.k, plan.kv_slots, k)
 
     def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
-        return k[at.row[:, None, None], self.index(chosen, k.device)[:, None], at.keys[:, None]].float()
+        return k[at.row[:, None, None], index_on(k.device, tuple(chosen))[:, None], at.keys[:, None]].float()
 
     def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""

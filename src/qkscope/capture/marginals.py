@@ -73,7 +73,6 @@ def _pushed(
     reader: Reader, found: Recorded, head: Head, weights: Float[Tensor, "n k"], pieces: Sequence[Parts]
 ) -> tuple[Tensor, Tensor]:
     """The same of one head without directions to ask in: its parts themselves."""
-    assert found.captured is not None
     q, k = (reader.true(found, head, side) for side in _SIDES)
     q_parts, k_parts = (reader.read(found, head, side, pieces) for side in _SIDES)
     weights = weights * found.captured.scale[reader.columns[head]].to(weights)
@@ -127,7 +126,6 @@ class _Asking:
         reader, found, layers = self.reader, self.found, self.waiting
         heads = [head for layer in layers for head in layer.heads]
         at = reader.index([reader.columns[head] for head in heads])
-        assert found.captured is not None
         scale, weights = found.captured.scale[at].to(self.weights), self.weights[:, at]
         q, k = true_vectors(reader, found, heads)
         summed = torch.einsum("nhk,nhkd->nhd", weights, k) * scale[:, None]
@@ -196,7 +194,6 @@ def _norm_kind(norm: nn.Module | None) -> Any:
 
 def true_vectors(reader: Reader, found: Recorded, heads: Sequence[Head]) -> tuple[Tensor, Tensor]:
     """Queries and named keys of some heads as the dot product sees them: `Reader.true` of all at once."""
-    assert found.captured is not None
     some, columns = slice(found.first, found.first + len(found.row)), [reader.columns[head] for head in heads]
     kv = [reader.kv_of_head[column] for column in columns]
     keys = found.captured.k[some, min(kv) : max(kv) + 1]

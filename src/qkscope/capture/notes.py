@@ -55,7 +55,7 @@ class Recorded:
 
     row: Int[Tensor, " n"]
     columns: Int[Tensor, "n p"]
-    captured: Capture | None = None
+    captured: Capture = None  # type: ignore[assignment]  # until the forward is over
     entered: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, Tensor] = field(default_factory=dict)
     gave: dict[nn.Module, Tensor] = field(default_factory=dict)

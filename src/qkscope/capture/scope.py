@@ -312,8 +312,7 @@ class Scope(Shape):
             if places is None:
                 raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
             inputs = Encoding(inputs, places, places.row, {})
-        batch = inputs.at(places)
-        patch = Patch(edits, self)
+        batch, patch = inputs.at(places), Patch(edits, self)
         picker = Picker(self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys)
         at = batch.places if logits else None
         scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.gather import Picker, layout_of
+from qkscope.capture.gather import Picker, index_on, layout_of
 from qkscope.capture.held import HeldLayer, centred, norm_scalar
 from qkscope.capture.inputs import input_device
 from qkscope.capture.notes import Pushed, Recorded, Side, head_names, hooked
@@ -72,7 +72,6 @@ class Reader:
         self._norms: dict[nn.Module, Norm] = {}
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._speaks: dict[nn.Module | int, bool] = {}
-        self._indices: dict[tuple[int, ...], Tensor] = {}
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
         self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
         self.columns = {head: column for column, head in enumerate(self.heads)}
@@ -97,10 +96,7 @@ class Reader:
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""
-        key = tuple(numbers)
-        if key not in self._indices:
-            self._indices[key] = torch.tensor(numbers, device=input_device(self.scope.model))
-        return self._indices[key]
+        return index_on(input_device(self.scope.model), tuple(numbers))
 
     # ------------------------------------------------------------------ one forward
 
@@ -342,7 +338,6 @@ class Reader:
 
     def true(self, found: Recorded, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """The head's own queries or keys at the places, as the dot product sees them."""
-        assert found.captured is not None
         column, some = self.columns[head], slice(found.first, found.first + len(found.row))
         if side == "query":
             return found.captured.q[some, column, None]

@@ -38,7 +38,7 @@ def discover(
     A run that died goes on where it stopped.
     """
     from qkscope.analyses.discover.discover import discover as run
-    from qkscope.analyses.names.study import Options
+    from qkscope.analyses.names.sight import Options
     from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_discovery
     from qkscope.runs.folder import check_folder
@@ -76,7 +76,7 @@ def atlas(
     A run that died goes on where it stopped.
     """
     from qkscope.analyses.atlas import atlas as run
-    from qkscope.analyses.names.study import Options
+    from qkscope.analyses.names.sight import Options
     from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_atlas
     from qkscope.runs.folder import check_folder

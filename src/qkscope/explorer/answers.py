@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.one import ATTENDED, Asked, PromptTrace
 from qkscope.analyses.why.parts import part_rows
 from qkscope.explorer.features import Features
@@ -17,7 +18,6 @@ from qkscope.explorer.looked import Looked
 from qkscope.explorer.what_if import MOVES, Change, WhatIf
 from qkscope.heads import Head
 from qkscope.maths.attribution import attribute_logits
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
 _TEXTS = 3
@@ -88,10 +88,9 @@ class Answer:
         if not self.bases:
             return []
         rows, one = self.what_if.rows, self.what_if
-        assert rows.kv_of_head is not None
         ordered = dict(sorted(self.bases.items(), key=lambda item: item[1].shape[1]))
-        keys, scale = rows.k[0, rows.kv_of_head[0]], float(one.captured.scale[one.column])
-        found, total = attribute_logits(rows.q[0, 0], keys, scale, ordered), self._relative()
+        scale, total = float(one.captured.scale[one.column]), self._relative()
+        found = attribute_logits(rows.q[0, 0], rows.k[0, 0], scale, ordered)
         parts = {name: float(part @ self._weights()) for name, part in found.parts.items()}
         return [
             {"by": "features", "side": "query", "part": name, "value": value, "share": value / total if total else None}
@@ -190,7 +189,11 @@ class Answer:
         """What changes do, to be saved as a page."""
         names = ("before", "after", "random", "random_low", "random_high", "moved", "verdict")
         told = "; ".join(changes)
-        scope, tokens = self.looked.scope, self.asked.tokens
+        tokens = self.asked.tokens
+        asked = {
+            "tokenizer": self.looked.scope.tokenizer_hash, "prompt": self.prompt, "head": str(self.head),
+            "query": self.asked.query, "key": self.key, "changes": list(changes),
+        }  # fmt: skip
         attention = [
             {"head": str(self.head), "position": i, "token": tokens[i], "before": float(self.what_if.attention[i]),
              "after": after}
@@ -204,17 +207,7 @@ class Answer:
                 "rows": attention,
             },
             answer=f"With {told}: {made['said']}",
-            model=scope.name,
-            provenance=provenance(
-                model=scope.name,
-                weights=scope.weights_hash,
-                tokenizer=scope.tokenizer_hash,
-                prompt=self.prompt,
-                head=str(self.head),
-                query=self.asked.query,
-                key=self.key,
-                changes=list(changes),
-            ),
+            **made_with(self.looked.scope, **asked),
         )
 
 

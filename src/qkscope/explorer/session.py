@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.trace.one import PromptTrace
-from qkscope.analyses.why.probe import Probe, reader_of
+from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.why import why
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope

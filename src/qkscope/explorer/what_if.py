@@ -103,8 +103,7 @@ class WhatIf:
     def _logits(
         self, writers: Mapping[str, Sequence[int]], swaps: Sequence[tuple[int, Projector]], hidden: bool
     ) -> Tensor:
-        assert self.rows.kv_of_head is not None
-        keys, q = self.rows.k[0, self.rows.kv_of_head[0]].clone(), self.rows.q[0, 0]
+        keys, q = self.rows.k[0, 0].clone(), self.rows.q[0, 0]
         if any(writers.values()):
             assert self.trace is not None
             away = self.trace.away(writers)

@@ -4,9 +4,9 @@ In come queries, keys and labels of chosen positions, attention rows, or a head'
 their controls, swaps in closed form, splits of a logit, and singular vectors. Files in reading order:
 
 - ``sums``: what streams and merges; ``[v; 1]`` and centring. ``moments``: the sums of a contrast.
-- ``significance``: the same sums under H0, p-values, intervals. ``bases``: SVDs that are multiplied out, and what
-  several bases are to each other; ``jacobi``: of many matrices at once. ``controls``: what a rank is worth.
-  ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
+- ``significance``: the same sums under H0, p-values, intervals. ``bases``: SVDs that are multiplied out, of many
+  matrices at once too, and what several bases are to each other. ``controls``: what a rank is worth. ``subspace``:
+  ``ΔC = U S Vᵀ``, cut at a rank.
 - ``swap``, ``methods``: the causal test, what can be swapped, and how well any subspace could do.
 - ``attribution``: a logit split among subspaces, and the one table of every split. ``writers``: one split among the
   writers of the residual stream, and edges cut and kept.

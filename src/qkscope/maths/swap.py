@@ -306,7 +306,6 @@ def swap_table(
     prompts: Int[Tensor, " n"],
     *,
     against: Mapping[Any, Any] | None = None,
-    draws: int = 2000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """One row per head and `Condition` (or name), with intervals clustered by prompt (or by what ``prompts`` numbers).
@@ -322,7 +321,7 @@ def swap_table(
     table = []
     for column, head in enumerate(heads):
         values = _measures(list(effects.values()), column, baseline)
-        low, high = clustered_bootstrap(values, prompts, draws=draws, seed=seed)
+        low, high = clustered_bootstrap(values, prompts, seed=seed)
         for i, (what, effect) in enumerate(zip(conditions, effects.values(), strict=True)):
             told: dict[str, float | None] = {}
             for m, measure in enumerate(_MEASURES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qkscope.analyses.names.rules import AFTER_COPY, COPY, SAME_BEFORE
+from qkscope.analyses.names.readings import AFTER_COPY, COPY, SAME_BEFORE
 from qkscope.maths.factors import MEAN
 
 FAMILIES = {

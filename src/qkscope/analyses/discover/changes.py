@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.names.readings import BACK, SHAM
-from qkscope.analyses.names.sight import FIRST, Sight, Text, attend, by_length
+from qkscope.analyses.names.sight import FIRST, Attended, Sight, Text, attend, by_length
 from qkscope.analyses.names.study import Study
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
@@ -141,10 +142,10 @@ class _One:
         """
         found = dict[int, int | None]()
 
-        def take(indices: list[int], attention: Tensor, *_: Tensor) -> None:
+        def take(indices: list[int], _call: Call, _sight: Sight, seen: Attended) -> None:
             for row, i in enumerate(indices):
                 last = len(passages[i].ids) - 1
-                own = attention[row, last].clone()
+                own = seen.attention[row, 0, last].clone()
                 own[: self.back + _FARTHER + 1], own[last - _APART - self.back :] = 0, 0
                 found[i] = int(own.argmax()) if float(own.max()) > 0 else None
 
@@ -164,28 +165,42 @@ class _One:
         for ids, place in zip(plain, places, strict=True):
             at = place.at - farther
             changed.append((*ids[:at], place.new, *ids[at + 1 :]))
-        before, after = dict[int, float](), dict[int, float]()
-        predicted = dict[int, tuple[float, float, float]]()
+        logits = torch.zeros(2, len(places), dtype=torch.float64)  # before, and after
+        predicted = torch.zeros(3, len(places), dtype=torch.float64)
 
-        def note(kept: dict[int, float], predict: bool) -> Any:
-            def take(indices: list[int], attention: Tensor, raw: Tensor, seen: Tensor, turn: Any) -> None:
-                for row, i in enumerate(indices):
-                    place = places[i]
-                    own, sight = raw[row, place.query], seen[row, place.query].clone()
-                    sight[place.key] = False
-                    kept[i] = float(own[place.key] - (own * sight).sum() / sight.sum().clamp_min(1))
-                    if predict:
-                        old = plain[i][place.at - farther]
-                        predicted[i] = turn(row, place, old, sight)
+        def take(after: int, indices: list[int], call: Call, sight: Sight, seen: Attended) -> None:
+            for row, i in enumerate(indices):
+                place = places[i]
+                own, others = seen.raw[row, 0, place.query], seen.kept[row, 0, place.query].clone()
+                others[place.key] = False
+                logits[after, i] = float(own[place.key] - (own * others).sum() / others.sum().clamp_min(1))
+                if not after:
+                    tokens = (place.new, plain[i][place.at - farther])
+                    predicted[:, i] = torch.tensor(
+                        self._predicted(call, sight, seen, row, place, tokens, others), dtype=torch.float64
+                    )
 
-            return take
+        for after, texts in enumerate((plain, changed)):
+            self._run([Passage("", 0, ids) for ids in texts], partial(take, after))
+        return logits[1] - logits[0], predicted, torch.tensor([tested[place.passage].group for place in places])
 
-        self._run([Passage("", 0, ids) for ids in plain], note(before, True))
-        self._run([Passage("", 0, ids) for ids in changed], note(after, False))
-        every = range(len(places))
-        actual = torch.tensor([after[i] - before[i] for i in every], dtype=torch.float64)
-        guess = torch.tensor([predicted[i] for i in every], dtype=torch.float64).T
-        return actual, guess, torch.tensor([tested[place.passage].group for place in places])
+    def _predicted(
+        self, call: Call, sight: Sight, seen: Attended, row: int, place: _Place, pair: tuple[int, int], others: Tensor
+    ) -> tuple[float, float, float]:
+        """The change for a new token in the place of an old one: with the other side, with its part, and permuted."""
+        fit, vocabulary = self.study.fit, self.text.readings.vocabulary
+        coefficients = fit.coefficients[fit.where(self.factor)][:, self.slot]
+        at = place.key if self.side == "key" else place.query
+        tokens = torch.tensor(pair, device=vocabulary.device)
+        wrong = vocabulary[self.permuted.to(vocabulary.device)[torch.searchsorted(vocabulary, tokens)]]
+        changes = []
+        for some in (tokens, wrong):
+            x = self.text.readings.token_features(some, self.factor)
+            moved = torch.zeros_like(seen.q[:1, :1])
+            moved[0, 0, at] = (x[0] - x[1]).to(coefficients) @ coefficients
+            changes.append(call.scale * self.text.rotate(call, moved, row)[0, 0, at])
+        whole, part = self._other_side(call, sight, row, place, others, seen.q, seen.k)
+        return float(whole @ changes[0]), float(part @ changes[0]), float(whole @ changes[1])
 
     def _other_side(
         self, call: Call, sight: Sight, row: int, place: _Place, others: Tensor, q: Tensor, k: Tensor
@@ -206,32 +221,12 @@ class _One:
         return key[place.key] - (key * weight).sum(0), part[place.key] - (part * weight).sum(0)
 
     def _run(self, passages: Sequence[Passage], take: Any) -> None:
-        """Each passage's attention, logits and keys in sight, with a function that predicts a change in a row."""
-        fit, readings = self.study.fit, self.text.readings
-        own = fit.where(self.factor)
-        coefficients = fit.coefficients[own][:, self.slot]
+        """What the head attends to in each passage, batch by batch."""
         for indices in by_length(passages, self.study.options.batch_size):
             batch = self.text.batch(passages, indices, [0] * len(indices))
             sight = Sight.of(self.text, batch)
 
             def visit(call: Call, plan: Plan, indices: list[int] = indices, sight: Sight = sight) -> None:
-                seen = attend(self.text, call, plan, sight.kept)
-
-                def predict(row: int, place: _Place, old: int, others: Tensor) -> tuple[float, float, float]:
-                    vocabulary = readings.vocabulary
-                    tokens = torch.tensor([place.new, old], device=vocabulary.device)
-                    wrong = vocabulary[self.permuted.to(vocabulary.device)[torch.searchsorted(vocabulary, tokens)]]
-                    changes = []
-                    for pair in (tokens, wrong):
-                        x = readings.token_features(pair, self.factor)
-                        change = (x[0] - x[1]).to(coefficients) @ coefficients
-                        at = place.key if self.side == "key" else place.query
-                        moved = torch.zeros_like(seen.q[:1, :1])
-                        moved[0, 0, at] = change
-                        changes.append(call.scale * self.text.rotate(call, moved, row)[0, 0, at])
-                    whole, part = self._other_side(call, sight, row, place, others, seen.q, seen.k)
-                    return float(whole @ changes[0]), float(part @ changes[0]), float(whole @ changes[1])
-
-                take(indices, seen.attention[:, 0], seen.raw[:, 0], seen.kept[:, 0], predict)
+                take(indices, call, sight, attend(self.text, call, plan, sight.kept))
 
             self.text.watch(batch, visit)

@@ -27,8 +27,9 @@ from qkscope.analyses.discover.closer import (
     mean_rotation,
     pair_rows,
 )
-from qkscope.analyses.names.study import PASSAGES, TESTED, Options, Study, Texts, counted, documents_of, passages_of
-from qkscope.analyses.prompts import cluster_of
+from qkscope.analyses.names.sight import PASSAGES, TESTED, Options
+from qkscope.analyses.names.study import Study, Texts, counted, documents_of, passages_of
+from qkscope.analyses.prompts import cluster_of, made_with
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import SIZES
 from qkscope.capture.scope import Scope
@@ -40,7 +41,6 @@ from qkscope.maths.factors import MEAN
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.swap import Condition, Method
 from qkscope.runs.job import Job
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Task, Unit
@@ -106,7 +106,8 @@ def discover(
     chosen = tuple(scope.check(head) for head in parse_heads(heads))
     sizes, job = [k for k in sizes if k <= scope.d_head], job or Job()
     if isinstance(source, Task):
-        sides, of = _prompts(scope, source, options), {"task": source.name, **made_of(source)}
+        of: dict[str, Any] = {"task": source.name, "asked": dict(source.asked), "task_seed": source.seed}
+        sides = _prompts(scope, source, options)
     else:
         documents = documents_of(source)
         sides, of = passages_of(scope, documents, options), {"text": text_hash(documents)}
@@ -126,24 +127,10 @@ def discover(
         answer=_answer(tables),
         tables=tables,
         arrays=arrays,
-        model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name,
-            weights=scope.weights_hash,
-            space="query_frame",
-            **of,
-            n=len(study.fitted),
-            test=len(study.tested),
-            length=length,
-        ),
+        **made_with(scope, space="query_frame", **of, **study.counted()),
     )
-
-
-def made_of(task: Task) -> dict[str, Any]:
-    """What a task was asked for."""
-    return {"asked": dict(task.asked), "task_seed": task.seed}
 
 
 def _prompts(scope: Scope, task: Task, options: Options) -> tuple[list[Passage], list[Passage]]:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.analyses.names.rules import RULES
-from qkscope.analyses.names.sight import SKIP, Attended, Sight, Text, attend, by_length
+from qkscope.analyses.names.readings import RULES
+from qkscope.analyses.names.sight import SKIP, Attended, Options, Sight, Text, attend, by_length
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.maths.factors import FactorFit, FactorSums, block_sums
@@ -27,9 +27,7 @@ _HELD = {"cpu": 2**22, "gpu": 2**29}  # bytes of a table of logits: what stays i
 
 
 @torch.no_grad()
-def fit_factors(
-    text: Text, passages: Sequence[Passage], job: Job, *, batch_size: int = 16, progress: bool | None = None
-) -> FactorFit:
+def fit_factors(text: Text, passages: Sequence[Passage], job: Job, options: Options) -> FactorFit:
     """Every head's query and key factors, fitted on all tokens of some passages but the first of each."""
     readings = text.readings
     sums = FactorSums(readings.names, readings.widths, text.columns, text.d_head, device=text.scope.device)
@@ -49,7 +47,7 @@ def fit_factors(
         text.watch(batch, take)
         sums.see(x)
 
-    job.stream("factors", by_length(passages, batch_size), run, progress, sums.tensors())
+    job.stream("factors", by_length(passages, options.batch_size), run, options.progress, sums.tensors())
     return sums.fit()
 
 
@@ -114,14 +112,7 @@ class Looked:
 
 @torch.no_grad()
 def look(
-    text: Text,
-    fit: FactorFit,
-    passages: Sequence[Passage],
-    job: Job,
-    *,
-    covariance: bool = False,
-    batch_size: int = 16,
-    progress: bool | None = None,
+    text: Text, fit: FactorFit, passages: Sequence[Passage], job: Job, options: Options, covariance: bool = False
 ) -> Looked:
     """What heads attended to in some passages, by blocks, rules and distances; with covariances if asked for."""
     groups = sorted({passage.group for passage in passages})
@@ -134,7 +125,7 @@ def look(
         text.watch(batch, lambda call, plan: _take(text, fit, sight, call, plan, found))
         _add(found.queries, batch.groups, sight.asked.sum(dim=1))
 
-    job.stream("looked", by_length(passages, batch_size), run, progress, found.tensors())
+    job.stream("looked", by_length(passages, options.batch_size), run, options.progress, found.tensors())
     return found
 
 

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.names.look import Looked
-from qkscope.analyses.names.readings import SHAM
-from qkscope.analyses.names.rules import AFTER_COPY, BEFORE, COPY, ITSELF, RULES, SAME_BEFORE
+from qkscope.analyses.names.readings import AFTER_COPY, BEFORE, COPY, ITSELF, RULES, SAME_BEFORE, SHAM
 from qkscope.maths.factors import MEAN, REST, shares
 
 UNNAMED = "not named"

@@ -1,4 +1,4 @@
-"""What is looked at: passages in batches, the heads, what a query sees, and what a layer's heads attend to."""
+"""What is looked at: how much text, passages in batches, heads, what a query sees, and what heads attend to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.rules import holds
+from qkscope.analyses.names.readings import Readings, holds
 from qkscope.capture.encode import choose_side
 from qkscope.capture.gather import Plan, layout_of
 from qkscope.capture.inputs import pad_rows
@@ -19,10 +18,38 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.tasks.sides import Passage
+from qkscope.kinds import Count, checked_class
+from qkscope.tasks.sides import LENGTH, Passage
 
+PASSAGES, TESTED = 192, 64  # passages to fit on, and to test on
 SKIP = 1  # tokens from the first on that are left out: a resting place of many heads
 FIRST = 8  # the first query: one nearer to the start sees next to nothing
+
+
+@checked_class
+@dataclass(frozen=True)
+class Options:
+    """How much text is read, and how; what cannot be is refused before a model is loaded.
+
+    Attributes
+    ----------
+    n, test : passages to fit on, and others to test on.
+    length : the most tokens of a passage.
+    batch_size : passages per batch.
+    seed : of every draw.
+    progress : whether to say how far it is; if not given, where stderr is a terminal.
+    """
+
+    n: Count = PASSAGES
+    test: Count = TESTED
+    length: Count = LENGTH
+    batch_size: Count = 16
+    seed: int = 0
+    progress: bool | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """All that decides the numbers."""
+        return {name: value for name, value in vars(self).items() if name != "progress"}
 
 
 @dataclass(frozen=True)

@@ -11,51 +11,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.names.look import Looked, fit_factors, look
-from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.rules import RULES
+from qkscope.analyses.names.readings import RULES, Readings
 from qkscope.analyses.names.sentence import HeadShares, name_row, rule_rates
-from qkscope.analyses.names.sight import Text
+from qkscope.analyses.names.sight import Options, Text
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed, draw_signs
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Count, checked_class
 from qkscope.maths.factors import FactorFit
 from qkscope.maths.significance import false_discovery
 from qkscope.runs.job import Job
-from qkscope.tasks.sides import LENGTH, Passage, split
+from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.texts import Document, python_texts
 
-PASSAGES, TESTED = 192, 64  # passages to fit on, and to test on
 _FLIPS = 1999  # sign flips of the match test: 0.0005 can be reached
 _SHOWN = 8  # blocks of a head in the table, at least
 _SMALL = 0.02  # share from which on a block is in it, anyway
-
-
-@checked_class
-@dataclass(frozen=True)
-class Options:
-    """How much text is read, and how; what cannot be is refused before a model is loaded.
-
-    Attributes
-    ----------
-    n, test : passages to fit on, and others to test on.
-    length : the most tokens of a passage.
-    batch_size : passages per batch.
-    seed : of every draw.
-    progress : whether to say how far it is; if not given, where stderr is a terminal.
-    """
-
-    n: Count = PASSAGES
-    test: Count = TESTED
-    length: Count = LENGTH
-    batch_size: Count = 16
-    seed: int = 0
-    progress: bool | None = None
-
-    def asked(self) -> dict[str, Any]:
-        """All that decides the numbers."""
-        return {name: value for name, value in vars(self).items() if name != "progress"}
 
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
@@ -114,10 +85,13 @@ class Study:
         fitted, tested = sides
         job.begin(scope, [list(fitted), list(tested)], heads=[str(head) for head in heads], **options.asked(), **asked)
         text = Text(scope, heads, Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested]))
-        run: Any = {"batch_size": options.batch_size, "progress": options.progress}
-        fit = fit_factors(text, fitted, job, **run)
-        looked = look(text, fit, tested, job, covariance=covariance, **run)
+        fit = fit_factors(text, fitted, job, options)
+        looked = look(text, fit, tested, job, options, covariance)
         return cls(text, fit, looked, tuple(tested), tuple(fitted), options)
+
+    def counted(self) -> dict[str, int]:
+        """How much text was read."""
+        return {"n": len(self.fitted), "test": len(self.tested), "length": self.options.length}
 
     def shares(self, h: int) -> HeadShares:
         """One head's shares, with intervals by document."""

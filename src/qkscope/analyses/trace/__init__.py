@@ -3,14 +3,12 @@
 Its files, in reading order:
 
 - ``trace``: the verb, which takes a task, a prompt, or texts
-- ``rows``: a batch of prompts as rows of one head, split among writers
+- ``rows``: a batch of prompts as rows of one head, split among writers; sums by word, that merge and give intervals
 - ``choose``: what is learned on the words for choosing: means, and several orders of writers
-- ``edges``: edges cut and kept on other words; writers and pairs with their intervals
+- ``edges``: edges cut and kept on other words, beside whole heads taken out; writers and pairs with their intervals
 - ``result``: the answer in words, and shards added up
-- ``tally``: sums by word, that merge and give intervals
-- ``whole``: whole heads taken out of the running model
 - ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut
 - ``many``: first writers of every head, on a task or on texts
-- ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked
-- ``sources``: the same over many prompts: how far away the tokens stood that the writers read
+- ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked; over many
+  prompts: how far away those tokens stood
 """

@@ -2,23 +2,24 @@
 
 On texts the key is the token that the head attends to most besides the first, against all the others that the query
 sees; a prompt where even that one has under 5% of the attention does not count for this head. No edge is cut here.
+
+A text comes as passages of bounded length, with one query drawn in each (`text_examples`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, made_from
-from qkscope.analyses.texts import Texts, cut, text_examples
 from qkscope.analyses.trace.edges import writer_rows
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, answer_signs, words_of
-from qkscope.analyses.trace.tally import Tally, WordSums
+from qkscope.analyses.trace.rows import ATTENDED, SIDES, Tally, WordSums, answer_signs, words_of
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.marginals import marginals, true_vectors
@@ -26,12 +27,64 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.writers import BIAS, Reader, Recorded
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.writers import cancelling, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task, Unit
-from qkscope.tasks.texts import text_hash
+from qkscope.tasks.texts import Document, text_hash
+
+Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"]
+"""Passages, or documents to cut into them."""
+_LENGTH = 96  # tokens of a passage
+_CHARACTERS = 480  # of a passage, before it is tokenised: about as many tokens as it may have of English
+_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
+
+
+def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Passages, and the number of the text that each is from; a text that is a string already is a passage."""
+    found: list[str] = []
+    text_of: list[int] = []
+    for i, text in enumerate(texts):
+        found += passages(text.text) if isinstance(text, Document) else [str(text)]
+        text_of += [i] * (len(found) - len(text_of))
+    return tuple(found), tuple(text_of)
+
+
+def passages(text: str) -> tuple[str, ...]:
+    """Text cut at blank lines, short pieces joined and long ones cut at line ends or blanks."""
+    found: list[str] = []
+    for piece in re.split(r"\n\s*\n", text):
+        piece = piece.strip("\n")
+        while len(piece) > _CHARACTERS:
+            cut = max(piece.rfind("\n", 1, _CHARACTERS), piece.rfind(" ", 1, _CHARACTERS))
+            cut = cut if cut > _CHARACTERS // 2 else _CHARACTERS
+            found.append(piece[:cut])
+            piece = piece[cut:].lstrip("\n")
+        if piece.strip():
+            found.append(piece)
+    joined: list[str] = []
+    for piece in found:
+        if joined and len(joined[-1]) + len(piece) < _CHARACTERS // 2:
+            joined[-1] += "\n\n" + piece
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def text_examples(scope: Scope, texts: Sequence[str], seed: int = 0) -> list[Example]:
+    """Passages as token ids with a query drawn by lot in each; what is too short to ask in, or a copy, is left out."""
+    if scope.tokenizer is None:
+        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
+    encoded = scope.tokenizer(list(texts), truncation=True, max_length=_LENGTH, verbose=False)["input_ids"]
+    first: dict[tuple[int, ...], Example] = {}  # passages that differ only where they are cut off are copies
+    for i, ids in enumerate(map(tuple, encoded)):
+        if len(ids) > _FIRST_QUERY and ids not in first:
+            place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
+            first[ids] = Example(ids=ids, queries=((place, place + 1),), cluster=i)
+    return list(first.values())
+
 
 SHOWN = 5  # writers of each side in the table
 TEXTS = 8  # texts run together: every token's writers are held
@@ -131,14 +184,12 @@ def first_writers(
 
 def _totals(reader: Reader, found: Recorded, weights: Float[Tensor, "n h k"]) -> Float[Tensor, "n h"]:
     """Relative logits of every head, from the model's own vectors."""
-    assert found.captured is not None
     q, k = true_vectors(reader, found, reader.heads)
     return torch.einsum("nhd,nhkd,nhk->nh", q, k, weights) * found.captured.scale
 
 
 def _named(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, Tensor]:
     """A task's right keys against its other keys."""
-    assert found.captured is not None
     named = found.columns[:, None, 1:].expand(-1, len(reader.heads), -1)
     check_visible(encoded, reader.heads, found.captured.bias.gather(-1, named), by_some=True)
     signs = answer_signs(encoded)
@@ -148,7 +199,6 @@ def _named(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, 
 
 def _most_attended(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, Tensor]:
     """The token with most attention, the first aside, against all others in sight."""
-    assert found.captured is not None
     attention, bias = found.captured.attention(), found.captured.bias
     seen = (bias > -torch.inf) & found.captured.key_mask[:, None]
     seen = seen & (torch.arange(seen.shape[-1]) != found.captured.key_mask.int().argmax(1)[:, None, None].cpu()).to(

@@ -20,6 +20,7 @@ from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
 from qkscope.capture.writers import Parts, Reader, Recorded, Side
@@ -45,6 +46,17 @@ class Asked:
     def inputs(self) -> dict[str, Tensor]:
         """What the model is given."""
         return self.encoded.inputs
+
+    @property
+    def places(self) -> Places:
+        """The query, with every token of the prompt as a key."""
+        row = self.encoded.places.row
+        return Places.everywhere(row, torch.full_like(row, self.query), self.inputs["attention_mask"])
+
+    def told(self, prompt: str | Example) -> dict[str, Any]:
+        """What a result says of the prompt."""
+        shown = prompt if isinstance(prompt, str) else prompt.show(2000)
+        return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
     @classmethod
     def of(cls, scope: Scope, prompt: str | Example, query: int | None, chat: bool) -> Asked:
@@ -92,7 +104,6 @@ class PromptTrace:
         projector: Float[Tensor, "d d"] | None = None,
     ) -> None:
         self.reader, self.found, self.asked, self.head, self.projector = reader, found, asked, head, projector
-        assert found.captured is not None
         column = reader.heads.index(head)
         self.captured, self.column = found.captured, column
         self.attention = found.captured.attention()[0, column]
@@ -252,13 +263,16 @@ class PromptTrace:
 
     def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
         """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
-        moved = self.away(writers)
+        away = self.away(writers)
+        return self._row({self.key: -away["key"]}, -away["query"])
+
+    def _row(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
+        """The attention row with vectors added to some keys, and to the query."""
         rows = self.captured.rows().of_head(self.column)
-        assert rows.kv_of_head is not None
-        keys = rows.k[0, rows.kv_of_head[0]].clone()
-        keys[self.key] -= moved["key"]
-        products = keys @ (rows.q[0, 0] - moved["query"]) * self.scale
-        return rows.attention(products[None, None])[0, 0]
+        own = rows.k[0, 0].clone()
+        for place, vector in keys.items():
+            own[place] += vector
+        return rows.attention((own @ (rows.q[0, 0] + query) * self.scale)[None, None])[0, 0]
 
     def key_parts(self, places: Sequence[int]) -> Float[Tensor, "k c d"]:
         """Parts of some tokens' keys, before the rotation."""
@@ -270,11 +284,7 @@ class PromptTrace:
         found = self.found.slots([0, *(1 + place for place in moved)])
         added = torch.stack(list(moved.values()))[None, None]
         turned = self.reader.turn(found, self.head.layer, added, "key")[0, 0]
-        rows = self.captured.rows().of_head(self.column)
-        assert rows.kv_of_head is not None
-        keys = rows.k[0, rows.kv_of_head[0]].clone()
-        keys[list(moved)] += turned
-        return rows.attention((keys @ rows.q[0, 0] * self.scale)[None, None])[0, 0]
+        return self._row(dict(zip(moved, turned, strict=True)))
 
     def strongest(self, side: str, size: int) -> list[int]:
         """The writers that speak most for the key, biases aside; those against it are no reason to look there."""

@@ -1,30 +1,25 @@
-"""One prompt: any query token, any key token, some heads; who wrote them, and what cutting them does there."""
+"""One prompt: any query token, any key token, some heads; who wrote them, and what cutting them does there.
+
+A prompt is run once for each token that asks, and every head is answered from that run (`Probe`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
+from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import ATTENDED, SIDES
-from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader, Recorded
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.writers import cancelling
-from qkscope.runs.provenance import provenance
-
-
-def record_prompt(reader: Reader, asked: Asked) -> Recorded:
-    """One run of the prompt, every token up to the query a key."""
-    mask = asked.inputs["attention_mask"]
-    row, query = torch.zeros(1, dtype=torch.long, device=mask.device), torch.tensor([asked.query], device=mask.device)
-    return reader.record(asked.inputs, Places.everywhere(row, query, mask))
 
 
 def trace_prompt(
@@ -43,7 +38,7 @@ def trace_prompt(
 ) -> dict[str, Any]:
     """Fields of a `Trace` of one prompt."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    found = record_prompt(reader, asked)
+    found = reader.record(asked.inputs, asked.places)
     names = ("writers", "pairs", "cuts", "graph", "prompt", "tokens", "check")
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     said = []
@@ -69,17 +64,9 @@ def trace_prompt(
         "experiment": "trace/prompt",
         "answer": " ".join(said),
         "tables": tables,
-        "model": scope.name,
         "seed": seed,
-        "provenance": provenance(
-            model=scope.name, weights=scope.weights_hash, tokenizer=scope.tokenizer_hash, prompt=_shown(prompt),
-            heads=[str(head) for head in heads], tokens=asked.tokens, query=asked.query,
-        ),
-    }  # fmt: skip
-
-
-def _shown(prompt: str | Example) -> str:
-    return prompt if isinstance(prompt, str) else prompt.show(2000)
+        **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt)),
+    }
 
 
 def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
@@ -102,3 +89,47 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
         f" cut from the key, the attention there is {cut['after']:.0%} (others of their layers: {cut['random']:.0%}):"
         f" {cut['verdict']}."
     )
+
+
+_READERS: WeakKeyDictionary[Scope, tuple[tuple[int, ...], Reader]] = WeakKeyDictionary()
+
+
+def reader_of(scope: Scope) -> Reader:
+    """A reader of all heads, kept as long as the model's weights are what they were."""
+    versions = tuple(parameter._version for parameter in scope.model.parameters())
+    if scope not in _READERS or _READERS[scope][0] != versions:
+        _READERS[scope] = versions, Reader(scope, scope.heads())
+    return _READERS[scope][1]
+
+
+class Probe:
+    """A prompt that can be asked about.
+
+    Parameters
+    ----------
+    scope : the model.
+    prompt : a text, or an example with at most one marked query.
+    chat : whether it goes into the chat template.
+
+    Examples
+    --------
+    >>> probe = Probe(Scope.load("nano:mixed"), "hat: O jam: Z jam:")
+    >>> probe.head("L1H0").asked.tokens[-2:]
+    ['jam', ':']
+    """
+
+    def __init__(self, scope: Scope, prompt: str | Example, chat: bool = False) -> None:
+        self.scope, self.prompt, self.chat, self.reader = scope, prompt, chat, reader_of(scope)
+        self._runs: dict[int, tuple[Asked, Recorded]] = {}
+
+    def run(self, query: int | None = None) -> tuple[Asked, Recorded]:
+        """The prompt with one token asking: the last one, where none is named."""
+        asked = Asked.of(self.scope, self.prompt, query, self.chat)
+        if asked.query not in self._runs:
+            self._runs[asked.query] = asked, self.reader.record(asked.inputs, asked.places)
+        return self._runs[asked.query]
+
+    def head(self, head: str | Head, query: int | None = None, key: int | None = None) -> PromptTrace:
+        """One head, asked from one token about another; see `PromptTrace`."""
+        asked, found = self.run(query)
+        return PromptTrace(self.reader, found, asked, self.scope.check(head), key)

@@ -9,8 +9,7 @@ from typing import Any
 
 from qkscope.analyses.prompts import with_notes
 from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
-from qkscope.analyses.trace.rows import ATTENDED
-from qkscope.analyses.trace.tally import Tally
+from qkscope.analyses.trace.rows import ATTENDED, Tally
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class

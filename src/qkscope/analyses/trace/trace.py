@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
-from qkscope.analyses.texts import Texts
 from qkscope.analyses.trace.choose import Chosen, choose_writers
-from qkscope.analyses.trace.edges import DRAWS, EdgeTest
-from qkscope.analyses.trace.graph import trace_graph
-from qkscope.analyses.trace.many import trace_many
+from qkscope.analyses.trace.edges import DRAWS, EdgeTest, whole_heads
+from qkscope.analyses.trace.graph import sources_of, trace_graph
+from qkscope.analyses.trace.many import Texts, trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
 from qkscope.analyses.trace.result import Trace, trace_result
-from qkscope.analyses.trace.rows import SIDES, answer_signs, task_rows, words_of
-from qkscope.analyses.trace.sources import sources_of
-from qkscope.analyses.trace.tally import Tally
-from qkscope.analyses.trace.whole import whole_heads
+from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput

@@ -4,8 +4,7 @@ In come a model and a prompt that somebody just typed; out goes a `Why`: where t
 it there, whether it is so, and what it changes. Files in reading order:
 
 - ``why``: the verb, and the answer in words
-- ``probe``: one prompt, run once for each query token; every head is answered from it
-- ``parts``: the relative logit split by writers, by singular vectors, and by features: one table
-- ``swaps``: the strongest writers' parts exchanged between two tokens
+- ``parts``: the relative logit split by writers, by singular vectors, and by features: one table; and the strongest
+  writers' parts exchanged between two tokens
 - ``output``: what a head writes for the next token, and what changes where it may not look
 """

@@ -53,13 +53,6 @@ class Output:
         self.seen = _Seen({}, {}, {}, {})
         self.logits = self._run()
 
-    @property
-    def places(self) -> Places:
-        """The query, with every token as a key."""
-        mask = self.asked.inputs["attention_mask"]
-        row = torch.zeros(1, dtype=torch.long, device=mask.device)
-        return Places.everywhere(row, row + self.query, mask)
-
     @torch.no_grad()
     def _run(self) -> Float[Tensor, " v"]:
         """One whole run, with notes of what heads put out, what values they read, and what the last norm met."""
@@ -91,7 +84,7 @@ class Output:
         if head is not None:
             hooks.append(head.register_forward_pre_hook(unembedded))
         with cleared(hooks):
-            found = self.scope.watch(self.asked.inputs, visit, logits_at=self.places)
+            found = self.scope.watch(self.asked.inputs, visit, logits_at=self.asked.places)
         assert found is not None
         return found[0]
 

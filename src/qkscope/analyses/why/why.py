@@ -14,13 +14,12 @@ from typing import Any
 
 from qkscope.analyses.attribute import features_of
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.prompts import check_same_model
+from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
+from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.output import Output
-from qkscope.analyses.why.parts import REST, part_rows
-from qkscope.analyses.why.probe import Probe
-from qkscope.analyses.why.swaps import other_token, swap_row
+from qkscope.analyses.why.parts import REST, other_token, part_rows, swap_row
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -28,7 +27,6 @@ from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call, checked_class
 from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
-from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
 HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
@@ -110,17 +108,9 @@ def why(
         experiment="why",
         answer=answer,
         tables={"said": [{"line": line} for line in lines], **tables},
-        model=scope.name,
         seed=seed,
         seconds=time.perf_counter() - start,
-        provenance=provenance(
-            model=scope.name,
-            weights=scope.weights_hash,
-            tokenizer=scope.tokenizer_hash,
-            prompt=prompt if isinstance(prompt, str) else prompt.show(2000),
-            query=asked.query,
-            tokens=asked.tokens,
-        ),
+        **made_with(scope, tokenizer=scope.tokenizer_hash, **asked.told(prompt)),
     )
 
 
