@@ -72,6 +72,18 @@ def test_a_bridge_is_looked_into_and_runs_on_as_before(plain, bridge):
     assert torch.equal(scope.model(ids).logits, before)
 
 
+def test_verbs_answer_the_same_of_a_wrapped_model():
+    plain = Scope.load("nano:mixed", attn="eager")
+    wrapped = [bridged(plain), nnsight.NNsight(copy.deepcopy(plain.model))]
+    for scope in (Scope.from_model(one, plain.tokenizer, name=plain.name, check=False) for one in wrapped):
+        for ask in (
+            lambda scope: qk.why(scope, TEXT, head="L1H3"),
+            lambda scope: qk.trace(scope, qk.tasks.binding(4), "L1H3", 4, progress=False),
+        ):
+            ours, theirs = ask(scope), ask(plain)
+            assert (ours.answer, ours.tables) == (theirs.answer, theirs.tables)
+
+
 def test_a_bridge_and_its_scope_have_one_set_of_weights(plain, bridge):
     scope = Scope.from_model(bridge, plain.tokenizer, check=False)
     assert scope.tokenizer is plain.tokenizer
