@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from qkscope.errors import BadInput
 
@@ -36,7 +37,7 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     else:
         return model, tokenizer
     kind = type(model).__name__
-    if not hasattr(inside, "base_model"):
+    if not isinstance(inside, PreTrainedModel):
         raise BadInput(
             f"this {kind} wraps no model of transformers, so it cannot be looked into: load one with transformers,"
             " or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)."
