@@ -39,6 +39,7 @@ def planted(writers: Mapping[Head, float], seed: int, *, small: float = 0.02) ->
                 weights.normal_(0, small)
         token, place, before = torch.linalg.qr(torch.randn(size, size))[0].split(WIDTH, dim=1)
         codes = torch.nn.functional.normalize(torch.randn(len(words), WIDTH), dim=1)
+        model.planted = (codes @ token.T, codes @ before.T, place.T)  # directions of words, of words before, of places
         model.transformer.wte.weight += codes @ token.T
         model.transformer.wpe.weight += place.T  # one direction for each place
         for head, factor in writers.items():

@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BadInput": "qkscope.errors",
+    "Dictionary": "qkscope.maths.dictionaries",
     "Example": "qkscope.examples",
     "Head": "qkscope.heads",
     "Moments": "qkscope.maths.moments",
@@ -47,9 +48,9 @@ _HOME = {
 _ROOMS = ("tasks",)
 
 __all__ = [
-    "BadInput", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment", "atlas",
-    "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention", "reproduce",
-    "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "why",
+    "BadInput", "Dictionary", "Example", "Head", "Moments", "Result", "Scope", "Subspace", "__version__", "alignment",
+    "atlas", "attribute", "decompose", "discover", "find_heads", "list_families", "load", "relative_attention",
+    "reproduce", "singular_basis", "sparsity", "swap", "swap_downstream", "tasks", "thin_svd", "trace", "view", "why",
     "write_gallery", "write_report",
 ]  # fmt: skip
 
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from qkscope.heads import Head
     from qkscope.maths.bases import thin_svd
     from qkscope.maths.bridge import alignment
+    from qkscope.maths.dictionaries import Dictionary
     from qkscope.maths.moments import Moments
     from qkscope.maths.subspace import Subspace
     from qkscope.page.gallery import write_gallery

@@ -27,6 +27,12 @@ def trace(
     versus: Annotated[int | None, typer.Option("--versus", help="The token to compare with; all others.")] = None,
     depth: Annotated[int, typer.Option("--depth", help="Levels of the graph of a prompt.")] = 2,
     feature: Annotated[str | None, typer.Option("--feature", help="DIR:CONTRAST: look inside this feature.")] = None,
+    dictionary: Annotated[
+        Path | None, typer.Option("--dictionary", help="Features instead of writers: a SAELens folder or .safetensors.")
+    ] = None,
+    dictionary_layer: Annotated[
+        int | None, typer.Option("--dictionary-layer", help="The layer it enters, where its file does not say.")
+    ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Prompts for choosing, and for testing; or texts.")] = 128,
     whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Also take whole heads out of the model.")] = True,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the results and the page.")] = None,
@@ -59,6 +65,7 @@ def trace(
         )
     _check_heads(heads, feature)
     what = _what(sources or [], prompt, form, size, seed, chat)
+    features = _dictionary(dictionary, dictionary_layer, heads)
     from qkscope.analyses.trace.trace import trace as run
     from qkscope.page.report import report_html
     from qkscope.runs.folder import check_folder
@@ -77,6 +84,8 @@ def trace(
         asked |= {**one, "chat": chat}
     if feature is not None:
         asked["feature"] = _feature(feature, heads, scope)
+    if features is not None:
+        asked["dictionary"] = features
     if out is None:
         shell.print_result(run(scope, what, heads, n, **asked), as_json, everything)
         return
@@ -107,6 +116,21 @@ def _check_heads(heads: str, feature: str | None) -> None:
         raise BadInput(f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads.")
     if contrast not in job["contrasts"]:
         raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
+
+
+def _dictionary(path: Path | None, layer: int | None, heads: str) -> Any:
+    """Read before a model is loaded: a file that is none is said at once."""
+    if path is None:
+        if layer is not None:
+            raise BadInput("--dictionary-layer says where a dictionary stands: name it with --dictionary.")
+        return None
+    if heads == "all":
+        raise BadInput("a dictionary is for heads that are named: say --heads L18H6.")
+    if layer is not None and layer < 0:
+        raise BadInput(f"--dictionary-layer is at least 0, but got {layer}.")
+    from qkscope.maths.dictionaries import Dictionary
+
+    return Dictionary.load(path, layer=layer)
 
 
 def _what(sources: list[str], prompt: str | None, form: str, size: int | None, seed: int, chat: bool) -> Any:

@@ -229,6 +229,12 @@ _NAMED: tuple[Mapping[str, Source], str] = (
 VIEWS: Mapping[str, Sequence[View]] = {
     "trace": [
         View(
+            "feature_pairs",
+            {"head?": "head", "feature of the query": "query_feature", "of the key": "key_feature",
+             "value": ("value", "low", "high"), "share": "share"},
+            "value: what this pair gives to the logit of the key over the others; 95% interval by word, of a task.",
+        ),
+        View(
             "heads",
             {"head": "head", "key written by": "key_writer", "share": "key_share", "query written by": "query_writer",
              "its share": "query_share", "prompts": "n"},

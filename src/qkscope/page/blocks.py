@@ -168,6 +168,8 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"reader", "side", "writer", "share", "n"}, discovered.reads),
     ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, traced.graph),
     ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, traced.edges),
+    ({"head", "side", "part", "value", "share", "low", "high"}, traced.features),
+    ({"head", "kind", "k", "held", "low", "high"}, traced.held),
     (asked.SAID, asked.said),
     (asked.PARTS, asked.parts),
     (asked.CUTS, asked.cuts),

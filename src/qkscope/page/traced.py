@@ -57,3 +57,63 @@ def edges(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
         options = {"axis": f"writers {kind if kind == 'cut' else 'kept'}", "value": "right", "of": "writers"}
         if own:
             yield Block("curve", title, told, own, options, name)
+
+
+_COPIES = {
+    "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
+    "features": "codes of other features", "tokens": "codes of other tokens",
+}  # fmt: skip
+
+
+_BARS = 10
+_WAYS = {"pairs both": "pairs of features", "dictionary query": "parts of the query", "dictionary key": "of the key"}
+
+
+def features(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """A logit split by a dictionary: its largest pairs of features, and the parts of each side."""
+    words = (
+        "The logit of the key over the others, split by the dictionary. Each bar begins where the one above it ends;"
+        " the last one is the logit. Error: what the dictionary misses of the stream; bias: its own and the model's;"
+        " after: what layers between the dictionary and the head added."
+    )
+    for check in tables["check"]:
+        head, logit = check["head"], check["logit"]
+        own = [row for row in rows if row["head"] == head]
+        pairs = [row for row in tables["feature_pairs"] if row["head"] == head][:_BARS]
+        inside = logit * next(row["explained"] for row in tables["copies"] if row["head"] == head)
+        rest = {"other pairs of features": inside - sum(row["value"] for row in pairs),
+                "with error, bias, after": logit - inside}  # fmt: skip
+        bars = {("pairs", "both"): {f"{r['query_feature']} × {r['key_feature']}": r["value"] for r in pairs} | rest}
+        for side in ("query", "key"):
+            every = [row for row in own if row["side"] == side]
+            shown = [row for row in every if row["part"] in _NO_FEATURES or row in every[:_BARS]]
+            bars["dictionary", side] = {row["part"]: row["value"] for row in shown}
+            bars["dictionary", side]["other features"] = logit - sum(
+                row["value"] for row in shown if row["part"] != "other features"
+            )
+        drawn = [
+            {"head": head, "by": by, "side": side, "part": part, "value": value, "share": value / logit}
+            for (by, side), values in bars.items()
+            for part, value in values.items()
+        ]
+        yield Block("parts", f"What matched at {head}, in features", words, drawn, {"ways": _WAYS}, name)
+
+
+_NO_FEATURES = ("error", "after", "bias", "other features")
+
+
+def held(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """How much a dictionary's largest pairs hold, beside copies without meaning."""
+    words = (
+        "How much of all that is added to the logit, signs left out, the k largest pairs of features hold. A "
+        "dictionary that says something holds much in few pairs; copies of it without meaning (turned, with random "
+        "rows, with the codes of other features or of other tokens) show what any dictionary would hold. Lines: 95% "
+        "intervals by word; of copies, the lowest and the highest draw."
+    )
+    own = [
+        {"head": row["head"], "method": _COPIES[row["kind"]], "k": row["k"], "shift": row["held"], "low": row["low"],
+         "high": row["high"]}
+        for row in rows
+    ]  # fmt: skip
+    options = {"axis": "pairs", "value": "held", "of": "pairs"}
+    yield Block("curve", "Pairs of features, and of copies without meaning", words, own, options, name)

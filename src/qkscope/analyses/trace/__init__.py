@@ -8,6 +8,7 @@ Its files, in reading order:
 - ``edges``: edges cut and kept on other words, beside whole heads taken out; writers and pairs with their intervals
 - ``result``: the answer in words, and shards added up
 - ``prompt``: one prompt, any query and any key; ``one``: one head on it, split and cut
+- ``features``: a dictionary's features instead of writers; ``feature_rows``: its pairs, beside copies without meaning
 - ``many``: first writers of every head, on a task or on texts
 - ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked; over many
   prompts: how far away those tokens stood

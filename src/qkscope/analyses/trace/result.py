@@ -25,6 +25,14 @@ class Trace(Result):
     main = "writers"
 
 
+@checked_class
+@dataclass(frozen=True)
+class FeatureTrace(Trace):
+    """Pairs of a dictionary's features, beside copies without meaning."""
+
+    main = "feature_pairs"
+
+
 def trace_result(
     asked: Mapping[Head, Asked],
     tallies: Mapping[Head, Tally],

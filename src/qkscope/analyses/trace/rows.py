@@ -131,15 +131,23 @@ def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
     return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
 
 
+def task_batch(
+    reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, layers: Sequence[int] | None = None
+) -> tuple[Encoding, Int[Tensor, "n k"], Recorded]:
+    """The prompts of some units through the model; what entered ``layers`` is kept, those read if not given."""
+    encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
+    signs = answer_signs(encoded)
+    found = reader.record(encoded.inputs, encoded.places, layers=layers)
+    named = found.captured.bias.gather(-1, found.columns[:, None, 1:].expand(-1, len(reader.heads), -1))
+    check_visible(encoded, reader.heads, named)
+    return encoded, signs, found
+
+
 def task_rows(
     reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, projectors: dict[Head, Tensor]
 ) -> tuple[Encoding, list[HeadRows]]:
-    """The prompts of some units through the model, as rows of every head."""
-    encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
-    signs = answer_signs(encoded)
-    found = reader.record(encoded.inputs, encoded.places)
-    named = found.captured.bias.gather(-1, found.columns[:, None, 1:].expand(-1, len(reader.heads), -1))
-    check_visible(encoded, reader.heads, named)
+    """The same as rows of every head, split among writers."""
+    encoded, signs, found = task_batch(reader, units, indices, chat)
     made = []
     for layer, pieces in reader.streams(found, max(reader.layers)):
         for head in (head for head in reader.heads if head.layer == layer):

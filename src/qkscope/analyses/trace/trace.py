@@ -19,10 +19,11 @@ from torch import Tensor
 from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
 from qkscope.analyses.trace.choose import Chosen, choose_writers
 from qkscope.analyses.trace.edges import DRAWS, EdgeTest, whole_heads
+from qkscope.analyses.trace.features import check_dictionary, features_of_prompt, features_of_task
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.many import Texts, trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.result import Trace, trace_result
+from qkscope.analyses.trace.result import FeatureTrace, Trace, trace_result
 from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
@@ -30,6 +31,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
+from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import first_by, relative_weights
 from qkscope.runs.job import Job
@@ -50,6 +52,7 @@ def trace(
     versus: int | None = None,
     depth: Natural = 2,
     feature: Subspace | None = None,
+    dictionary: Dictionary | None = None,
     whole: bool = True,
     draws: Count = DRAWS,
     chat: bool | None = None,
@@ -73,8 +76,10 @@ def trace(
     versus : the token that the key is compared with; by default all others that the query sees, but the first.
     depth : how many levels down the graph of one prompt (of a task: of its first) goes.
     feature : look inside this subspace alone: its projector is put between query and key.
+    dictionary : split among this dictionary's features instead of writers, beside copies of it without meaning; edges
+        are not cut then.
     whole : whether whole heads are taken out of the running model, too (of a task).
-    draws : random writers of the same layers beside those chosen.
+    draws : random writers of the same layers beside those chosen; of a dictionary, copies of each kind.
     chat : whether a prompt goes into the chat template; a task says so itself.
     batch_size : prompts run together.
     seed : of every draw.
@@ -86,7 +91,8 @@ def trace(
     -------
     Trace
         ``tables["writers"]``, ``["pairs"]``, ``["edges"]``, ``["whole"]``, ``["check"]``; of one prompt ``["tokens"]``,
-        ``["cuts"]`` and ``["graph"]``.
+        ``["cuts"]`` and ``["graph"]``. With a dictionary: ``["feature_pairs"]``, ``["features"]``, ``["copies"]``,
+        ``["held"]``, ``["check"]``.
 
     Examples
     --------
@@ -104,7 +110,22 @@ def trace(
     if feature is not None and (head == "all" or not isinstance(what, Task | str | Example)):
         raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
     projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
-    if isinstance(what, Task) and head == "all":
+    if dictionary is not None:
+        if head == "all" or not isinstance(what, Task | str | Example) or shard != (0, 1):
+            raise BadInput("a dictionary is for a task or a prompt, at heads that are named, in one piece: name them.")
+        check_dictionary(scope, heads, dictionary)
+        if isinstance(what, Task):
+            _refuse("a task", query=query, key=key, versus=versus, chat=chat)
+            own = features_of_task(
+                scope, what, heads, dictionary, n, projectors=projectors, draws=draws, batch_size=batch_size, **many
+            )
+        else:
+            places: Any = {"query": query, "key": key, "versus": versus, "chat": bool(chat)}
+            own = features_of_prompt(
+                scope, what, heads, dictionary, projectors=projectors, draws=draws, seed=seed, **places
+            )
+        found: Trace = FeatureTrace(**own)
+    elif isinstance(what, Task) and head == "all":
         _refuse("a task", query=query, key=key, versus=versus, chat=chat)
         found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
     elif isinstance(what, Task):

@@ -1,0 +1,261 @@
+"""A dictionary's features instead of writers: which pairs of them a relative logit lies in, beside meaningless copies.
+
+Features, the dictionary's error, what layers after it added and the biases are parts of the stream like any other, and
+go through the head's norms, weights and rotation as writers do. Pairs are chosen on a task's words for choosing and
+measured on those for testing; of one prompt the largest are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.prompts import batches_of, made_from, made_with, with_notes
+from qkscope.analyses.trace.feature_rows import Chosen, Measured, choose_pairs
+from qkscope.analyses.trace.one import Asked, PromptTrace
+from qkscope.analyses.trace.rows import ATTENDED, HeadRows, edge_rows, task_batch, words_of
+from qkscope.capture.scope import Scope
+from qkscope.capture.writers import Parts, Reader, Side
+from qkscope.draws import derived_seed
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head
+from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, Coded, Dictionary, FeatureTerms, null_code
+from qkscope.maths.writers import METRICS, relative_weights
+from qkscope.runs.job import Job
+from qkscope.tasks.task import Task
+
+_AT_ONCE = 2**26  # numbers of a stream that are held at once
+
+
+def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary) -> None:
+    """Refuse a dictionary of another width than the model, or one that stands behind what a head reads."""
+    width, layers = scope.model.get_input_embeddings().weight.shape[-1], len(scope.facts.layers)
+    width = getattr(scope.model.config.get_text_config(), "hidden_size", width)
+    if dictionary.decoder.shape[1] != width:
+        raise BadInput(
+            f"{dictionary.name} has width {dictionary.decoder.shape[1]}, and the residual stream of {scope.name} has "
+            f"{width}: take a dictionary of this model."
+        )
+    if dictionary.layer > layers:
+        raise BadInput(f"{dictionary.name} stands before layer {dictionary.layer}, and {scope.name} has {layers}.")
+    for head in heads:
+        if dictionary.layer > head.layer:
+            raise BadInput(
+                f"{dictionary.name} stands before layer {dictionary.layer}, and {head} reads what enters layer "
+                f"{head.layer}: take a dictionary of that layer or an earlier one."
+            )
+
+
+class FeatureSplit:
+    """The relative logits of one head on one batch, ready to be split by codes of a dictionary.
+
+    Parameters
+    ----------
+    rows : the head, on what was recorded.
+    dictionary : on the batch's device.
+    """
+
+    def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
+        self.rows, self.dictionary, self.weights = rows, dictionary, relative_weights(rows.signs)
+        self.x = rows.found.entered[dictionary.layer]
+        self.coded = dictionary.code(self.x)
+        self.there = torch.cat([torch.ones_like(self.weights[:, :1]), self.weights], dim=1) != 0
+        between = (AFTER,) if dictionary.layer < rows.head.layer else ()
+        self.rest = (ERROR, *between, BIAS)
+
+    def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
+        """One for each prompt, by these codes or by the dictionary's own."""
+        coded, slots = self.coded if coded is None else coded, self.x.shape[1]
+        step = max(_AT_ONCE // (len(self.x) * coded.ids.shape[-1] * self.x.shape[-1]), 1)
+        q = self._read(coded, "query", [0])[:, :, 0]
+        chunks = [list(range(start, min(start + step, slots))) for start in range(1, slots, step)]
+        k = torch.cat([self._read(coded, "key", [0, *chunk]) for chunk in chunks], dim=2)
+        if self.rows.projector is not None:
+            q = q @ self.rows.projector.to(q)
+        each = zip(coded.ids, q, k, self.weights, strict=True)
+        scale, rest = self.rows.scale, self.rest
+        return [FeatureTerms.of((ids[0], own), (ids[1:], keys), w.to(own), scale, rest) for ids, own, keys, w in each]
+
+    def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
+        rows, found = self.rows, self.rows.found.slots(places)
+        coded = coded.at(places)
+        features, x = coded.parts().transpose(1, 2), self.x[:, places]
+        error = x - features.sum(1) - coded.bias
+        pieces = [Parts(["feature"] * features.shape[1], features), Parts([ERROR], error[:, None])]
+        if AFTER in self.rest:
+            pieces.append(Parts([AFTER], (found.entered[rows.head.layer] - x)[:, None]))
+        pieces.append(Parts([BIAS], coded.bias.expand_as(x)[:, None]))
+        parts = rows.reader.read(found, rows.head, side, pieces)
+        return rows.reader.turn(found, rows.head.layer, parts, side)
+
+    def numbers(self, own: Sequence[FeatureTerms], draws: int, seed: int, address: int) -> Float[Tensor, "n x m"]:
+        """`NUMBERS` of the dictionary, then of so many draws of each null."""
+        every = [own]
+        for kind in NULLS:
+            for draw in range(draws):
+                where = (address,) if kind == "tokens" else ()  # the others are dictionaries, the same for all prompts
+                drawn = derived_seed(seed, "dictionary", kind, draw, *where)
+                every.append(self.terms(null_code(kind, self.dictionary, self.x, self.coded, drawn, self.there)))
+        return torch.stack([torch.stack([terms.numbers() for terms in one]) for one in every], dim=1)
+
+    def about(self) -> Float[Tensor, "n 7"]:
+        """Active features of the query, of a key; the squares of the error, and of the stream less the bias.
+
+        Behind them the attention on the right key, on the first token, and whether it is the first of the named ones.
+        """
+        active, weight = self.coded.active.double(), self.there.double()
+        stream = self.x - self.coded.bias
+        lost = stream - self.coded.parts().sum(-2)
+        squares = [(v.double().square().sum(-1) * weight).sum(1) for v in (lost, stream)]
+        keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
+        found, rows = self.rows.found, self.rows
+        plain = edge_rows(found.captured, rows.head, found.columns[:, 1:], rows.signs)
+        measured = plain.measure(plain.rows.q[None, :, 0], plain.keys()[None])[0].double()
+        looks = [measured[:, METRICS.index(name)] for name in ("attention", "first", "accuracy")]
+        return torch.stack([active[:, 0], keys, *squares, *looks], dim=1).cpu()
+
+
+def measure(split: FeatureSplit, chosen: Chosen, draws: int, seed: int, address: int) -> dict[str, Any]:
+    """Fields of `Measured` of one batch."""
+    own, total = split.terms(), split.rows.total().tolist()
+    largest = [max(abs(v) for side in terms.marginals().values() for v in side.values()) for terms in own]
+    away = [abs(float(terms.values.sum()) - true) for terms, true in zip(own, total, strict=True)]
+    return {
+        "values": torch.stack([chosen.of(terms) for terms in own]),
+        "numbers": split.numbers(own, draws, seed, address),
+        "about": split.about(),
+        "error": max(one / size for one, size in zip(away, largest, strict=True)),
+    }
+
+
+# ---------------------------------------------------------------------- a prompt, and a task
+
+
+def features_of_prompt(
+    scope: Scope,
+    prompt: str | Example,
+    heads: Sequence[Head],
+    dictionary: Dictionary,
+    *,
+    query: int | None = None,
+    key: int | None = None,
+    versus: int | None = None,
+    projectors: Mapping[Head, Tensor],
+    chat: bool = False,
+    draws: int = 20,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Fields of a `Trace` of one prompt."""
+    asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
+    found = reader.record(asked.inputs, asked.places, layers=_kept(reader, dictionary))
+    dictionary, said = dictionary.to(found.row.device), []
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for head in heads:
+        one = PromptTrace(reader, found, asked, head, key, versus, projectors.get(head))
+        places = [i for i, weight in enumerate(one.weights.tolist()) if weight]
+        signs = torch.tensor([[1 if i == one.key else -1 for i in places]], device=found.row.device)
+        rows = HeadRows(reader, found.slots([0, *(1 + i for i in places)]), head, signs, {}, [], one.projector)
+        split = FeatureSplit(rows, dictionary)
+        chosen = choose_pairs(split.terms())
+        measured = Measured(head, chosen, split.rest, words=[""], **measure(split, chosen, draws, seed, 0))
+        own = {**measured.tables(), "tokens": one.token_rows()}
+        own["check"][0] |= {"query": asked.query, "key": one.key}
+        for name, more in own.items():
+            tables.setdefault(name, []).extend(more)
+        attention = float(one.attention[one.key])
+        where = (
+            f"{head} at {asked.tokens[asked.query]!r} gives {attention:.0%} of its attention to"
+            f" {asked.tokens[one.key]!r} (token {one.key})"
+        )
+        unseen = ": it does not attend there, so what follows explains a logit and no attention"
+        said.append(f"{where}{unseen if attention < ATTENDED else ''}. {measured.verdict(own)}")
+    return {
+        "experiment": "trace/prompt", "answer": " ".join(said), "tables": tables, "seed": seed,
+        **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt),
+                    **_about(dictionary, draws)),
+    }  # fmt: skip
+
+
+def features_of_task(
+    scope: Scope,
+    task: Task,
+    heads: Sequence[Head],
+    dictionary: Dictionary,
+    n: int,
+    *,
+    projectors: Mapping[Head, Tensor],
+    draws: int = 20,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool | None = None,
+    job: Job,
+) -> dict[str, Any]:
+    """Fields of a `Trace` of a task: pairs chosen on its words for choosing, all else on those for testing."""
+    reader, choosing, units = Reader(scope, heads), task.choose(n), task.test(n)
+    kept, about = _kept(reader, dictionary), _about(dictionary, draws)
+    asked_of = {
+        "verb": "trace", "heads": [str(head) for head in heads], "seed": seed, "batch_size": batch_size,
+        "chat": task.chat, "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
+    }  # fmt: skip
+    job.begin(scope, [list(choosing), list(units)], **asked_of, **about)
+    dictionary = dictionary.to(next(iter(reader.calls.values())).hidden.device)
+
+    def splits(own: Sequence[Any], indices: list[int]) -> tuple[list[int], list[FeatureSplit]]:
+        encoded, signs, found = task_batch(reader, own, indices, task.chat, kept)
+        unit_of = [i for i in indices for _ in own[i]]
+        made = [FeatureSplit(HeadRows(reader, found, h, signs, {}, [], projectors.get(h)), dictionary) for h in heads]
+        return [unit_of[int(e)] for e in encoded.example], made
+
+    def choose() -> list[Any]:
+        terms: list[list[FeatureTerms]] = [[] for _ in heads]
+        for indices in batches_of(choosing, batch_size):
+            for own, split in zip(terms, splits(choosing, indices)[1], strict=True):
+                own += split.terms()
+        return [list(choose_pairs(own)) for own in terms]
+
+    chosen = [Chosen([(g, f) for g, f in pairs], features) for pairs, features in job.once("features chosen", choose)]
+
+    def run(indices: list[int]) -> dict[str, Any]:
+        numbers, made = splits(units, indices)
+        own = [measure(s, c, draws, seed, indices[0]) for s, c in zip(made, chosen, strict=True)]
+        return {"numbers": numbers, "heads": own, "rest": [list(split.rest) for split in made]}
+
+    pieces, words = job.stream("features", batches_of(units, batch_size), run, progress), words_of(units)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    said = []
+    for place, head in enumerate(heads):
+        own = [piece["heads"][place] for piece in pieces]
+        joined: Any = {name: torch.cat([piece[name] for piece in own]) for name in ("values", "numbers", "about")}
+        measured = Measured(
+            head, chosen[place], tuple(pieces[0]["rest"][place]),
+            words=[words[i] for piece in pieces for i in piece["numbers"]],
+            error=max(piece["error"] for piece in own), **joined,
+        )  # fmt: skip
+        found = measured.tables()
+        for name, more in found.items():
+            tables.setdefault(name, []).extend(more)
+        check = found["check"][0]
+        said.append(
+            f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
+            f" keys in {check['accuracy']:.0%} of {check['n']} prompts. {measured.verdict(found)}"
+        )
+    source = made_from(scope, task)
+    named = {name: value for name, value in source.items() if name not in ("model", "weights")}
+    return {
+        "experiment": f"trace/{task.name}", "answer": with_notes(" ".join(said), source), "tables": tables, "seed": seed,
+        **made_with(scope, **named, n=n, batch_size=batch_size, heads=[str(h) for h in heads], **about),
+    }  # fmt: skip
+
+
+def _kept(reader: Reader, dictionary: Dictionary) -> list[int]:
+    """Layers whose input is kept: those that are read, and the dictionary's."""
+    return sorted({*reader.layers, dictionary.layer})
+
+
+def _about(dictionary: Dictionary, draws: int) -> dict[str, Any]:
+    return {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint, "draws": draws}

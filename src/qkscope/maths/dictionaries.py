@@ -1,0 +1,333 @@
+"""A dictionary's features in a query and its keys, how few pairs of them carry a logit, and what meaningless ones do.
+
+A dictionary writes the residual stream of a token as ``x = Σ_f a_f d_f + b + e``: active features, its bias, and the
+error, which is all the rest. A head reads each part by itself once its norms are held, so that a relative logit is
+
+    ``ℓ = Σ_{g,f} q_g · Σ_t w_t k_f(t)``  over pairs of parts: features, error and bias on both sides.
+
+With the error as a part everything sums, whatever the dictionary: that shows nothing. What counts is how much lies in
+pairs of features, and in how few. Signs can cancel, so that a share of the logit may be large by luck; `held` is
+therefore a share of ``Σ |pairs|``, error and bias included, which no cancelling makes larger.
+
+`NULLS` are dictionaries without meaning: turned about its bias by a random rotation, with random rows and as many
+active ones at every token, with the codes of other features, and with the codes of other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from qkscope.errors import BadInput
+from qkscope.kinds import Count, Natural, checked_class
+from qkscope.maths.dictionary_files import read_dictionary
+from qkscope.maths.relative import random_rotations
+
+ERROR, AFTER, BIAS = "error", "after", "bias"
+"""The parts of a stream that are no features: what the dictionary misses, what was added after it, what is constant."""
+NULLS = ("rotated", "random", "features", "tokens")
+SIZES = (1, 2, 5, 10, 20, 50)
+"""How many of the largest pairs are taken together."""
+_RIDGE = 1e-8
+
+
+@checked_class
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """Features of the residual stream between two layers: directions, and how strongly each is in a token.
+
+    Parameters
+    ----------
+    decoder : a direction for each feature, as rows.
+    encoder : what each feature is read off with, as columns.
+    layer : the layer whose input it describes; what leaves layer 17 enters layer 18.
+    decoder_bias, encoder_bias : 0 by default.
+    activation : ``relu``, ``topk`` (with ``k``), ``jumprelu`` (with ``threshold``).
+    k : how many features are active in a token.
+    threshold : what each feature must exceed to be active.
+    apply_b_dec_to_input : whether the decoder's bias is taken off before encoding.
+    normalize_activations : ``none``, ``constant_norm_rescale`` (to the length √d), ``layer_norm``; undone behind the
+        decoder.
+    centred : whether a token's mean is taken out first, as where writing weights were centred.
+    name : what it is called.
+
+    Examples
+    --------
+    >>> import qkscope as qk
+    >>> axes = qk.Dictionary(torch.eye(3), torch.eye(3), layer=1)
+    >>> axes
+    Dictionary(3 features of width 3 entering layer 1, relu)
+    >>> axes.code(torch.tensor([[2.0, 0.0, -1.0]])).ids
+    tensor([[0]])
+    """
+
+    comes_from = "as qk.Dictionary.load gives"
+    decoder: Float[Tensor, "f d"]
+    encoder: Float[Tensor, "d f"]
+    layer: Natural
+    decoder_bias: Float[Tensor, " d"] | None = None
+    encoder_bias: Float[Tensor, " f"] | None = None
+    activation: Literal["relu", "topk", "jumprelu"] = "relu"
+    k: Count | None = None
+    threshold: Float[Tensor, " f"] | None = None
+    apply_b_dec_to_input: bool = True
+    normalize_activations: Literal["none", "constant_norm_rescale", "layer_norm"] = "none"
+    centred: bool = False
+    name: str = "dictionary"
+
+    def __post_init__(self) -> None:
+        features, width = self.decoder.shape
+        shapes = {"decoder": (features, width), "encoder": (width, features), "decoder_bias": (width,),
+                  "encoder_bias": (features,), "threshold": (features,)}  # fmt: skip
+        for name, shape in shapes.items():
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != shape:
+                raise BadInput(
+                    f"{name} of {self.name} has shape {tuple(value.shape)}, and {features} features of width {width} "
+                    f"need {shape}."
+                )
+            if value is not None and not bool(value.isfinite().all()):
+                raise BadInput(f"{name} of {self.name} holds values that are not finite: the dictionary is damaged.")
+        if (self.activation == "topk") != (self.k is not None):
+            raise BadInput(f"{self.name} codes with {self.activation}: k is for topk, which needs it.")
+        if self.k is not None and self.k > features:
+            raise BadInput(f"{self.name} has {features} features, of which {self.k} cannot be active.")
+        if (self.activation == "jumprelu") != (self.threshold is not None):
+            raise BadInput(f"{self.name} codes with {self.activation}: a threshold is for jumprelu, which needs it.")
+
+    def __repr__(self) -> str:
+        how = f"top {self.k}" if self.k is not None else self.activation
+        features, width = self.decoder.shape
+        return f"Dictionary({features:,} features of width {width} entering layer {self.layer}, {how})"
+
+    @classmethod
+    def load(cls, path: str | Path, *, layer: Natural | None = None, k: Count | None = None) -> Dictionary:
+        """Read a SAELens folder, or a safetensors file with ``W_enc``, ``W_dec``, ``b_enc``, ``b_dec``.
+
+        Parameters
+        ----------
+        path : the folder or the file. A file is a relu dictionary; with a ``threshold`` in it jumprelu.
+        layer : the layer whose input it describes, where the file does not say (``hook_name`` in its header).
+        k : as many features are active in a token, where the file does not say.
+        """
+        return cls(**read_dictionary(Path(path), layer, k))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that makes its codes."""
+        digest = hashlib.sha256(repr((self, self.apply_b_dec_to_input, self.normalize_activations)).encode())
+        for value in (self.decoder, self.encoder, self.decoder_bias, self.encoder_bias, self.threshold):
+            if value is not None:
+                digest.update(value.detach().cpu().float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def to(self, device: torch.device | str) -> Dictionary:
+        """The same in float32 on a device.
+
+        Parameters
+        ----------
+        device : as torch names it.
+        """
+        names = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold")
+        there = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in there.items() if v is not None})
+
+    def code(self, x: Float[Tensor, "*b d"], turn: Float[Tensor, "d d"] | None = None) -> Coded:
+        """Which features are active in tokens, and how much of each.
+
+        Parameters
+        ----------
+        x : what enters the layer.
+        turn : a rotation about its bias, applied to the whole dictionary.
+        """
+        zero = x.new_zeros(x.shape[-1])
+        bias = zero if self.decoder_bias is None else self.decoder_bias.to(x)
+        shift, scale = zero[:1], torch.ones_like(x[..., :1])
+        if self.centred or self.normalize_activations == "layer_norm":
+            shift = x.mean(-1, keepdim=True)
+        y = x - shift
+        if self.normalize_activations == "layer_norm":
+            scale = y.std(-1, keepdim=True)
+            y = y / (scale + 1e-5)
+        elif self.normalize_activations == "constant_norm_rescale":
+            scale = y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
+            y = y / scale
+        if turn is not None:
+            y = bias + (y - bias) @ turn.to(y)
+        strength = (y - bias if self.apply_b_dec_to_input else y) @ self.encoder.to(y)
+        strength = strength if self.encoder_bias is None else strength + self.encoder_bias.to(y)
+        if self.threshold is not None:
+            strength = strength * (strength > self.threshold.to(y))
+        most = min(self.k or strength.shape[-1], max(int((strength > 0).sum(-1).max()), 1))
+        values, ids = strength.relu().topk(most)
+        constant = scale * bias + shift
+        return Coded(ids.masked_fill(values <= 0, -1), values * scale, constant, self.decoder.to(x), turn)
+
+
+class Coded(NamedTuple):
+    """Active features of tokens: their numbers (−1 in empty slots), how much of each, and what no token decides."""
+
+    ids: Int[Tensor, "*b s"]
+    values: Float[Tensor, "*b s"]
+    bias: Float[Tensor, "*b d"]
+    decoder: Float[Tensor, "f d"]
+    turn: Float[Tensor, "d d"] | None = None
+
+    def parts(self) -> Float[Tensor, "*b s d"]:
+        """What each active feature puts into the stream."""
+        rows = self.decoder[self.ids.clamp_min(0)]
+        rows = rows if self.turn is None else rows @ self.turn.to(rows).mT
+        return rows * self.values[..., None]
+
+    def at(self, places: list[int]) -> Coded:
+        """Some of the places, which are the second axis."""
+        return self._replace(ids=self.ids[:, places], values=self.values[:, places], bias=self.bias[:, places])
+
+    @property
+    def active(self) -> Int[Tensor, "*b"]:
+        """How many features are active."""
+        return (self.ids >= 0).sum(-1)
+
+
+def null_code(
+    kind: str,
+    dictionary: Dictionary,
+    x: Float[Tensor, "n p d"],
+    coded: Coded,
+    seed: int,
+    there: Bool[Tensor, "n p"] | None = None,
+) -> Coded:
+    """Codes of a dictionary without meaning.
+
+    Parameters
+    ----------
+    kind : one of `NULLS`.
+    dictionary, x, coded : the true one, the stream, and its codes there.
+    seed : of the draw.
+    there : places that count; codes of others are given to nobody.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    features, width = dictionary.decoder.shape
+    if kind == "rotated":
+        return dictionary.code(x, random_rotations(width, 1, seed)[0].to(x))
+    if kind == "random":
+        unit = normalize(torch.randn(features, width, generator=generator), dim=-1).to(x)
+        return _nearest(unit, x - coded.bias, coded)
+    if kind == "features":
+        order = torch.randperm(features, generator=generator).to(coded.ids.device)
+        return coded._replace(ids=torch.where(coded.ids >= 0, order[coded.ids.clamp_min(0)], -1))
+    if kind != "tokens":
+        raise BadInput(f"there is no null {kind!r}: there is {', '.join(NULLS)}.")
+    order = torch.arange(x.shape[1]).repeat(len(x), 1)
+    for row, used in enumerate(torch.ones(x.shape[:2], dtype=torch.bool) if there is None else there.cpu()):
+        places = used.nonzero()[:, 0]
+        places = places[torch.randperm(len(places), generator=generator)]
+        order[row, places] = places.roll(1)  # one cycle: none keeps its own
+    order = order.to(coded.ids.device)[..., None].expand_as(coded.ids)
+    return coded._replace(ids=coded.ids.gather(1, order), values=coded.values.gather(1, order))
+
+
+def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded) -> Coded:
+    """As many of these directions as were active at each place: the nearest, with the strengths that fit best."""
+    ids = (x @ unit.mT).topk(coded.ids.shape[-1]).indices
+    used = torch.arange(ids.shape[-1], device=ids.device) < coded.active[..., None]
+    rows = (unit[ids] * used[..., None]).double()
+    gram = rows @ rows.mT + torch.diag_embed((~used).double() + _RIDGE)
+    values = torch.linalg.solve(gram, (rows @ x.double()[..., None]))[..., 0].to(x)
+    return Coded(ids.masked_fill(~used, -1), values * used, coded.bias, unit)
+
+
+# ---------------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True)
+class FeatureTerms:
+    """One relative logit: every part of the query with every part of the weighted keys.
+
+    Parameters
+    ----------
+    query, key : the features that are active there, in the order of rows and of columns.
+    rest : the parts behind them on both sides, the bias last.
+    values : what each pair gives; they sum to the logit.
+    """
+
+    query: Int[Tensor, " a"]
+    key: Int[Tensor, " b"]
+    rest: tuple[str, ...]
+    values: Float[Tensor, "a+r b+r"]
+
+    @classmethod
+    def of(
+        cls,
+        query: tuple[Int[Tensor, " s"], Float[Tensor, "s+r d"]],
+        key: tuple[Int[Tensor, "p s"], Float[Tensor, "s+r p d"]],
+        weights: Float[Tensor, " p"],
+        scale: float,
+        rest: tuple[str, ...],
+    ) -> FeatureTerms:
+        """From parts of the query and of every key, as the dot product sees them, each with its features' numbers.
+
+        A feature that is active in several keys is one part of the weighted keys.
+
+        Parameters
+        ----------
+        query, key : numbers of features in their slots, and the vectors of these slots and of the rest.
+        weights : of the keys.
+        scale : factor on q·k.
+        rest : what the last vectors are.
+        """
+        asked, q = query[0], query[1].double()
+        slots = len(asked)
+        q = torch.cat([q[:slots][asked >= 0], q[slots:]])
+        weighted = torch.einsum("p,cpd->cpd", weights.double(), key[1].double())
+        there, slots = (key[0].mT >= 0) & (weights != 0), key[0].shape[1]
+        numbers, where = key[0].mT[there].unique(return_inverse=True)
+        k = q.new_zeros(len(numbers), q.shape[-1]).index_add(0, where, weighted[:slots][there])
+        k = torch.cat([k, weighted[slots:].sum(1)])
+        return cls(asked[asked >= 0], numbers, rest, scale * q @ k.mT)
+
+    @property
+    def pairs(self) -> Float[Tensor, "a b"]:
+        """Of a feature with a feature."""
+        return self.values[: len(self.query), : len(self.key)]
+
+    def marginals(self) -> dict[str, dict[int | str, float]]:
+        """By side, what each feature (by number) and each part of the rest gives; both sum to the logit."""
+        sides = {"query": (self.query, self.values.sum(1)), "key": (self.key, self.values.sum(0))}
+        return {
+            side: dict(zip([*numbers.tolist(), *self.rest], values.tolist(), strict=True))
+            for side, (numbers, values) in sides.items()
+        }
+
+    def largest(self, count: int) -> list[tuple[int, int, float]]:
+        """The largest pairs of features by size: of the query, of the key, and what they give."""
+        flat = self.pairs.abs().flatten().topk(min(count, self.pairs.numel())).indices.tolist()
+        return [
+            (int(self.query[a]), int(self.key[b]), float(self.pairs[a, b]))
+            for a, b in (divmod(i, len(self.key)) for i in flat)
+        ]
+
+    def numbers(self) -> Float[Tensor, " m"]:
+        """`NUMBERS`: what is compared with dictionaries without meaning."""
+        size = self.pairs.flatten().abs().sort(descending=True)
+        gross = self.values.abs().sum()
+        held = torch.stack([size.values[:count].sum() for count in SIZES]) / gross.clamp_min(1e-300)
+        ordered, logit = self.pairs.flatten()[size.indices], self.values.sum()
+        far = (ordered.cumsum(0) - logit).abs() > (1 - ENOUGH) * logit.abs()
+        count = int(far.nonzero()[-1]) + 2 if bool(far.any()) else 1
+        needed = float(count) if count <= len(ordered) else torch.inf
+        own = [float(logit), float(self.pairs.sum()), float(gross), needed]
+        return torch.cat([torch.tensor(own, dtype=torch.float64), held.cpu()])
+
+
+ENOUGH = 0.8
+"""A logit counts as explained by pairs that, the largest first, come as near as this and stay there."""
+NUMBERS = ("logit", "pairs", "gross", "needed", *(f"held_{count}" for count in SIZES))
+"""The logit; what pairs of features give; all pairs, signs left out; pairs for 80%; shares of gross by number."""

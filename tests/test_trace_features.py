@@ -1,0 +1,186 @@
+"""Trace with a dictionary: parts sum in every kind of attention, planted pairs come first, meaningless ones do not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import normalize
+
+import qkscope as qk
+from planted_model import READER, planted
+from qkscope.analyses.trace.features import FeatureSplit
+from qkscope.analyses.trace.rows import HeadRows
+from qkscope.capture.families import _batch, tiny_model
+from qkscope.capture.scope import Scope
+from qkscope.capture.writers import Reader
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.dictionaries import NULLS, null_code
+
+FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_oss", "deepseek_v3", "llama4_text", "opt"]
+PROMPT = "Words: hat jam kettle bell hat jam"
+
+
+def random_dictionary(width, layer, seed=0, **more):
+    rows = normalize(torch.randn(24, width, generator=torch.Generator().manual_seed(seed)), dim=1)
+    return qk.Dictionary(rows, rows.T.contiguous(), layer, **{"activation": "topk", "k": 5, **more})
+
+
+# ---------------------------------------------------------------------- it sums
+
+
+@pytest.mark.parametrize("back", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_sum_to_the_logit_whatever_the_codes(family, back):
+    scope = Scope.from_model(tiny_model(family), check=False)
+    layer = scope.n_layers - 1
+    reader = Reader(scope, [head for head in scope.heads() if head.layer == layer][:2])
+    inputs, places = _batch(scope)
+    found = reader.record(inputs, places, layers=sorted({layer, layer - back}))
+    signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
+    for head in reader.heads:
+        rows = HeadRows(reader, found, head, signs, {}, [])
+        own = random_dictionary(found.entered[layer].shape[-1], layer - back, decoder_bias=None)
+        split = FeatureSplit(rows, own)
+        assert split.rest == (("error", "after", "bias") if back else ("error", "bias"))
+        codes = [split.coded, *(null_code(kind, own, split.x, split.coded, 1, split.there) for kind in NULLS)]
+        for coded in codes:
+            for terms, true in zip(split.terms(coded), rows.total().tolist(), strict=True):
+                assert abs(float(terms.values.sum()) - true) < 1e-5 * float(terms.values.abs().max())
+                assert len(terms.query) == (coded.ids[0, 0] >= 0).sum()
+
+
+def test_a_long_prompt_in_pieces_gives_the_same(monkeypatch):
+    scope = qk.Scope.load("nano:mixed")
+    own = random_dictionary(scope.model.config.hidden_size, 1)
+    whole = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
+    monkeypatch.setattr("qkscope.analyses.trace.features._AT_ONCE", 1)  # key by key
+    pieces = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
+    for one, other in zip(whole.tables["feature_pairs"], pieces.tables["feature_pairs"], strict=True):
+        assert one["value"] == pytest.approx(other["value"], abs=1e-6)
+
+
+# ---------------------------------------------------------------------- the planted pair
+
+
+def true_dictionary(scope):
+    """A feature for every word, one for every word before, one for every place; a word before is twice as strong."""
+    directions = scope.model.planted
+    least = torch.cat([torch.full((len(own),), size) for own, size in zip(directions, (0.6, 1.2, 0.6), strict=True)])
+    rows = torch.cat(directions)
+    return qk.Dictionary(rows, rows.T.contiguous(), READER.layer, activation="jumprelu", threshold=least)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_planted_pair_comes_first_and_with_no_copy(seed):
+    writer = Head(seed % 2, seed % 3)
+    scope = planted({writer: 0.3}, seed)
+    own = true_dictionary(scope)
+    found = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10, seed=seed)
+    word = scope.tokenizer.convert_tokens_to_ids("jam")
+    first = found.table()[0]
+    assert (first["query_feature"], first["key_feature"]) == (f"f{word}", f"f{word + len(scope.model.planted[0])}")
+    assert first["share"] > 0.5
+    assert found.tables["check"][0]["sum_error"] < 1e-5
+    ours, *copies = found.tables["copies"]
+    assert [row["kind"] for row in copies] == list(NULLS)
+    assert all(row["below"] for row in copies)
+    assert ours["first"] > 1.5 * max(row["first_high"] for row in copies)
+    assert "more than with any copy without meaning" in found.answer
+    meaningless = qk.trace(scope, PROMPT, READER, dictionary=random_dictionary(96, READER.layer), draws=1)
+    assert meaningless.tables["copies"][0]["first"] < ours["first"] / 2
+
+
+def test_a_dictionary_without_meaning_is_seldom_said_to_have_one():
+    scope = planted({Head(0, 1): 0.3}, 0)
+    found = [
+        qk.trace(scope, PROMPT, READER, dictionary=random_dictionary(96, READER.layer, seed), draws=10, seed=seed)
+        for seed in range(10)
+    ]
+    above = ["more than with any copy without meaning" in one.answer for one in found]
+    assert all("no more than with" in one.answer for one, said in zip(found, above, strict=True) if not said)
+    assert sum(above) <= 3  # one of eleven by lot
+
+
+def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
+    writer = Head(0, 1)
+    scope = planted({writer: 0.3}, 0)
+    own = true_dictionary(scope)
+    found = qk.trace(scope, qk.tasks.induction(6), READER, 24, dictionary=own, draws=5, progress=False)
+    assert all(row["below"] for row in found.tables["copies"][1:])
+    check = found.tables["check"][0]
+    assert check["accuracy"] > 0.9
+    assert check["sum_error"] < 1e-5
+    for side in ("query", "key"):
+        parts = [row["value"] for row in found.tables["features"] if row["side"] == side]
+        assert sum(parts) == pytest.approx(check["logit"], abs=1e-5)
+    again = qk.trace(scope, qk.tasks.induction(6), READER, 24, dictionary=own, draws=5, progress=False)
+    assert again.tables == found.tables
+    held = [row["held"] for row in found.tables["held"] if row["kind"] == "dictionary"]
+    assert held == sorted(held)
+
+
+def test_inside_a_feature_only_its_directions_count():
+    scope = qk.Scope.load("nano:mixed")
+    fit = qk.decompose(scope, qk.tasks.induction(), heads="L1H0", n=16, progress=False)
+    feature = fit[fit.tables["ranks"][0]["contrast"], "L1H0"]
+    own = random_dictionary(scope.model.config.hidden_size, 1)
+    plain, inside = (
+        qk.trace(scope, PROMPT, "L1H0", dictionary=own, feature=one, draws=1).tables["check"][0]
+        for one in (None, feature)
+    )
+    assert inside["sum_error"] < 1e-5
+    assert inside["logit"] != pytest.approx(plain["logit"], rel=1e-3)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def test_what_a_model_cannot_be_split_by_is_refused():
+    scope = qk.Scope.load("nano:mixed")
+    width, layers = scope.model.config.hidden_size, scope.n_layers
+    wrong = [
+        (random_dictionary(width + 1, 1), {}, f"has width {width + 1}, and the residual stream of .* has {width}"),
+        (random_dictionary(width, 3), {}, "stands before layer 3, and L1H0 reads what enters layer 1"),
+        (random_dictionary(width, layers + 1), {}, f"stands before layer {layers + 1}, and .* has {layers}"),
+        (random_dictionary(width, 1), {"head": "all"}, "at heads that are named"),
+        (random_dictionary(width, 1), {"what": ["a text"]}, "for a task or a prompt"),
+        (random_dictionary(width, 1), {"what": qk.tasks.induction(), "key": 3}, "key is for one prompt"),
+    ]
+    for own, more, said in wrong:
+        asked = {"what": PROMPT, "head": "L1H0", **more}
+        with pytest.raises(BadInput, match=said):
+            qk.trace(scope, asked.pop("what"), asked.pop("head"), dictionary=own, **asked)
+
+
+# ---------------------------------------------------------------------- the command, and its page
+
+
+def test_the_command_reads_a_saelens_folder_and_writes_a_page(tmp_path):
+    from typer.testing import CliRunner
+
+    from qkscope.cli import app
+    from qkscope.page.blocks import blocks_of
+
+    width = qk.Scope.load("nano:mixed").model.config.hidden_size
+    own = random_dictionary(width, 1)
+    (tmp_path / "sae").mkdir()
+    save_file({"W_dec": own.decoder, "W_enc": own.encoder}, tmp_path / "sae" / "sae_weights.safetensors")
+    settings = {"architecture": "topk", "k": 5, "metadata": {"hook_name": "blocks.0.hook_resid_post"}}
+    (tmp_path / "sae" / "cfg.json").write_text(json.dumps(settings))
+    out = str(tmp_path / "run")
+    asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8"]
+    done = CliRunner().invoke(app, [*asked, "--dictionary", str(tmp_path / "sae"), "--out", out])
+    assert done.exit_code == 0, done.output
+    assert "feature of the query" in done.output
+    found = qk.Result.read(out)
+    assert [block.kind for block in blocks_of(found)] == ["parts", "parts", "curve"]
+    for block in blocks_of(found)[:2]:
+        sums = {}
+        for row in block.rows:
+            sums[row["by"], row["side"]] = sums.get((row["by"], row["side"]), 0.0) + row["share"]
+        assert sums == pytest.approx({("pairs", "both"): 1, ("dictionary", "query"): 1, ("dictionary", "key"): 1})
+    assert not (tmp_path / "run" / ".work").exists()
