@@ -13,6 +13,7 @@ from qkscope.maths.relative import key_difference
 from qkscope.papers.franco2026.anisotropy import START, anisotropy_row
 from qkscope.papers.franco2026.cells import WORK, ToyWork
 from qkscope.papers.franco2026.decomposition import strengths
+from qkscope.papers.franco2026.dictionary import split, true_among
 from qkscope.papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
 from qkscope.papers.franco2026.emergence import sparsity_row
 from qkscope.papers.franco2026.geometry import geometry_row
@@ -33,7 +34,10 @@ SPARSITY = {
     "step", "present", "sparsity", "low", "high", "rotated", "rotated_low", "rotated_high", "difference_low",
     "difference_high", "count", "count_low", "count_high", "count_tol",
 }  # fmt: skip
-FIGURES = ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23", "thm3"]
+FIGURES = [
+    "fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23", "dictionary",
+    "thm3",
+]  # fmt: skip
 TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
 
 
@@ -184,6 +188,21 @@ def tiny(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(WORK, "smoke", TINY)
         return out, reproduce("franco2026", FIGURES, preset="smoke", out=out)
+
+
+def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
+    toy = aligned_toy()
+    generator = torch.Generator().manual_seed(0)
+    x = toy.task.strengths(torch.rand(32, 5, 20, generator=generator, dtype=torch.float64))
+    true, turned = (split(toy, x, kind, 0, attended=None) for kind in ("true", "rotated"))
+    assert true_among(true.size, toy) == 4
+    pairs = [pair[:2] for pair in toy.task.pairs]
+    others = true.size.clone()
+    for query, key in pairs:
+        others[query, key] = 0
+    assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
+    assert true_among(turned.size, toy) < 4
+    torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
 
 
 def test_every_figure_has_its_folder_numbers_and_picture(tiny):

@@ -8,5 +8,6 @@ In come settings; out goes each figure's `Result` and its drawing. Files in read
 - Language models, on `prompts`, all from one sweep over checkpoints in `model_sweep`: `model_sparsity` (7b),
   `model_terms` (8, 25), `model_counts` (9a, 9b); and `isotropy` (20).
 - `theory` (the theorems as formulas), `theorems` (1, 2, 3 tried numerically).
+- `dictionary`: whether the toy's own features, taken as a dictionary, give its true pairs. No paper asks this.
 - `bridge`: whether contrasts and singular vectors find the same. No paper asks this.
 """
