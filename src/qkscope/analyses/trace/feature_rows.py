@@ -143,11 +143,11 @@ class Measured:
     def verdict(self, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         """What pairs of features explain, and whether copies without meaning explain as much."""
         ours, *copies = tables["copies"]
-        pair = tables["feature_pairs"][0] if tables["feature_pairs"] else None
-        first = "" if pair is None else (
+        first = "".join(
             f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
             f" ({_percent(pair['share'])} of the logit)."
-        )  # fmt: skip
+            for pair in tables["feature_pairs"][:1]
+        )
         beside = ", ".join(
             f"{_CALLED[row['kind']]} {_percent(row['ten_low'])} to {_percent(row['ten_high'])}" for row in copies
         )

@@ -231,11 +231,9 @@ def features_of_task(
     for place, head in enumerate(heads):
         own = [piece["heads"][place] for piece in pieces]
         joined: Any = {name: torch.cat([piece[name] for piece in own]) for name in ("values", "numbers", "about")}
-        measured = Measured(
-            head, chosen[place], tuple(pieces[0]["rest"][place]),
-            words=[words[i] for piece in pieces for i in piece["numbers"]],
-            error=max(piece["error"] for piece in own), **joined,
-        )  # fmt: skip
+        asking = [words[i] for piece in pieces for i in piece["numbers"]]
+        error, rest = max(piece["error"] for piece in own), tuple(pieces[0]["rest"][place])
+        measured = Measured(head, chosen[place], rest, words=asking, error=error, **joined)
         found = measured.tables()
         for name, more in found.items():
             tables.setdefault(name, []).extend(more)
@@ -247,7 +245,8 @@ def features_of_task(
     source = made_from(scope, task)
     named = {name: value for name, value in source.items() if name not in ("model", "weights")}
     return {
-        "experiment": f"trace/{task.name}", "answer": with_notes(" ".join(said), source), "tables": tables, "seed": seed,
+        "experiment": f"trace/{task.name}", "answer": with_notes(" ".join(said), source), "tables": tables,
+        "seed": seed,
         **made_with(scope, **named, n=n, batch_size=batch_size, heads=[str(h) for h in heads], **about),
     }  # fmt: skip
 

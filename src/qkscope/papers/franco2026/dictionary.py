@@ -74,9 +74,12 @@ def run(settings: Settings, cells: Cells) -> Result:
                 own = derived_seed(settings.seed, "rotated", seed, 0)
                 arrays["rotated"] = split(toy, usual, "rotated", own, attended=None).size.float()
     return settings.result(
-        answer=_answer(rows), tables={"dictionary": rows}, claims=_claims(rows), arrays=arrays,
+        answer=_answer(rows),
+        tables={"dictionary": rows},
+        claims=_claims(rows),
+        arrays=arrays,
         about={"work": vars(work), "contexts": _CONTEXTS},
-    )  # fmt: skip
+    )
 
 
 def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> Found:
