@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 FETCH  := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/qkscope fetch
 
-.PHONY: setup gemma demo test browser lint bench calibrate docs clean
+.PHONY: setup gemma demo gallery test browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,37 @@ gemma: setup
 
 demo: setup
 	@$(BIN)/qkscope demo
+
+# One offline site of twelve small runs. Each is made once, so that a stopped one goes on; Gemma's are left out without it.
+SHOWN   := runs/gallery
+GEMMA   := $(addprefix $(SHOWN)/,$(addsuffix /results.json,gemma-heads gemma-why))
+RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,demo why why-names trace nano-heads nano-fit nano-discover nano-sparsity lee2026/fig4 franco2026/fig2))
+BOXES   := hat: O\njam: Z\ncat: B\njam:
+NAMES   := When Mary and John went to the store, John gave a drink to
+PLACE    = $(@D)
+OR_ELSE := false
+
+gallery: $(RUNS) $(GEMMA)
+	@$(BIN)/qkscope gallery $(addprefix $(SHOWN)/,demo why trace) $(SHOWN) --out runs/site
+
+$(SHOWN)/demo/results.json:          VERB = demo
+$(SHOWN)/why/results.json:           VERB = why '$(BOXES)' --head L18H6
+$(SHOWN)/why-names/results.json:     VERB = why '$(NAMES)'
+$(SHOWN)/trace/results.json:         VERB = trace binding --heads L18H6 -n 16 --no-whole
+$(SHOWN)/gemma-heads/results.json:   VERB = heads ioi -n 32 --model gemma3-270m
+$(SHOWN)/gemma-why/results.json:     VERB = why '$(NAMES)' --head L12H1 --model gemma3-270m
+$(SHOWN)/nano-heads/results.json:    VERB = heads binding --form sentence -n 64 --model nano:mixed
+$(SHOWN)/nano-fit/results.json:      VERB = decompose binding --form sentence --heads L1H0,L1H1 -n 64 --model nano:mixed
+$(SHOWN)/nano-discover/results.json: VERB = discover induction --heads L1H1,L2H0 --model nano:mixed
+$(SHOWN)/nano-sparsity/results.json: VERB = sparsity ioi --revisions all -n 32 --model nano:mixed
+$(SHOWN)/lee2026/fig4/results.json:    VERB = reproduce lee2026 fig4 --preset smoke
+$(SHOWN)/franco2026/fig2/results.json: VERB = reproduce franco2026 fig2 --preset smoke
+$(SHOWN)/lee2026/% $(SHOWN)/franco2026/%: PLACE = $(SHOWN)
+$(GEMMA): OR_ELSE := echo "So it is left out; 'make gemma' installs the model."
+
+$(RUNS) $(GEMMA): | setup
+	@printf '%s\n' "qkscope $(VERB)"
+	@$(BIN)/qkscope $(VERB) --out $(PLACE) >/dev/null || $(OR_ELSE)
 
 test: setup
 	@$(BIN)/python -m pytest

@@ -14,8 +14,10 @@ import pytest
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope import BadInput, Result
+from qkscope.explorer.opening import page_of
 from qkscope.page.gallery import write_gallery
-from qkscope.page.report import report_html
+from qkscope.page.places import heads_in
+from qkscope.page.report import report_html, write_report
 from qkscope.page.thumbnail import thumbnail
 from qkscope.runs.claims import Claim
 
@@ -56,9 +58,10 @@ def stop(folder, how):
 
 
 def test_every_run_has_a_card_with_its_answer_and_a_page(runs, tmp_path):
-    index = write_gallery(tmp_path / "site", runs, runs / "why")  # what is named twice stands there once
+    index = write_gallery(tmp_path / "site", runs / "why", runs)  # what is named twice stands there once
+    assert page_of(tmp_path / "site") == index
     stored = Result.read(tmp_path / "site")
-    assert [row["run"] for row in stored.table("runs")] == ["fit", "heads", "lee2026-fig9", "why"]
+    assert [row["run"] for row in stored.table("runs")] == ["why", "fit", "heads", "lee2026-fig9"]
     assert stored.answer == "4 runs of nano:mixed and other; 1 of 2 claims hold."
     text = index.read_text()
     for row in stored.table("runs"):
@@ -194,6 +197,11 @@ def test_text_of_a_run_is_text_in_the_index(tmp_path):
         assert "<img src=x" not in page.read_text()
 
 
+def test_words_that_explain_a_name_speak_of_no_head():
+    lines = [{"line": "L2H1 looks at Mary."}, {"line": "L16H0 is a head, M9 the MLP of layer 9."}]
+    assert heads_in(lines) == ["L2H1"]
+
+
 def test_a_thumbnail_is_the_first_figure_or_a_drawing(runs):
     drawing = thumbnail(Result.read(runs / "heads"), {})
     assert drawing.count("<rect") == 12  # heads of the model
@@ -274,3 +282,12 @@ def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
     assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
     assert watched.errors == []
     page.close()
+
+
+def test_a_chart_of_one_head_at_a_time_shows_the_one_that_a_link_names(browser, tmp_path):
+    rows = [{"head": head, "method": "order", "k": k, "shift": k / 4, "low": 0.0, "high": 1.0}
+            for head in ("L1H1", "L2H0") for k in (1, 2)]  # fmt: skip
+    watched = Watched(browser, write_report(tmp_path / "page.html", Result("test", {"curve": rows})).as_uri() + "#L2H0")
+    watched.until("document.querySelector('.choices [aria-pressed=true]').textContent === 'L2H0'")
+    assert watched.errors == []
+    watched.page.close()

@@ -62,7 +62,8 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     Parameters
     ----------
     out : folder of the site: a new one, or one of an earlier gallery.
-    folders : runs, or folders with runs in them; a run that is not whole is left out, and the site says so.
+    folders : runs, or folders with runs in them, in the order in which they are shown; a run that is not whole is left
+        out, and the site says so.
     title : what to call it.
 
     Examples
@@ -93,7 +94,7 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
         "gallery.html",
         ["base.js", "report.js", "gallery.js"],
         ["page.css", "gallery.css"],
-        title=title or "Runs",
+        title=title or "gallery",
         answer=result.answer,
         runs=runs,
         heads=[(key, list(rows)) for key, rows in groupby(tables["heads"], itemgetter("model", "head"))],

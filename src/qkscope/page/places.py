@@ -13,7 +13,7 @@ from typing import Any
 
 from qkscope.page.block import Row
 
-HEAD = re.compile(r"\bL\d+H\d+\b")
+HEAD = re.compile(r"\bL\d+H\d+\b(?! is a head)")  # where words explain what a name like it means, they speak of none
 _PROMPTS = ("tokens", "graph")  # blocks that show one
 _SOUGHT = ("map", "atlas")  # blocks whose script finds a head
 

@@ -71,9 +71,10 @@ def _map(rows: Sequence[Row]) -> list[Markup]:
     heads = [Head.parse(row["head"]) for row in rows]
     layers, tall = 1 + max(head.layer for head in heads), 1 + max(head.index for head in heads)
     side = min(_WIDTH / layers, _HEIGHT / tall)
+    left, top = (_WIDTH - layers * side) / 2, (_HEIGHT - tall * side) / 2
     shades = [0.08 + 0.92 * min(max(row["accuracy"] or 0.0, 0.0), 1.0) for row in rows]
     return [
-        _rect(head.layer * side, (tall - 1 - head.index) * side, 0.92 * side, 0.92 * side, _FOR, shade)
+        _rect(left + head.layer * side, top + (tall - 1 - head.index) * side, 0.92 * side, 0.92 * side, _FOR, shade)
         for head, shade in zip(heads, shades, strict=True)
     ]
 

@@ -82,12 +82,14 @@
       document.documentElement.dataset.theme = isDark() ? "light" : "dark";
       document.dispatchEvent(new Event("qk-theme"));
     });
-  // a link may name a head, a claim or a prompt: what is folded opens, and a chart of many heads finds its own
+  // a link may name a head, a claim or a prompt: what is folded opens, a chart of one head at a time shows it, and one of
+  // all heads finds it
   const seek = () => {
     const name = location.hash.slice(1),
       place = document.getElementById(name);
     for (let folded = place?.closest("details"); folded; folded = folded.parentElement.closest("details")) folded.open = true;
     place?.scrollIntoView({ block: "center" });
+    for (const button of place?.closest("section")?.querySelectorAll(".choices button") ?? []) if (button.textContent === name) button.click();
     if (/^L\d+H\d+$/.test(name)) document.dispatchEvent(new CustomEvent("qk-head", { detail: name }));
   };
   addEventListener("hashchange", seek);
