@@ -1,4 +1,4 @@
-"""Which heads look from where to where: published circuits as data, and how to find such heads in another model.
+"""Which heads look from where to where: published circuits (``circuits.toml``), and how to find such heads elsewhere.
 
 An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list of edges. Where none
 is known for a model, `find_circuit` takes the heads that attend most from one role to the other on prompts used for
@@ -7,8 +7,10 @@ nothing else, and `outside` draws heads that are in no circuit, at the same role
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 import torch
 from jaxtyping import Float, Int
@@ -57,47 +59,21 @@ class Circuit:
     edges: tuple[Edge, ...]
 
 
-PREVIOUS, INDUCTION = Duty("previous token", "S1+1", "S1"), Duty("induction", "S2", "S1+1")
-DUPLICATE, INHIBITION = Duty("duplicate token", "S2", "S1"), Duty("S-inhibition", "END", "S2")
-MOVER, NEGATIVE = Duty("name mover", "END", "IO"), Duty("negative name mover", "END", "IO")
-BACKUP, SUPPRESSION = Duty("backup name mover", "END", "IO"), Duty("copy suppression", "END", "S2")
-DUTIES: dict[str, tuple[Duty, ...]] = {
-    "ioi": (PREVIOUS, INDUCTION, INHIBITION, MOVER),
-    "induction": (Duty("previous token", "NEXT", "PREV"), Duty("induction", "END", "NEXT")),
-    "greater_than": (Duty("year reader", "END", ANSWER),),
-    "pronoun": (Duty("name reader", "END", "NAME"),),
-    "text": (Duty("previous token", "END", "PREV"), Duty("duplicate token", "END", "MATCH"),
-             Duty("induction", "END", "NEXT")),
-}  # fmt: skip
+def _duty(role: str, way: str) -> Duty:
+    return Duty(role, *way.split(" > "))
+
+
+def _circuit(task: str, source: str, edges: Sequence[tuple[str, str, str]], **_: str) -> Circuit:
+    every = [(name.split("."), _duty(role, way)) for role, way, names in edges for name in names.split()]
+    return Circuit(task, source, tuple(Edge(Head(int(layer), int(index)), duty) for (layer, index), duty in every))
+
+
+_TABLE = tomllib.loads(files("qkscope.analyses").joinpath("circuits.toml").read_text("utf-8"))
+DUTIES = {task: tuple(_duty(*one) for one in duties.items()) for task, duties in _TABLE["duties"].items()}
 """What to look for in a model whose circuit nobody has published."""
+CIRCUITS: dict[str, Circuit] = {model: _circuit(**found) for model, found in _TABLE["circuits"].items()}
+_ALSO: dict[str, str] = {found["also"]: model for model, found in _TABLE["circuits"].items()}
 _ANSWERING = Duty("answer", QUERY, ANSWER)
-
-
-def _edges(table: Sequence[tuple[Duty, str]]) -> tuple[Edge, ...]:
-    return tuple(Edge(Head(*map(int, name.split("."))), duty) for duty, names in table for name in names.split())
-
-
-CIRCUITS: dict[str, Circuit] = {
-    "gpt2": Circuit(
-        "ioi",
-        "Wang, Variengien, Conmy, Shlegeris, Steinhardt: Interpretability in the Wild, ICLR 2023, figure 2",
-        _edges([
-            (PREVIOUS, "2.2 4.11"), (DUPLICATE, "0.1 0.10 3.0"), (INDUCTION, "5.5 5.8 5.9 6.9"),
-            (INHIBITION, "7.3 7.9 8.6 8.10"), (MOVER, "9.6 9.9 10.0"), (NEGATIVE, "10.7 11.10"),
-            (BACKUP, "9.0 9.7 10.1 10.2 10.6 10.10 11.2 11.9"),
-        ]),
-    ),
-    "EleutherAI/pythia-160m": Circuit(
-        "ioi",
-        "Singular Vectors of Attention Heads Align with Features, 2026, table 2, after Tigges, Hanna, Yu, Biderman: "
-        "LLM Circuit Analyses Are Consistent Across Training and Scale, NeurIPS 2024",
-        _edges([
-            (PREVIOUS, "2.6"), (INDUCTION, "4.11 4.6 5.0"), (MOVER, "10.7 9.4 8.2 8.10"),
-            (INHIBITION, "7.9 6.6 7.2"), (SUPPRESSION, "8.9"),
-        ]),
-    ),
-}  # fmt: skip
-_ALSO = {"openai-community/gpt2": "gpt2", "pythia-160m": "EleutherAI/pythia-160m"}
 
 
 def circuit_of(name: str, task: str) -> Circuit | None:

@@ -16,8 +16,10 @@ k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any, TypedDict
 
 import torch
@@ -44,125 +46,33 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "use_cache": False,
+_TABLE = tomllib.loads(files("qkscope.capture").joinpath("families.toml").read_text("utf-8"))
+_HEADS: dict[str, Any] = {
+    "masked": AutoModelForMaskedLM, "image": AutoModelForImageClassification,
+    "image_text": AutoModelForImageTextToText, "sequence": AutoModelForSeq2SeqLM,
 }  # fmt: skip
-_BART: dict[str, Any] = {
-    "vocab_size": 100, "d_model": 64, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 128,
-    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-_NARROW = {"head_dim": 12}  # four such heads are narrower than the stream
-_WINDOW = {"sliding_window": 4}
-_LOCAL_GLOBAL = ["sliding_attention", "full_attention"]
-_MIXED = {**_WINDOW, "layer_types": _LOCAL_GLOBAL}
-_FOUR = {"num_hidden_layers": 4}
-_LOCAL_EXPERTS = {"num_local_experts": 4}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MAMBA = {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-_ROBERTA = {"pad_token_id": 1, "bos_token_id": 0}  # positions are counted from the ids that are not the padding id
-_IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
-_TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
-_GEMMA = {**_NARROW, "query_pre_attn_scalar": 24}
 
-_OWN: dict[str, dict[str, Any]] = {  # what a family sets besides the sizes
-    "llama": {}, "qwen2": {}, "qwen3": _NARROW, "mistral": _NARROW | _WINDOW, "mixtral": _LOCAL_EXPERTS,
-    "phi3": {"partial_rotary_factor": 0.5}, "gemma": _NARROW,
-    # sdpa, the default of some versions, drops the soft-cap
-    "gemma2": _GEMMA | _WINDOW | {"attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
-    "gemma3_text": _GEMMA | _MIXED, "gemma3": _GEMMA | _MIXED,
-    "olmo": {"clip_qkv": None}, "olmo2": {}, "olmo3": _MIXED, "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "gpt_neox": {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.25}}, "gpt2": {},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "gpt_oss": _NARROW | _LOCAL_EXPERTS | _MIXED | {"num_experts_per_tok": 2, "rope_parameters": _YARN},
-    "starcoder2": _WINDOW, "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
-    "cohere": {"use_qk_norm": True}, "cohere2": _MIXED,
-    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
-                "logits_scaling": 2.0},
-    "granitemoe": _LOCAL_EXPERTS | {"attention_multiplier": 0.2}, "smollm3": {"no_rope_layers": [1, 0]},
-    "phi": {"qk_layernorm": True}, "phimoe": _LOCAL_EXPERTS,
-    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "qwen3_moe": _EXPERTS | _NARROW,
-    "glm": _NARROW, "glm4": _NARROW, "glm4_moe": _EXPERTS | _NARROW | {"n_routed_experts": 4, "use_qk_norm": True},
-    "nemotron": {}, "helium": {"head_dim": 16}, "ministral": _NARROW | _MIXED, "exaone4": _MIXED, "arcee": {},
-    "seed_oss": _NARROW, "ernie4_5": _NARROW, "persimmon": {}, "gpt_bigcode": {}, "biogpt": {}, "ctrl": {"dff": 96},
-    "jetmoe": _LOCAL_EXPERTS | {"kv_channels": 64, "num_experts_per_tok": 2}, "apertus": {"rope_parameters": _ROPE},
-    "nanochat": {}, "diffllama": {}, "hunyuan_v1_dense": _NARROW,
-    "qwen2_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}},
-    "gemma3n_text": _FOUR | _WINDOW | {
-        "head_dim": 16, "num_kv_shared_layers": 2, "layer_types": 2 * _LOCAL_GLOBAL,
-        "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 100, "laurel_rank": 4,
-    },
-    "falcon_h1": _MAMBA | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "attention_in_multiplier": 1.5,
-                           "attention_out_multiplier": 0.7, "key_multiplier": 0.8},
-    "llama4_text": _LOCAL_EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96},
-    "bert": {}, "roberta": _ROBERTA, "xlm-roberta": _ROBERTA, "layoutlm": {"hidden_size": 128},
-    "electra": {"embedding_size": 64}, "distilbert": {"hidden_dim": 96},
-    "modernbert": {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}, "vit": _IMAGE, "dinov2": _IMAGE,
-    "falcon": {}, "bloom": {}, "gptj": {"rotary_dim": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4}, "codegen": {"rotary_dim": 8},
-    "mpt": {}, "openai-gpt": {}, "mpnet": {}, "mamba": {},
-    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False},
-    "qwen3_next": _FOUR | _EXPERTS | {
-        "head_dim": 16, "layer_types": 2 * ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "shared_expert_intermediate_size": 32,
-    },
-    "lfm2": _FOUR | {"layer_types": 2 * ["conv", "full_attention"]},
-    "jamba": _FOUR | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4,
-                      "mamba_dt_rank": 4, "use_mamba_kernels": False},
-    "granitemoehybrid": _FOUR | _MAMBA | {"layer_types": 2 * ["mamba", "attention"], "num_local_experts": 0,
-                                          "shared_intermediate_size": 96, "mamba_n_heads": 8},
-    "mllama": _FOUR | {"cross_attention_layers": [1], "rope_parameters": _ROPE},
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
-        "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-    },
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    **{family: _SIZES | own for family, own in _OWN.items()},
-    # families whose configs call their sizes otherwise
-    "bart": _BART, "mbart": _BART, "pegasus": _BART, "blenderbot": _BART, "blenderbot-small": _BART, "plbart": _BART,
-    "marian": _BART | {"pad_token_id": 99, "decoder_start_token_id": 99},
-    "whisper": _BART | {"max_target_positions": 128, "max_source_positions": 32, "num_mel_bins": 8},
-    "xglm": {"vocab_size": 100, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
-    "t5": {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
-}  # fmt: skip
+
+def _settings(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row of the table comes to: sizes, the parts that it takes over, and its own."""
+    taken = [{} if row.get("alone") else _TABLE["sizes"], *(_TABLE["parts"][name] for name in row.get("is", ()))]
+    own = {name: value for name, value in row.items() if name not in ("alone", "is", "kind", "beside")}
+    return {name: value for part in (*taken, own) for name, value in part.items()}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {family: _settings(row) for family, row in _TABLE["families"].items()}
 """Every family we try, in the order of the table, and what its tiny config sets."""
-
-_BESIDE_TEXT: dict[str, dict[str, Any]] = {  # families with a vision tower: their settings are those of the text part
-    "gemma3": {"vision_config": _TOWER | _IMAGE | {"num_attention_heads": 2}, "mm_tokens_per_image": 4,
-               "image_token_id": 99},
-    "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 4}},
-    "mllama": {"vision_config": _TOWER | _IMAGE | {
-        "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0],
-        "supported_aspect_ratios": [[1, 1]],
-    }},
-}  # fmt: skip
-_READERS = ["bert", "roberta", "xlm-roberta", "layoutlm", "electra", "distilbert", "modernbert", "mpnet", "deberta-v2"]
-_ENCODERS: dict[str, Any] = dict.fromkeys(_READERS, AutoModelForMaskedLM) | dict.fromkeys(
-    ("vit", "dinov2"), AutoModelForImageClassification
-)
-_BUILDERS: dict[str, Any] = {
-    **_ENCODERS, "qwen2_vl": AutoModelForImageTextToText, "mllama": AutoModelForImageTextToText,
-    "t5": AutoModelForSeq2SeqLM,
-}  # fmt: skip
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """The config of a family's tiny model; ``overrides`` replace the family's own settings."""
     if family not in FAMILIES:
         raise BadInput(f"no tiny model for the family {family!r}: choose one of {', '.join(FAMILIES)}.")
-    settings = FAMILIES[family] | overrides
-    if family in _ENCODERS:  # encoders know no KV heads and no cache
+    row, settings = _TABLE["families"][family], FAMILIES[family] | overrides
+    if row.get("kind") in ("masked", "image"):  # encoders know no KV heads and no cache
         settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "use_cache")}
-    if family in _BESIDE_TEXT:
-        settings = {"text_config": settings, **_BESIDE_TEXT[family]}
+    if "beside" in row:
+        settings = {"text_config": settings, **row["beside"]}
     return AutoConfig.for_model(family, **settings)
 
 
@@ -186,7 +96,8 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _BUILDERS.get(family, AutoModelForCausalLM).from_config(config, dtype=torch.float32).eval()
+        head = _HEADS.get(_TABLE["families"][family].get("kind"), AutoModelForCausalLM)
+        model = head.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
