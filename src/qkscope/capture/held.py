@@ -22,7 +22,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.projection import FAR, LayerCall, Norm, is_norm, norm_unit, take_apart
-from qkscope.capture.tap import Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 
 
@@ -57,23 +56,11 @@ class HeldLayer:
 
     def push(self, z: Float[Tensor, "n t d_model"], live: bool = False) -> Vectors:
         """Queries and keys of an input of the same shape, the norms as the true input left them, or their own."""
-        hidden = self.call.hidden  # some are given it once for each of q, k and v
-        z = z.to(hidden)
-        args = tuple(z if value is hidden else value for value in self.call.args)
-        kwargs = {name: z if value is hidden else value for name, value in self.call.kwargs.items()}
-        found: list[Vectors] = []
-        stop = Stop()
-
-        def take(attention_call: Call) -> None:
-            found.append(Vectors(attention_call.q.float(), attention_call.k.float()))
-            raise stop
-
         self._runs.clear()
         norms = [part for part in self.call.attention.modules() if is_norm(part)]
         hooks = [norm.register_forward_hook(self._norm) for norm in norms if not live]
-        with cleared(hooks, stop), tap(self.call.attention, take):
-            self.call.attention(*args, **kwargs)
-        return found[0]
+        made = self.call.attend(*self.call.given(z.to(self.call.hidden)), hooks)
+        return Vectors(made.q.float(), made.k.float())
 
     def at(
         self, x: Float[Tensor, "n p d_model"], columns: Int[Tensor, "n p"], live: bool = False

@@ -8,6 +8,7 @@ or transposed projections and pre-scaled queries need no table: the layer's own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -80,6 +81,24 @@ class LayerCall:
     def hidden(self) -> Float[Tensor, "1 t d_model"]:
         """The recorded input: its width, dtype and device are the layer's."""
         return self.kwargs["hidden_states"] if "hidden_states" in self.kwargs else self.args[0]
+
+    def given(self, z: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with another input; some are given it once for each of q, k and v."""
+        args = tuple(z if value is self.hidden else value for value in self.args)
+        return args, {name: z if value is self.hidden else value for name, value in self.kwargs.items()}
+
+    def attend(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Sequence[Any] = ()) -> Call:
+        """Call the module up to where its attention function would start; the hooks are taken off."""
+        found: list[Call] = []
+        stop = Stop()
+
+        def take(call: Call) -> None:
+            found.append(call)
+            raise stop
+
+        with cleared(hooks, stop), tap(self.attention, take):
+            self.attention(*args, **kwargs)
+        return found[0]
 
 
 def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, LayerCall]:
@@ -184,9 +203,7 @@ def project(
     rotated : bool
         Keep the rotation of the recorded position, without any scaling it carries; otherwise none.
     """
-    hidden = call.hidden  # some are given it once for each of q, k and v
-    args = tuple(z[:, None] if value is hidden else value for value in call.args)
-    kwargs = {name: z[:, None] if value is hidden else value for name, value in call.kwargs.items()}
+    args, kwargs = call.given(z[:, None])
     if "position_embeddings" in kwargs:
         kwargs["position_embeddings"] = _rotation(kwargs["position_embeddings"], rotated)
     elif isinstance(kwargs.get("position_ids"), Tensor) and not rotated:  # the module turns: not at all at position 0
@@ -194,12 +211,6 @@ def project(
     for name in ("attention_mask", "alibi"):
         if isinstance(value := kwargs.get(name), Tensor):
             kwargs[name] = value.repeat(len(z), *[1] * (value.ndim - 1))
-    found: list[Call] = []
-    stop = Stop()
-
-    def take(attention_call: Call) -> None:
-        found.append(attention_call)
-        raise stop
 
     def part_of(norm: nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> Tensor:
         x, own = given[0], call.qk_norms[norm]
@@ -209,14 +220,13 @@ def project(
         return (own.gain * centred).to(x.dtype)
 
     hooks = [norm.register_forward_hook(part_of) for norm in call.qk_norms] if qk_norm != "whole" else []
-    with cleared(hooks, stop), tap(call.attention, take):
-        call.attention(*args, **kwargs)
-    if len(found[0].k) != len(z):
+    made = call.attend(args, kwargs, hooks)
+    if len(made.k) != len(z):
         raise BadInput(
             f"{call.family} has no weights to read in every layer: some have no keys of their own but read those of a"
             " layer before them; ask for heads of the others."
         )
-    return Projected(found[0].q[:, :, 0], found[0].k[:, :, 0], found[0].scale, found[0].v[:, :, 0])
+    return Projected(made.q[:, :, 0], made.k[:, :, 0], made.scale, made.v[:, :, 0])
 
 
 def norm_unit(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:

@@ -213,7 +213,7 @@ class Session:
         for label, one in own.items():
             turned = [self._turned(known, query, at, b) if one.framed else b for b in (one.query, one.key)]
             bases[label] = turned[0], turned[1]
-        what_if = WhatIf(captured, at, key, trace, {n: b[1] for n, b in bases.items()}, known.tokens)
+        what_if = WhatIf(captured, at, key, trace, {n: b[1] for n, b in bases.items()})
         made = Answer(known, asked, prompt, what_if, trace, {n: b[0] for n, b in bases.items()}, self.features)
         self._answered = name, made
         return made

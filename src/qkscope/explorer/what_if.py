@@ -30,6 +30,7 @@ from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys
 from qkscope.maths.writers import draw_alike
 
+_SEED = 0  # of every draw
 MOVES = 0.01
 """Total variation of the next token's probabilities under which a change is said to move nothing."""
 
@@ -65,23 +66,13 @@ class WhatIf:
     captured : every head's query and keys, as the token asks.
     head, key : whose row, and the token that it is about.
     trace : the same, split among writers; None where they cannot be told apart.
-    bases : of the head's features, by name, as the dot product sees them.
-    tokens : the prompt's.
-    seed : of every draw.
+    bases : of the head's features, by name, as the dot product sees them: Float [d, r].
     """
 
     def __init__(
-        self,
-        captured: Capture,
-        head: Head,
-        key: int,
-        trace: PromptTrace | None,
-        bases: Mapping[str, Float[Tensor, "d r"]],
-        tokens: Sequence[str],
-        seed: int = 0,
+        self, captured: Capture, head: Head, key: int, trace: PromptTrace | None, bases: Mapping[str, Tensor]
     ) -> None:
-        self.captured, self.head, self.key, self.trace = captured, head, key, trace
-        self.bases, self.tokens, self.seed = bases, tokens, seed
+        self.captured, self.head, self.key, self.trace, self.bases = captured, head, key, trace, bases
         self.column = captured.heads.index(head)
         self.rows = captured.rows().of_head(self.column)
         self.attention = self.rows.attention()[0, 0]
@@ -159,7 +150,7 @@ class WhatIf:
             writers = {}
             for side in ("query", "key"):
                 chosen = self._writers(changes, side)
-                seed = derived_seed(self.seed, "cut", side, len(chosen), draw)  # the draws that `why` puts beside a cut
+                seed = derived_seed(_SEED, "cut", side, len(chosen), draw)  # the draws that `why` puts beside a cut
                 writers[side] = draw_alike(chosen, layers, seed)
             swaps = [self._drawn(change, draw) for change in changes if change.kind == "swap"]
             hidden = any(change.kind == "remove" for change in changes)
@@ -168,7 +159,7 @@ class WhatIf:
 
     def _drawn(self, change: Change, draw: int) -> tuple[int, Projector] | None:
         """Another subspace of its rank; of whole keys, another token."""
-        seed = derived_seed(self.seed, "what if", "swap", draw)
+        seed = derived_seed(_SEED, "what if", "swap", draw)
         if change.features:
             rank = int(self._projector(change).rank)
             return change.other, Projector.orthogonal(random_bases(self.rows.d_head, rank, 1, seed)[0])

@@ -159,19 +159,6 @@ class FactorFit:
             part = (x[..., own] - self.x_mean[own].to(x)) @ self.coefficients[own].flatten(1).to(x)
             yield part.unflatten(-1, self.y_mean.shape)
 
-    def parts(
-        self, slots: Sequence[int], x: Float[Tensor, "*n p"], y: Float[Tensor, "*n c d"]
-    ) -> Iterator[Float[Tensor, "*n c d"]]:
-        """The parts of the vectors of some columns, one after the other; the last is what is left."""
-        own = self.of(slots)
-        mean = own.y_mean.to(y)
-        yield mean.expand_as(y)
-        left = y - mean
-        for part in own.factor_parts(x):
-            left = left - part
-            yield part
-        yield left
-
 
 def block_sums(
     q_parts: Float[Tensor, "b h f t d"],
