@@ -54,6 +54,9 @@ def stop(folder, how):
         (folder / ".work" / "abc").mkdir(parents=True)
     elif how == "staged":
         (folder / ".qkscope-writing").mkdir()
+    elif how == "locked":
+        (folder / "manifest.json").unlink()
+        (folder / ".lock").touch()
     return folder
 
 
@@ -120,7 +123,7 @@ def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("how", ["work", "staged", "removed"])
+@pytest.mark.parametrize("how", ["work", "staged", "locked", "removed"])
 def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, how):
     shutil.copytree(runs, tmp_path / "runs")
     stopped = stop(tmp_path / "runs" / "fit", how)
