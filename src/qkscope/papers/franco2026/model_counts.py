@@ -96,13 +96,14 @@ def _head_claims(found: Sweep) -> list[Claim]:
 
 def _training_claims(found: Sweep) -> list[Claim]:
     reason, last, inside = found.unlike(PYTHIA), found.last, found.inside
+    other = "refuted" if reason[0] == "refuted" else "other setting"
     counts, close = found.mean(last["count"], inside), found.mean(last["count_tol"] - last["count_tol_null"], inside)
     claims = [
         Claim("Singular vectors that reach the relative logit, at the end (mean over the circuit; control: random "
               "terms of the same sum and norm)", "Sec. 5, Fig. 9(b): typically only 1-4 singular vectors", counts.mean,
               found.mean(last["count_null"], inside).mean, "1 <= ours <= 4", counts.low, counts.high,
-              "refuted" if reason[0] == "refuted" else "other setting",
-              f"{reason[1]} Size alone does not explain it: a model of Pythia's size stands with Fig. 9a."),
+              other,
+              f"{reason[1]} Size alone does not explain it: models of Pythia's size need more, too (Fig. 9a)."),
         Claim("... to 99%, fewer than random terms need (difference; control: theirs)", "", close.mean,
               found.mean(last["count_tol_null"], inside).mean, "ours < 0", close.low, close.high, *reason),
     ]  # fmt: skip
@@ -113,7 +114,8 @@ def _training_claims(found: Sweep) -> list[Claim]:
             "The number falls over training (change, of prompts with r > 0 at both ends; control: at heads outside)",
             "Sec. 5, Fig. 9(b): declines during training", change.mean,
             found.mean(last["count"] - found.first["count"], found.outside).mean, "ours < 0", change.low, change.high,
-            reason[0], f"{reason[1]} A head that attends has a larger relative logit to reach than at the start.",
+            other, f"{reason[1]} At our start, before any training, fewer are enough, as there is next to no relative "
+            "logit to reach; the paper does not say at which step its curve starts.",
             "It was the count less that of random terms, which the paper does not speak of."))  # fmt: skip
     return claims
 

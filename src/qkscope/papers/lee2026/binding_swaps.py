@@ -27,7 +27,7 @@ from qkscope.papers.lee2026.language import (
 from qkscope.papers.lee2026.swap_plots import draw_full, draw_multiples
 from qkscope.papers.registry import Settings, figure
 from qkscope.papers.tables import Estimate, Files, Row, column, over_runs, pick
-from qkscope.runs.claims import Claim
+from qkscope.runs.claims import Claim, rule_verdict
 from qkscope.runs.result import Result
 
 Conditions = dict[str, Row]  # rows of one head and estimator
@@ -36,19 +36,8 @@ _WAS = (
     "was ours <= 0.25 and control >= 0.5 of the attention left on the right box: at a start of .47 that cannot be. Now "
     "the share of both boxes' attention that changes sides."
 )
-_LITTLE: dict[str, Any] = {
-    "reason": "small model",
-    "why": "The paper's models have 8B and 4B weights; here it does not hold with our estimators either.",
-}
-_OTHER: dict[str, Any] = {
-    "reason": "other setting",
-    "why": "The paper's second model is Qwen3-4B; here it is a small model, asked with lists or sentences, and it "
-    "does not hold with our estimators either.",
-}
-_THEIRS: dict[str, Any] = {
-    "reason": "refuted",
-    "why": "It is the estimator, not the model: with ours the same head passes.",
-}
+_LITTLE = ("small model", "The paper's models have 8B and 4B weights.")
+_OTHER = ("other setting", "The paper's second model is Qwen3-4B; this one is small, asked with lists or sentences.")
 _MAJORITY = 0.5  # of the attention, which both move in the paper
 _TOGETHER: dict[Estimator, str] = {"paper": "both_summed", "ours": "both"}
 
@@ -175,20 +164,20 @@ def _answer(tables: dict[str, list[Row]], found: ChosenHeads, form: str) -> str:
 
 def _claims(session: Session, found: ChosenHeads, tables: dict[str, list[Row]], second: bool) -> list[Claim]:
     head, score = str(found.heads[0]), found.row(found.heads[0])
-    said = "Fig. 20" if second else "§5.2, Fig. 9"
+    said = "implied by §5.2, Fig. 20" if second else "§5.2, Fig. 9"  # of Qwen the paper shows the figure alone
     setting = _OTHER if second else _LITTLE
     ours = _swap_claims(tables, head, "ours", "")
     theirs = [
-        replace(claim, **(_THEIRS if other.holds else setting))
+        replace(claim, **_unlike(setting, other.holds))
         for claim, other in zip(_swap_claims(tables, head, "paper", said), ours, strict=True)
     ]
     claims = [
         Claim("a head attends most of all to the right box in 30% of prompts (best head; interval corrected for "
               "choosing it among all heads; control: chance)", f"{said}: 9 heads, with at least 30% accuracy",
               score["row_accuracy"], score["chance"], f"ours >= {THRESHOLD}", score["row_low"], score["row_high"],
-              reason=setting["reason"], why="The paper's models have 8B and 4B weights."),
+              reason=setting[0], why=setting[1]),
         *theirs,
-        _negligible(_of(tables, head, "paper"), said, session.scope.d_head),
+        _negligible(_of(tables, head, "paper"), said, session.scope.d_head, setting[0], f"at {head}"),
         *ours,
         *_control_claims(tables, head),
         *_rank_claims(tables, said, session.scope.d_head),
@@ -224,19 +213,27 @@ def _swap_claims(tables: dict[str, list[Row]], head: str, estimator: Estimator, 
     ]  # fmt: skip
 
 
-def _negligible(at: Conditions, said: str, d_head: int) -> Claim:
+def _unlike(setting: tuple[str, str], ours: bool | None) -> dict[str, Any]:
+    """Why the paper's estimators may fail where ours hold, tie or fail; where ours hold, it is not the model."""
+    found = {True: "are enough", None: "leave it open", False: "do not do it either"}[ours]
+    reason = "other setting" if ours else setting[0]
+    return {"reason": reason, "why": f"{setting[1]} At the same head our estimators {found}."}
+
+
+def _negligible(at: Conditions, said: str, d_head: int, reason: str, where: str) -> Claim:
     random, both = at["random_both"], at["both_summed"]
     return Claim("random subspaces have a negligible effect (shift; control: swapping both)",
                  f"{said}: intervening on random subspaces of the same ranks has negligible effects",
-                 random["shift"], both["shift"], "ours < 0.1 * control", **_shift(random).ends, reason="small model",
-                 why=_why_not_negligible(random["shift"], random["rank"] / d_head, both["shift"]))  # fmt: skip
+                 random["shift"], both["shift"], "ours < 0.1 * control", **_shift(random).ends, reason=reason,
+                 why=_why_not_negligible(random["shift"], random["rank"] / d_head, both["shift"], where))  # fmt: skip
 
 
-def _why_not_negligible(random: float, share: float, moved: float) -> str:
+def _why_not_negligible(random: float, share: float, moved: float, where: str) -> str:
     """What would be negligible beside a majority is not beside little; else it is their share of a narrow head."""
+    ours = "The paper gives no number for negligible: a tenth is ours."
     if random < 0.1 * _MAJORITY:
-        return f"Swapping both moves only {moved:.2f} here, and a tenth of that is below what random dimensions move."
-    return f"The random dimensions are {share:.0%} of this head; the paper's 12 of 128 are 9%."
+        return f"Swapping both moves only {moved:.2f} {where}, and random dimensions more than a tenth of that. {ours}"
+    return f"The random dimensions are {share:.0%} of this head; the paper's 12 of 128 are 9%. {ours}"
 
 
 def _control_claims(tables: dict[str, list[Row]], head: str) -> list[Claim]:
@@ -269,7 +266,7 @@ def _rank_claims(tables: dict[str, list[Row]], said: str, d_head: int) -> list[C
 
     order = pick(tables["paper_ranks"], contrast="order", is_control=False)
     dominance, words = median(column(order, "mean_dominance")), tables["paper_ranks"][-1]["units"]
-    lexical = of("paper", "lexical")
+    lexical, narrow = of("paper", "lexical"), f"heads are {d_head} wide instead of 128, and " if d_head < 128 else ""
     untold: dict[str, Any] = {"why": "A rank belongs to the contrast as much as to the head."}
     if lexical < 9:
         untold = {"reason": "small model", "why": "The rank of 9 or 10 that should tell them apart is not there."}
@@ -281,8 +278,8 @@ def _rank_claims(tables: dict[str, list[Row]], said: str, d_head: int) -> list[C
               changed="was the query-centred rank, which is ours and not the paper's."),
         Claim("lexical has rank 9 or 10 (99% rule, the paper's estimator; median of the heads; control: a head at "
               "chance)", f"{said}: usually rank 9 or 10", lexical, of("paper", "lexical", True),
-              "9 <= ours <= 10", reason="small model", why=f"The paper's models have 8B and 4B weights; here heads are "
-              f"{d_head} wide instead of 128, and {words} words are asked for.",
+              "9 <= ours <= 10", reason="small model", why="The paper's models have 8B and 4B weights; here "
+              f"{narrow}{words} words are asked for.",
               changed="was the rank of the same-query contrast at the best head."),
         Claim("query-centred, order has rank 2 or 3 (median of the heads; control: a head at chance)", "",
               of("ours", "order"), of("ours", "order", True), "2 <= ours <= 3"),
@@ -304,6 +301,10 @@ def _other_answer(tables: dict[str, list[Row]], heads: list[str]) -> str:
     return "Swapping both at the other heads: " + "; ".join(parts) + "."
 
 
+def _above_0(found: Estimate) -> bool | None:
+    return rule_verdict("ours > 0", found.mean, None, found.low, found.high)
+
+
 def _other_claims(session: Session, tables: dict[str, list[Row]], heads: list[str]) -> list[Claim]:
     """Of the head that is closest to failing; its interval pays for its having been chosen."""
     count = len(heads)
@@ -313,7 +314,7 @@ def _other_claims(session: Session, tables: dict[str, list[Row]], heads: list[st
     ours_more = for_choice(_gain(_of(tables, weakest["head"], "ours")["both"]), count)
     closest = min(heads, key=lambda head: _over_alone(tables, head, "paper").mean)
     alone, ours_alone = (for_choice(_over_alone(tables, closest, estimator), count) for estimator in ESTIMATORS)
-    first, second = (_THEIRS if other.low > 0 else _LITTLE for other in (ours_more, ours_alone))
+    first, second = (_unlike(_LITTLE, _above_0(other)) for other in (ours_more, ours_alone))
     near = max(cells, key=lambda cell: cell["random_both"]["shift"] / max(cell["both_summed"]["shift"], 1e-9))
     pca = min(heads, key=lambda head: _more(tables, head, "ours", "both", "key_pca_both").mean)
     over_pca = for_choice(_more(tables, pca, "ours", "both", "key_pca_both"), count)
@@ -324,7 +325,8 @@ def _other_claims(session: Session, tables: dict[str, list[Row]], heads: list[st
         Claim("at every head both move more than either alone (difference of shifts, closest head, the paper's "
               "estimators)", "§5.2, Fig. 18: intervening on both yields a larger shift", alone.mean, None, "ours > 0",
               **alone.ends, **second, changed="was two shifts compared without an interval, of our estimators."),
-        _negligible(near, "§5.2, Fig. 18", session.scope.d_head),
+        _negligible(near, "§5.2, Fig. 18", session.scope.d_head, "small model",
+                    f"at {near['random_both']['head']}{f', the worst of {count}' if count > 1 else ''}"),
         Claim("at every head both move more than key PCA of the same size (difference of shifts, closest head, our "
               "estimators)", "", over_pca.mean, None, "ours > 0", **over_pca.ends),
     ]  # fmt: skip

@@ -73,7 +73,7 @@ def _answer(rows: list[Row], form: str) -> str:
 def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> list[Claim]:
     """Of the head that is closest to failing; its interval pays for its having been chosen among three."""
     cells, count = [_of(tables["swap"], head) for head in heads], len(heads)
-    said = "Fig. 19" if second else "§5.1, Fig. 7"
+    said = "implied by §5.1, Fig. 19" if second else "§5.1, Fig. 7"
     setting: dict[str, Any] = {"reason": "other setting" if second else "small model", "why":
                                "The paper's second model is Qwen3-4B; here it is a small model, asked with lists."
                                if second else "The paper's model has 8B weights."}  # fmt: skip

@@ -240,15 +240,16 @@ def _claims(rows: list[Row]) -> list[Claim]:
         Claim("the contrast moves more than the keys' principal components of the same size (difference of shifts, "
               "closest cell)", "", pca.mean, None, "ours > 0", **pca.ends),
         Claim("swapping V of z1 alone does what swapping the true z1 does (difference in target attention, worst cell);"
-              " control: the oblique projector", "implied by §4: recovers the correct subspaces", moved.mean,
-              of(leak, lambda head: _leak(head, "z1_oblique")).mean, "ours <= 0.01", **moved.ends,
+              " control: the oblique projector", "implied by §4, Eqs. 8-10: replace the coordinates in these subspaces",
+              moved.mean, of(leak, lambda head: _leak(head, "z1_oblique")).mean, "ours <= 0.01", **moved.ends,
               why="The subspaces of z1 and z2 overlap, so the orthogonal projector of one takes part of the other "
               "along; the oblique one does not."),
         Claim("that a joint swap works shows that the head learned the latents (share of the logit gap exchanged); "
               "control: untrained", "implied by §4: validates that our method recovers the correct subspaces",
               of(learned, lambda head: head["both"]["exchanged"]).mean,
               of(learned, lambda head: head["untrained_both"]["exchanged"]).mean, "control < 0.5 * ours",
-              why="A swap shows where a head reads, and an untrained head reads from the same few directions."),
+              why="A swap shows where the latents lie: in r1 + r2 directions of an untrained head's keys, too. Only "
+              "the attention that it would move is not there yet."),
     ]  # fmt: skip
     if len(cells) > 1:
         by_size = sorted(every, key=lambda cell: cell[0]["both"]["rank"] / cell[0]["both"]["d_head"])
