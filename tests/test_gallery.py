@@ -10,10 +10,12 @@ import sys
 from urllib.parse import unquote
 
 import pytest
+from typer.testing import CliRunner
 
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope import BadInput, Result
+from qkscope.cli import app
 from qkscope.explorer.opening import page_of
 from qkscope.page.gallery import write_gallery
 from qkscope.page.places import heads_in
@@ -186,6 +188,17 @@ def test_nothing_to_show_is_one_sentence_and_exit_code_2(runs, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"qkscope: {stopped} is left out: it is not finished; say its command again to finish it.\n"
     assert not (tmp_path / "site").exists()
+
+
+def test_the_commands_write_a_ranking_and_a_site_of_it(tmp_path):
+    run, site = str(tmp_path / "run"), str(tmp_path / "site")
+    ranked = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", run])
+    assert f"The page: {run}/report.html" in ranked.output
+    made = CliRunner().invoke(app, ["gallery", run, "--out", site])
+    assert made.output.startswith("1 run of nano:mixed. 0.1 MB.")
+    assert f"Written to {site}/index.html." in made.output
+    refused = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", site])
+    assert "holds a run of gallery, not of heads" in str(refused.exception)
 
 
 def test_text_of_a_run_is_text_in_the_index(tmp_path):
