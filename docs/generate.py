@@ -118,7 +118,7 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
     own = [(DOCS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers]
     return [
-        (DOCS.parent / "README.md", "results", counts),
+        (DOCS.parent / "README.md", "results", counts.partition("\n")[0]),
         (DOCS / "results.md", "results", f"{counts}\n\n{failed}"),
         *own,
     ]

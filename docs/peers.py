@@ -41,8 +41,7 @@ def qkscope(scope: qk.Scope) -> Take:
     def take(ids: torch.Tensor) -> Taken:
         encoded = scope.encode([qk.Example(ids=row) for row in ids.tolist()])
         found = scope.capture_inputs(encoded, places=encoded.everywhere())
-        own = found.k.unflatten(1, (layers, heads))[:, :, :: heads // kv]
-        return [found.q.unflatten(1, (layers, heads)), own]
+        return [found.q.unflatten(1, (layers, heads)), found.k.unflatten(1, (layers, kv))]
 
     return take
 

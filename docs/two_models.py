@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from generate import _put
 
 import qkscope as qk
 from qkscope.analyses.relative import relative_rows, singular_basis
@@ -35,6 +35,7 @@ TASKS = ("binding", "ioi", "induction", "filter")
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
 LEAST = 20  # rows of a head, to speak of it
+IN_README = (0, 2, 3, 8, 9, 11)  # findings
 LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
 Row = dict[str, Any]
 
@@ -287,8 +288,8 @@ def sparsity_table(kept: dict[str, Any]) -> str:
     return table([*names, "vectors to reach the logit", "of random terms", "to reach 99%", "of random terms"], rows)
 
 
-def findings(kept: dict[str, Any]) -> str:
-    """Which findings carry over: one rule for both models."""
+def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
+    """Which findings carry over, all or those that are shown: one rule for both models."""
     first, second = (judged(kept, model) for model in MODELS)
     one, other = MODELS.values()
     said = {
@@ -298,10 +299,10 @@ def findings(kept: dict[str, Any]) -> str:
         (False, True): f"only {other}",
     }
     rows = [
-        [what, shown, also, said[bool(holds), bool(too)]]
-        for (what, shown, holds), (_, also, too) in zip(first, second, strict=True)
+        [what, here, there, said[bool(holds), bool(too)]]
+        for (what, here, holds), (_, there, too) in zip(first, second, strict=True)
     ]
-    return table(["finding", one, other, "holds in both"], rows)
+    return table(["finding", one, other, "holds in both"], rows if shown is None else [rows[i] for i in shown])
 
 
 def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
@@ -395,16 +396,14 @@ TABLES = {
 
 def write(kept: dict[str, Any]) -> None:
     """Fill the page from the rows."""
-    text = PAGE.read_text()
     ways: dict[str, list[str]] = {}
     for model, name in MODELS.items():
         for part, said in kept[model]["made"].items():
             ways.setdefault(said, []).append(f"{part} of {name}")
     made = "; ".join(f"{said}: {', '.join(parts)}" for said, parts in ways.items())
     for name, filled in {**{name: make(kept) for name, make in TABLES.items()}, "made": f"*{made}.*"}.items():
-        pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- /{name} -->)"
-        text = re.sub(pattern, lambda match, filled=filled: f"{match[1]}{filled}\n{match[2]}", text, flags=re.DOTALL)
-    PAGE.write_text(text)
+        _put(PAGE, name, filled)
+    _put(DOCS.parent / "README.md", "findings", findings(kept, IN_README))
     draw(kept)
 
 
