@@ -21,7 +21,7 @@ from generate import DOCS, _put
 
 import qkscope as qk
 
-PROMPTS, BATCH, TURNS = 64, 16, 5
+PROMPTS, BATCH, TURNS = 32, 16, 3
 Taken = list[torch.Tensor]  # queries [b, layer, head, d_head] and keys [b, layer, kv head, token, d_head]
 Take = Callable[[torch.Tensor], Taken]
 

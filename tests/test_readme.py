@@ -18,14 +18,31 @@ def test_the_readme_names_the_two_commands():
     assert "make test" in text
 
 
-@pytest.mark.parametrize("name", ["README.md"])
-def test_the_twenty_lines_run_as_written(name, capsys, tmp_path, monkeypatch):
+def run_blocks(name):
     found = blocks(name)
-    monkeypatch.chdir(tmp_path)
     assert found
+    names: dict = {}
     for block in found:
-        names: dict = {}
         exec(compile(block, name, "exec"), names)  # the block is ours, from the file under test
+    return names
+
+
+def test_the_ten_lines_run_as_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("README.md")
+    printed = capsys.readouterr().out
+    shown = (ROOT / "README.md").read_text().split("$ qkscope why")[1].split("```")[0].splitlines()[1:4]
+    for line in shown:  # what the first screen shows is what it prints
+        assert " ".join(line.split()) in " ".join(printed.split())
+    assert "L17H8" in names["circuit"].answer
+    after = {row["condition"]: row["orig_after"] for row in names["swaps"].table()}
+    assert after["both"] < 0.3 < after["random_both"]
+    assert "</html>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_twenty_lines_run_as_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("docs/api.md")
     printed = capsys.readouterr().out
     assert "prefers the right key" in printed
     assert "lexical at L18H6: rank" in printed
