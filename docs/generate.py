@@ -6,9 +6,8 @@ docs/benchmarks.json, one entry per hardware; the page keeps its text and takes 
 
 ``python docs/generate.py results runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
 folder into docs/results.json, results.md, results-PAPER.md and the README, with its picture. Runs of the preset smoke
-are left out; a figure that was taken from a larger preset keeps it, unless that run is older than sources and reasons:
-such runs are marked on the pages and not counted. ``python docs/generate.py commands`` writes the reference of the
-command line.
+are left out; a figure that was taken from a larger preset keeps it. ``python docs/generate.py commands`` writes the
+reference of the command line.
 """
 
 from __future__ import annotations

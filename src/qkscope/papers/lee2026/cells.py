@@ -19,6 +19,7 @@ from qkscope.papers.registry import Figure, Settings
 from qkscope.papers.trainer import Recipe
 
 T = TypeVar("T")
+WAS_IMPLIED = "was counted as implied by the paper, whose argument does not need it."
 
 
 @dataclass(frozen=True)
