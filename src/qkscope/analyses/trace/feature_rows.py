@@ -141,23 +141,33 @@ class Measured:
         }  # fmt: skip
 
     def verdict(self, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-        """What pairs of features explain, and whether copies without meaning explain as much."""
+        """Whether the dictionary holds more in ten pairs than every draw of its copies, with the numbers."""
         ours, *copies = tables["copies"]
-        first = "".join(
-            f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
-            f" ({_percent(pair['share'])} of the logit)."
-            for pair in tables["feature_pairs"][:1]
-        )
         beside = ", ".join(
             f"{_CALLED[row['kind']]} {_percent(row['ten_low'])} to {_percent(row['ten_high'])}" for row in copies
         )
         level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
         said = f"no more than with {' and '.join(level)}" if level else "more than with any copy without meaning"
-        missed = tables["check"][0]["lost"]
         return (
-            f"{_percent(ours['explained'])} of the logit lies in pairs of features; the dictionary misses"
-            f" {_percent(missed)} of the stream here, and its error takes part in the rest.{first} The ten largest"
-            f" pairs of a prompt hold {_percent(ours['ten'])} of all that is added, signs left out: {said} ({beside})."
+            f"the ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is added, signs left out:"
+            f" {said} ({beside})."
+        )
+
+    def answer(self, where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], alone: bool) -> str:
+        """What is said of a head: alone in full, else in short."""
+        explained, lost = tables["copies"][0]["explained"], tables["check"][0]["lost"]
+        share, missed = _percent(explained), _percent(lost)
+        told, little = self.verdict(tables), ", most of it not" if explained < 0.5 else ""
+        if not alone:
+            return f"{self.head}: {share} of the logit lies in pairs of features{little}, and {told}"
+        first = "".join(
+            f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
+            f" ({_percent(pair['share'])} of the logit)."
+            for pair in tables["feature_pairs"][:1]
+        )
+        return (
+            f"{where} {share} of the logit lies in pairs of features{little}; the dictionary misses {missed} of the"
+            f" stream here, and its error takes part in the rest.{first} {told[0].upper()}{told[1:]}"
         )
 
 

@@ -173,7 +173,8 @@ def features_of_prompt(
             f" {asked.tokens[one.key]!r} (token {one.key})"
         )
         unseen = ": it does not attend there, so what follows explains a logit and no attention"
-        said.append(f"{where}{unseen if attention < ATTENDED else ''}. {measured.verdict(own)}")
+        where = f"{where}{unseen if attention < ATTENDED else ''}."
+        said.append(measured.answer(where, own, len(heads) == 1))
     return {
         "experiment": "trace/prompt", "answer": " ".join(said), "tables": tables, "seed": seed,
         **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt),
@@ -238,10 +239,11 @@ def features_of_task(
         for name, more in found.items():
             tables.setdefault(name, []).extend(more)
         check = found["check"][0]
-        said.append(
+        where = (
             f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
-            f" keys in {check['accuracy']:.0%} of {check['n']} prompts. {measured.verdict(found)}"
+            f" keys in {check['accuracy']:.0%} of {check['n']} prompts."
         )
+        said.append(measured.answer(where, found, len(heads) == 1))
     source = made_from(scope, task)
     named = {name: value for name, value in source.items() if name not in ("model", "weights")}
     return {
