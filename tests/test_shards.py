@@ -248,12 +248,12 @@ def saves_by_our_clock(monkeypatch, batch: float, save: float) -> list[int]:
         now[0] += save
         saved.append(batches)
 
-    def rows(*given, real=passes.contrast_rows):
+    def rows(*given, real=passes.prompts.contrast_rows):
         now[0] += batch
         return real(*given)
 
     monkeypatch.setattr(job_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(passes, "contrast_rows", rows)
+    monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
     monkeypatch.setattr(ContrastSums, "save", saving)
     return saved
 

@@ -9,25 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from qkscope.analyses import prompts
 from qkscope.analyses.fit import Fit, fit_of, merge_together
 from qkscope.analyses.fit_folder import ContrastSums, FitJob, JointSums, asked_of, checked_contrasts, task_file
-from qkscope.analyses.prompts import (
-    Batch,
-    Options,
-    Prompts,
-    Rows,
-    Units,
-    batches_of,
-    contrast_rows,
-    joined,
-    made_from,
-    null_units,
-    rows_of,
-    that_share,
-    unit_runner,
-    units_hash,
-    whole_rows,
-)
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -117,14 +101,14 @@ def decompose(
         process = share = None
     if process is not None and out is not None:
         job = FitJob(shard_folder(out, process), own)
-    options = Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
+    options = prompts.Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
     units = {name: task.fit(name, n) for name in names}
-    passes = [_Pass(task, {name: units[name] for name in some}, options) for some in that_share(units)]
+    passes = [_Pass(task, {name: units[name] for name in some}, options) for some in prompts.that_share(units)]
     with together(process):
         scope = scope if isinstance(scope, Scope) else scope()
         chosen = [scope.check(head) for head in chosen]
         _check_ranks(rank, scope.d_head)
-        about = made_from(scope, task, space)
+        about = prompts.made_from(scope, task, space)
         with nullcontext() if job.out is None else job.hold():
             job.start(about, task_file(asked))
             made = [one.sums(scope, chosen, {**about, "n": n}, job) for one in passes]
@@ -147,10 +131,10 @@ def decompose(
 class _Pass:
     """One pass over the prompts of contrasts that share some: its batches, and the sums that they leave."""
 
-    def __init__(self, task: Task, units: Units, options: Options) -> None:
-        self.units, self.options, self.joints = units, options, joined(units)
+    def __init__(self, task: Task, units: prompts.Units, options: prompts.Options) -> None:
+        self.units, self.options, self.joints = units, options, prompts.joined(units)
         self.contrasts = {name: task.contrasts[name] for name in units}
-        every, (index, count) = batches_of(Prompts(self.joints), options.batch_size), options.shard
+        every, (index, count) = prompts.batches_of(prompts.Prompts(self.joints), options.batch_size), options.shard
         if len(every) < count:
             raise BadInput(
                 f"{len(self.joints)} examples of {', '.join(units)} in batches of {options.batch_size} cannot be "
@@ -165,12 +149,14 @@ class _Pass:
             sums = {name: self._empty(name, scope, heads, about) for name in self.units}
         adds = {name: self._adder(name, sums[name]) for name in sums}
 
-        def add(part: Part[Batch]) -> None:
+        def add(part: Part[prompts.Batch]) -> None:
             for name, one in sums.items():
                 if part.number >= one.batches:  # a kill between two saves leaves one contrast further than another
                     adds[name](part)
 
-        run = unit_runner(scope, Prompts(self.joints), heads, space=options.space, chat=options.chat, rest=False)
+        run = prompts.unit_runner(
+            scope, prompts.Prompts(self.joints), heads, space=options.space, chat=options.chat, rest=False
+        )
         job.add_up(next(iter(sums)), self.batches, run, add, JointSums(sums), options.progress)
         for one in sums.values():
             one.batches = len(self.batches)
@@ -187,19 +173,19 @@ class _Pass:
             replicates=options.replicates,
             seed=options.seed,
             device=scope.device,
-            about={**about, "batch_size": options.batch_size, "examples": units_hash(self.units[name])},
+            about={**about, "batch_size": options.batch_size, "examples": prompts.units_hash(self.units[name])},
         )
         return ContrastSums(moments, of=len(self.batches), shard=options.shard)
 
-    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[Batch]], None]:
+    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], None]:
         """What adds a contrast's rows of each batch, whole, to its sums."""
         contrast, moments = self.contrasts[name], sums.moments
-        unit_of, parts = null_units(self.units[name], contrast), list[Rows]()
+        unit_of, parts = prompts.null_units(self.units[name], contrast), list[prompts.Rows]()
 
-        def add(part: Part[Batch]) -> None:
-            batch = rows_of(part.value, self.joints, name)
+        def add(part: Part[prompts.Batch]) -> None:
+            batch = prompts.rows_of(part.value, self.joints, name)
             if batch is not None:
-                q, k, labels, _ = contrast_rows(batch, contrast)
+                q, k, labels, _ = prompts.contrast_rows(batch, contrast)
                 parts.append((q, k, labels, unit_of(batch)))
                 captured = batch.captured
                 sums.cov_q.update(captured.q)
@@ -208,10 +194,10 @@ class _Pass:
             if part.last and parts:
                 if len(parts) > 1:
                     sums.cut.append(part.number)
-                q, k, labels, prompts = whole_rows(parts)
+                q, k, labels, numbers = prompts.whole_rows(parts)
                 parts.clear()
                 with _room(len(moments.heads), moments.replicates):
-                    moments.update(q, k, {name: labels}, prompts=prompts)
+                    moments.update(q, k, {name: labels}, prompts=numbers)
 
         return add
 

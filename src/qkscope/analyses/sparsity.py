@@ -19,16 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.circuits import (
-    Edge,
-    check_roles,
-    circuit_of,
-    find_circuit,
-    locate,
-    outside,
-    parse_edges,
-    rows_from,
-)
+from qkscope.analyses import circuits
+from qkscope.analyses.circuits import Edge
 from qkscope.analyses.prompts import batches_of, made_from
 from qkscope.analyses.relative import VALUES, relative_rows, singular_basis
 from qkscope.capture.scope import Scope
@@ -89,7 +81,10 @@ def sparsity(
     ('L1H3', True, 4)
     """
     start = time.perf_counter()
-    edges = [*(own := edges_for(scope, task, heads, batch_size, progress)), *outside(scope, own, controls, seed)]
+    edges = [
+        *(own := edges_for(scope, task, heads, batch_size, progress)),
+        *circuits.outside(scope, own, controls, seed),
+    ]
     arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed, progress=progress)
     rows = sparsity_rows(edges, arrays, scope.name, step, seed)
     return Sparsity(
@@ -114,8 +109,10 @@ def edges_for(
 ) -> list[Edge]:
     """The edges asked for, checked against the task and the model; or the published ones; or those found."""
     if heads is None:
-        known = circuit_of(scope.name, task.name)
-        edges = list(known.edges) if known else find_circuit(scope, task, batch_size=batch_size, progress=progress)
+        known = circuits.circuit_of(scope.name, task.name)
+        edges = (
+            list(known.edges) if known else circuits.find_circuit(scope, task, batch_size=batch_size, progress=progress)
+        )
     else:
         edges = named_edges(heads, task)
     for edge in edges:
@@ -126,10 +123,12 @@ def edges_for(
 def named_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
     """Edges as a user writes them; a role that the task does not have is refused."""
     parts = [heads] if isinstance(heads, str | Head) else list(heads)
-    edges = [e for part in parts for e in ([part] if isinstance(part, Edge) else parse_edges(str(part), task.name))]
+    edges = [
+        e for part in parts for e in ([part] if isinstance(part, Edge) else circuits.parse_edges(str(part), task.name))
+    ]
     if not edges:
         raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or leave them out.")
-    check_roles(task, edges)
+    circuits.check_roles(task, edges)
     return edges
 
 
@@ -156,8 +155,8 @@ def measure_edges(
     sums, counts = torch.zeros_like(first), torch.zeros(len(edges))
 
     def run(indices: list[int]) -> None:
-        inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
-        places = rows_from(inputs, columns[:, : len(queries)])
+        inputs, columns = circuits.locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
+        places = circuits.rows_from(inputs, columns[:, : len(queries)])
         captured = scope.capture_inputs(inputs, places=places, heads=heads, space="query_frame")
         for q, query in enumerate(queries):
             own = [e for e, edge in enumerate(edges) if edge.duty.query == query]

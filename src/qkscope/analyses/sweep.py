@@ -17,20 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from qkscope.analyses import circuits
-from qkscope.analyses.circuits import Edge, check_roles, circuit_of, outside
+from qkscope.analyses import sparsity as measure
+from qkscope.analyses.circuits import Duty, Edge, check_roles, circuit_of, outside
 from qkscope.analyses.prompts import units_hash
-from qkscope.analyses.sparsity import (
-    VALUES,
-    Sparsity,
-    answer_of,
-    answers_right,
-    edges_for,
-    group_difference,
-    measure_edges,
-    named_edges,
-    sparsity_rows,
-)
+from qkscope.analyses.sparsity import Sparsity
 from qkscope.capture.names import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -70,7 +60,7 @@ def plan_sweep(
     """
     found = checkpoints(model, revisions)
     if heads is not None:
-        named_edges(heads, task)
+        measure.named_edges(heads, task)
     elif (known := circuit_of(model, task.name)) is not None:
         check_roles(task, known.edges)
     searched = heads is None and circuit_of(model, task.name) is None
@@ -145,7 +135,7 @@ def _measured(
     for checkpoint in sorted(found, key=lambda one: one.label not in loaded):  # the one in memory, then the rest
         path = _stored_at(folder, checkpoint.label)
         kept = read_tensors(path, _KIND, about) if path.exists() else None
-        if kept is not None and set(VALUES) <= set(kept[0]):  # a file of an older version may lack a column
+        if kept is not None and set(measure.VALUES) <= set(kept[0]):  # a file of an older version may lack a column
             arrays, manifest = kept
             digest = manifest["about"]["weights"]
             if checkpoint.weights not in (None, digest):
@@ -158,9 +148,9 @@ def _measured(
             scope = scope_at(checkpoint)
             refuse_copy(model, checkpoint.label, scope.weights_hash, weights)
             with doing(f"{model} {checkpoint.label} ({len(stored) + 1} of {len(found)})"):
-                arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
+                arrays = measure.measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed)
                 if task.name in _COPYING:
-                    arrays["right"] = answers_right(scope, task, n, batch_size)
+                    arrays["right"] = measure.answers_right(scope, task, n, batch_size)
             manifest = {"about": {**about, "weights": scope.weights_hash, "dtype": str(scope.model.dtype)}}
             write_tensors(path, _KIND, arrays, manifest, new_folder=False)
         stored[checkpoint.label] = arrays
@@ -178,12 +168,12 @@ def _edges(job: Job, plan: Mapping[str, Any], task: Task, batch_size: int, last:
     if (job.out / JOB).exists():
         job.say(plan)  # it does already
         return [
-            Edge(Head.parse(e["head"]), circuits.Duty(e["role"], e["from"], e["to"]), e["circuit"])
+            Edge(Head.parse(e["head"]), Duty(e["role"], e["from"], e["to"]), e["circuit"])
             for e in _read_job(job.out)["edges"]
         ]
     scope, heads = last(), plan["heads"]
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
-    own = edges_for(scope, task, wanted, batch_size)
+    own = measure.edges_for(scope, task, wanted, batch_size)
     edges = [*own, *outside(scope, own, plan["controls"], plan["seed"])]
     listed = [{"head": str(e.head), "role": e.duty.role, "from": e.duty.query, "to": e.duty.key, "circuit": e.circuit}
               for e in edges]  # fmt: skip
@@ -200,10 +190,11 @@ def _result(
     weights: Mapping[str, str],
 ) -> Sparsity:
     by_checkpoint = [
-        sparsity_rows(edges, stored[c.label], plan["model"], c.step if c.label else None, plan["seed"]) for c in found
+        measure.sparsity_rows(edges, stored[c.label], plan["model"], c.step if c.label else None, plan["seed"])
+        for c in found
     ]
     tables: dict[str, list[dict[str, Any]]] = {"sparsity": [row for rows in by_checkpoint for row in rows]}
-    answer = answer_of(by_checkpoint[-1])
+    answer = measure.answer_of(by_checkpoint[-1])
     if len(found) > 1:
         tables["training"] = training_rows(found, edges, stored)
         inside = [row for row in tables["training"] if row["circuit"]]
@@ -218,7 +209,7 @@ def _result(
         experiment=f"sparsity/{task.name}",
         answer=answer,
         tables=tables,
-        arrays={name: last[name] for name in (*VALUES, "terms_first", "terms_rotated", "terms_mean", "sigma")},
+        arrays={name: last[name] for name in (*measure.VALUES, "terms_first", "terms_rotated", "terms_mean", "sigma")},
         model=plan["model"],
         seed=plan["seed"],
         provenance=provenance(**plan, weights={label: digest for digest, label in weights.items()}),
@@ -238,7 +229,7 @@ def training_rows(
             chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
             if not chosen:
                 continue
-            gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
+            gap, change = measure.group_difference(arrays, chosen), measure.group_difference(arrays, chosen, first)
             means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
             accuracy = float(arrays["right"].mean()) if "right" in arrays else None
             rows.append({

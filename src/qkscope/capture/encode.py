@@ -17,17 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from qkscope.capture.inputs import (
-    FIRST_TOKEN,
-    PaddingSide,
-    check_own_query,
-    context_limit,
-    first_token,
-    has_first_token,
-    model_pad_id,
-    pad_rows,
-    vocabulary_size,
-)
+from qkscope.capture import inputs as feed
+from qkscope.capture.inputs import PaddingSide
 from qkscope.capture.pick import Places
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
@@ -98,7 +89,7 @@ class Prompts:
     ) -> Encoding:
         """Some of them as one padded batch, with `position_ids` where the model takes them."""
         tokens = self.tokens
-        inputs = pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, side, positions)
+        inputs = feed.pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, side, positions)
         shifts = inputs["attention_mask"].argmax(dim=1).tolist()
         rows = [  # batch row, example, column of the query
             (row, i, shift + query)
@@ -151,8 +142,8 @@ class Encoder:
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
         """For prompts that go into a model."""
-        limit, known = context_limit(model, first_position), vocabulary_size(model)
-        return cls(tokenizer, limit, model_pad_id(model), known, first_token(model, tokenizer))
+        limit, known = feed.context_limit(model, first_position), feed.vocabulary_size(model)
+        return cls(tokenizer, limit, feed.model_pad_id(model), known, feed.first_token(model, tokenizer))
 
     @property
     def pad_id(self) -> int:
@@ -302,10 +293,10 @@ class Encoder:
                 f"two keys share token {shared}, which would count it twice; the tokens are {self._show(ids)}."
             )
         queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
-        check_own_query(example, queries, keys)
-        if not self._said_key and has_first_token(example, keys):
+        feed.check_own_query(example, queries, keys)
+        if not self._said_key and feed.has_first_token(example, keys):
             self._said_key = True
-            log.warning("%s Mark later words.", FIRST_TOKEN)
+            log.warning("%s Mark later words.", feed.FIRST_TOKEN)
         return Tokens(ids, queries, keys)
 
     def _check_whole(

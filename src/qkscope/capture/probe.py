@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.capture.inputs import (
-    SIDES,
-    PaddingSide,
-    context_limit,
-    forward_arguments,
-    input_device,
-    model_pad_id,
-    pad_rows,
-    positions_of,
-    short_ids,
-    short_inputs,
-    text_config,
-)
+from qkscope.capture import inputs as feed
+from qkscope.capture.inputs import SIDES, PaddingSide
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.projection import layer_number
 from qkscope.capture.refused import check_honoured, check_kind, refusal, replaced, without_attention
@@ -188,7 +177,7 @@ def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
     check_kind(model)
     model.eval()
-    inputs = short_inputs(model)
+    inputs = feed.short_inputs(model)
     implementation = model.config._attn_implementation
     calls = _calls(model, inputs, lambda call: check_honoured(implementation, call))
     if not calls:
@@ -240,7 +229,7 @@ def _calls(
 
 
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
-    kind, types = model.config.model_type, rotary_types(text_config(model))
+    kind, types = model.config.model_type, rotary_types(feed.text_config(model))
     unseen = types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls)
     if unseen or (calls[0].weights is not None and _turns_unheard(model, inputs, calls)):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
@@ -282,9 +271,9 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
 
 def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
     """Whether a model has no positions at all, whatever its config says: other ones change nothing."""
-    if "position_ids" not in forward_arguments(model.base_model) or "attention_mask" not in inputs:
+    if "position_ids" not in feed.forward_arguments(model.base_model) or "attention_mask" not in inputs:
         return False
-    elsewhere = {"position_ids": 2 * positions_of(inputs["attention_mask"]) + 3}
+    elsewhere = {"position_ids": 2 * feed.positions_of(inputs["attention_mask"]) + 3}
     return _same_vectors(calls, _calls(model, inputs | elsewhere))
 
 
@@ -339,28 +328,28 @@ def _counting(
     """
     if "attention_mask" not in inputs:  # an image has no padding
         return False, 0, SIDES
-    counted = positions_of(inputs["attention_mask"])
+    counted = feed.positions_of(inputs["attention_mask"])
 
     def same_at(positions: Tensor) -> bool:
         return _same_vectors(calls, _calls(model, inputs | {"position_ids": positions}, last=0))
 
     takes, first = False, 0
-    if "position_ids" in forward_arguments(model.base_model):
+    if "position_ids" in feed.forward_arguments(model.base_model):
         takes = same_at(counted)
         if takes and not hybrid and not same_at(counted + counted % 2):
             return True, 0, SIDES
-        behind = (model_pad_id(model) or 0) + 1
-        limit = context_limit(model)
+        behind = (feed.model_pad_id(model) or 0) + 1
+        limit = feed.context_limit(model)
         if not takes and (limit is None or behind + counted.shape[1] < limit) and same_at(counted + behind):
             first = behind
     return takes, first, tuple(side for side in SIDES if _padding_is_harmless(model, calls, side, takes))
 
 
 def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
-    (alone,) = short_ids(model, (6,))
-    longer, _ = short_ids(model, (9, 6))
-    batch = pad_rows([longer, alone], model_pad_id(model) or 0, side, takes_positions)
-    batch = {name: value.to(input_device(model)) for name, value in batch.items()}
+    (alone,) = feed.short_ids(model, (6,))
+    longer, _ = feed.short_ids(model, (9, 6))
+    batch = feed.pad_rows([longer, alone], feed.model_pad_id(model) or 0, side, takes_positions)
+    batch = {name: value.to(feed.input_device(model)) for name, value in batch.items()}
     own = slice(3, None) if side == "left" else slice(None, 6)
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None

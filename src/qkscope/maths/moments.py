@@ -23,22 +23,8 @@ from torch import Tensor
 from qkscope.errors import BadInput, check_device
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, checked_class
-from qkscope.maths.significance import (
-    BUCKETS,
-    DEALS,
-    FLIPS,
-    FOLDS,
-    NullKind,
-    bucket_of,
-    carried,
-    count_units,
-    fold_of,
-    interaction_deltas,
-    key_sums,
-    replicate_sums,
-    row_scale,
-    signed_weights,
-)
+from qkscope.maths import significance
+from qkscope.maths.significance import NullKind
 from qkscope.maths.sums import Accumulator, Center, add_outer, augmented, centred_delta, check_shape
 
 SIGNS = ("positive", "negative")
@@ -131,13 +117,15 @@ class Moments(Accumulator):
         self.sums = zeros(h, a, 2, a)
         self.null_sums: dict[tuple[str, str], Tensor] = {
             (kind, contrast): tensor
-            for kind in carried(self.nulls)
-            for contrast, tensor in zeros(len(self.null_heads), a, replicates, 2, a + (kind == FLIPS)).items()
+            for kind in significance.carried(self.nulls)
+            for contrast, tensor in zeros(
+                len(self.null_heads), a, replicates, 2, a + (kind == significance.FLIPS)
+            ).items()
         }
         # Beside the nulls: Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has.
         self.scales = zeros(h, a, 2) if self.nulls else {}
-        self.folds = zeros(FOLDS, h, a, 2, a) if self.nulls else {}
-        self.units = zeros(BUCKETS) if self.nulls else {}
+        self.folds = zeros(significance.FOLDS, h, a, 2, a) if self.nulls else {}
+        self.units = zeros(significance.BUCKETS) if self.nulls else {}
 
     def __repr__(self) -> str:
         plus, minus = (sum(float(self.count(c)[0, sign]) for c in self.contrasts) for sign in (0, 1))
@@ -193,12 +181,12 @@ class Moments(Accumulator):
             label = label.to(keys.device)
             if weights is not None:  # a pair without weight takes no part, nor does it in the nulls
                 label = label.masked_fill(weights == 0, 0)
-            own, sums = keys, key_sums(signed_weights(label, weights), keys)
+            own, sums = keys, significance.key_sums(significance.signed_weights(label, weights), keys)
             if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
                 # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out), elsewhere not.
                 own = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(layout, q, own, prompts)
-                sums = key_sums(signed_weights(label, weights), own)
+                sums = significance.key_sums(significance.signed_weights(label, weights), own)
             rows = _Rows(queries, own, label, weights, sums)
             add_outer(self.sums[contrast], layout.where, queries, rows.sums.flatten(2), layout.kv_of_head)
             if prompts is not None and self.nulls:
@@ -246,12 +234,12 @@ class Moments(Accumulator):
                 )
 
     def _add_folds(self, contrast: str, layout: _Layout, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
-        scale = row_scale(rows.sums)[..., 0]
+        scale = significance.row_scale(rows.sums)[..., 0]
         self.scales[contrast][layout.where] += torch.einsum("bha,bhs->has", rows.queries, scale[:, layout.kv_of_head])
         # a batch of one layer counts as the share of the heads that it brings
         share = torch.full_like(unit, len(layout.where) / len(self.heads), dtype=torch.float64)
-        self.units[contrast].index_add_(0, bucket_of(unit), share)
-        fold = fold_of(unit)
+        self.units[contrast].index_add_(0, significance.bucket_of(unit), share)
+        fold = significance.fold_of(unit)
         for own in fold.unique().tolist():
             some = (fold == own).nonzero()[:, 0]
             keys = rows.sums[some].flatten(2)
@@ -263,8 +251,8 @@ class Moments(Accumulator):
         each = rows.sums[0].numel() * self.replicates * rows.sums.element_size()
         for some in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
             part = _Rows(*(None if x is None else x[some] for x in rows))  # type: ignore[arg-type]
-            for kind in carried(self.nulls):
-                drawn = replicate_sums(kind, self.seed, self.replicates, *part[1:], unit[some])
+            for kind in significance.carried(self.nulls):
+                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *part[1:], unit[some])
                 state = self.null_sums[kind, contrast]
                 for n, row in layout.nulled:  # a head at a time: all heads' replicates at once would not fit in memory
                     own = drawn[:, layout.kv_of_head[n], None].flatten(2)
@@ -331,9 +319,9 @@ class Moments(Accumulator):
             return self.interaction_nulls(contrast, head, center)[1]
         observed, null_row = self._filled(contrast)[self.heads.index(head)], self.null_heads.index(head)
         if kind == "label_permutation":
-            return centred_delta(self.null_sums[DEALS, contrast][null_row].transpose(0, 1), center)
+            return centred_delta(self.null_sums[significance.DEALS, contrast][null_row].transpose(0, 1), center)
         # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
-        drawn = self.null_sums[FLIPS, contrast][null_row].transpose(0, 1)
+        drawn = self.null_sums[significance.FLIPS, contrast][null_row].transpose(0, 1)
         return centred_delta(drawn[..., :-1], center, reference=observed[None])
 
     def interaction_nulls(
@@ -348,9 +336,9 @@ class Moments(Accumulator):
         """
         row, null_row = self.heads.index(Head.parse(head)), self.null_heads.index(Head.parse(head))
         whole = torch.cat([self._filled(contrast)[row], self.scales[contrast][row][..., None]], dim=-1)
-        drawn = self.null_sums[FLIPS, contrast][null_row].transpose(0, 1)
+        drawn = self.null_sums[significance.FLIPS, contrast][null_row].transpose(0, 1)
         units = max(self.unit_count(contrast)[1], 2.0)
-        return interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
+        return significance.interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
         """How many random units went in, and how many equally large ones they are worth.
@@ -359,7 +347,7 @@ class Moments(Accumulator):
         ----------
         contrast : its name.
         """
-        return count_units(self.units[contrast])
+        return significance.count_units(self.units[contrast])
 
     def _sums_of(self, contrast: str) -> Tensor:
         if contrast not in self.sums:

@@ -27,20 +27,8 @@ import torch
 from torch import Tensor
 
 from qkscope.errors import BadInput, Terminated
-from qkscope.runs.folder import (
-    JOB,
-    SCHEMA,
-    WORK,
-    Kinds,
-    check_folder,
-    clear_left_over,
-    file_name,
-    kept_if_stopped,
-    only_writer,
-    read_json,
-    write_text,
-    writing,
-)
+from qkscope.runs import folder as disk
+from qkscope.runs.folder import Kinds
 from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.shards import Part, stream
 from qkscope.runs.store import read_tensors, write_tensors
@@ -94,15 +82,15 @@ class Job:
             "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
             "versions": provenance()["versions"],
         }  # fmt: skip
-        text, work = json.dumps(said, sort_keys=True, default=str), self.out / WORK
+        text, work = json.dumps(said, sort_keys=True, default=str), self.out / disk.WORK
         self.name = _hash(text)
         self.folder = work / self.name
-        with writing(self.folder):
+        with disk.writing(self.folder):
             others = [path.name for path in work.iterdir() if path != self.folder] if work.is_dir() else []
             self.folder.mkdir(parents=True, exist_ok=True)
-            clear_left_over(self.folder)
-            if not (self.folder / JOB).exists():
-                write_text(self.folder / JOB, text)
+            disk.clear_left_over(self.folder)
+            if not (self.folder / disk.JOB).exists():
+                disk.write_text(self.folder / disk.JOB, text)
             elif self._pieces():
                 log.info("Going on from what is done in %s.", self.folder)
         if others and asked.get("verb") != "downstream":  # which stands beside its swap's
@@ -115,7 +103,12 @@ class Job:
         return self
 
     def check(
-        self, asked: Mapping[str, Any], kind: str, state: str, called: str, fields: Mapping[str, Kinds] | None = None
+        self,
+        asked: Mapping[str, Any],
+        kind: str,
+        state: str,
+        called: str,
+        fields: Mapping[str, Kinds] | None = None,
     ) -> None:
         """Refuse a folder of another job, or with anything of anyone's; ask before long work.
 
@@ -128,31 +121,34 @@ class Job:
         assert self.out is not None
         if self.out.is_file():
             raise BadInput(f"{self.out} is a file and holds {called}: name a new folder.")
-        if (self.out / JOB).exists():
-            found = read_json(self.out / JOB, fields)
+        if (self.out / disk.JOB).exists():
+            found = disk.read_json(self.out / disk.JOB, fields)
             whole = {"shard": None}  # what a job that has none does not say
             there, here = {**whole, **found}, {**whole, **asked}
             differs = [name for name in here if name not in there or there[name] != here[name]]
             if differs:
                 raise BadInput(f"{self.out} holds another job ({', '.join(differs)} differ): name another folder.")
-        check_folder(self.out, kind, state=state, called=called)
+        disk.check_folder(self.out, kind, state=state, called=called)
 
     def say(self, asked: Mapping[str, Any]) -> None:
         """Write what the folder is made from, before it is made; its pieces stand in it."""
         assert self.out is not None
         self.folder = self.out
-        with writing(self.folder):
-            clear_left_over(self.folder)
-        if not (self.folder / JOB).exists():
+        with disk.writing(self.folder):
+            disk.clear_left_over(self.folder)
+        if not (self.folder / disk.JOB).exists():
             made = {name: value for name, value in provenance().items() if name in MADE}
-            write_text(self.folder / JOB, json.dumps({"schema": SCHEMA, **made, **asked}, indent=1, ensure_ascii=False))
+            disk.write_text(
+                self.folder / disk.JOB,
+                json.dumps({"schema": disk.SCHEMA, **made, **asked}, indent=1, ensure_ascii=False),
+            )
 
     @contextmanager
     def hold(self) -> Iterator[Job]:
         """Be the folder's one writer, and say where the pieces are when the run is stopped."""
         assert self.out is not None
         try:
-            with kept_if_stopped(self.out, self._pieces), only_writer(self.out):
+            with disk.kept_if_stopped(self.out, self._pieces), disk.only_writer(self.out):
                 yield self
         except BadInput:
             if self.folder != self.out and not self._pieces():
@@ -168,8 +164,8 @@ class Job:
         if self.out is None or self.folder is None or self.folder == self.out:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
-        if (self.out / WORK).is_dir() and not any((self.out / WORK).iterdir()):
-            (self.out / WORK).rmdir()
+        if (self.out / disk.WORK).is_dir() and not any((self.out / disk.WORK).iterdir()):
+            (self.out / disk.WORK).rmdir()
 
     # ------------------------------------------------------------------ what is done, kept and taken up
 
@@ -242,7 +238,7 @@ class Job:
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
-        return self.folder / f"{file_name(name)}.safetensors"
+        return self.folder / f"{disk.file_name(name)}.safetensors"
 
     def _write(self, name: str, value: Any) -> None:
         tensors: dict[str, Tensor] = {}

@@ -18,15 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.analyses.discover import closer
 from qkscope.analyses.discover.changes import CHANGES, change_row
-from qkscope.analyses.discover.closer import (
-    Rows,
-    direction_rows,
-    directions_of,
-    look_closer,
-    mean_rotation,
-    pair_rows,
-)
 from qkscope.analyses.names.sight import PASSAGES, TESTED, Options
 from qkscope.analyses.names.study import Study, Texts, counted, documents_of, passages_of
 from qkscope.analyses.prompts import cluster_of, made_with
@@ -168,17 +161,17 @@ def _closer(
     made: dict[str, Any] = {name: [] for name in _TABLES} | {"basis": None}
     if pair is None:
         return made
-    found = directions_of(study, h, *pair)
-    tested = look_closer(study, h, pair, study.tested, found)
-    made["pairs"] = pair_rows(study, h, tested)
+    found = closer.directions_of(study, h, *pair)
+    tested = closer.look_closer(study, h, pair, study.tested, found)
+    made["pairs"] = closer.pair_rows(study, h, tested)
     if found is not None:
-        made["directions"] = direction_rows(study, h, pair, found, tested)
+        made["directions"] = closer.direction_rows(study, h, pair, found, tested)
     if changes and (row := change_row(study, h, pair, changes)) is not None:
         made["changes"] = [row]
     block = block_delta(study, h, pair)
     made["basis"] = methods.moving(block[None])(min(_KEPT, study.text.d_head)).left[0]
     if sizes:
-        fitted = look_closer(study, h, None, study.fitted[: len(study.tested)], None)
+        fitted = closer.look_closer(study, h, None, study.fitted[: len(study.tested)], None)
         made["curve"] = _curve(study, h, block, fitted, tested, singular, sizes, draws)
     return made
 
@@ -195,7 +188,7 @@ def block_delta(study: Study, h: int, pair: tuple[str, str]) -> Float[Tensor, "d
         own = study.fit.where(name)
         b = study.fit.coefficients[own][:, slot].double().cpu()
         covariances.append(b.T @ study.fit.x_covariance[own, own].double().cpu() @ b)
-    turn = mean_rotation(text, text.heads[h], study.looked.attended[h]).double()
+    turn = closer.mean_rotation(text, text.heads[h], study.looked.attended[h]).double()
     return covariances[0] @ turn @ covariances[1] @ turn.T
 
 
@@ -203,8 +196,8 @@ def _curve(
     study: Study,
     h: int,
     block: Float[Tensor, "d d"],
-    fitted: Rows,
-    tested: Rows,
+    fitted: closer.Rows,
+    tested: closer.Rows,
     singular: SingularBasis | None,
     sizes: Sequence[int],
     draws: int,
