@@ -14,7 +14,7 @@ from browser import Watched, chromium
 from qkscope.explorer.server import Explorer
 from qkscope.explorer.session import Session
 from qkscope.page.blocks import blocks_of
-from qkscope.page.families import FAMILIES, family_of
+from qkscope.page.discovered import FAMILIES, family_of
 from qkscope.page.figures import draw_atlas, draw_discovery
 from qkscope.page.report import report_html, write_report
 from qkscope.runs.result import plain_value

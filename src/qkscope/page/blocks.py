@@ -14,7 +14,7 @@ from typing import Any
 from qkscope.analyses.clouds import clouds_of
 from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
-from qkscope.page import asked, discovered, traced
+from qkscope.page import discovered, traced
 from qkscope.page.block import Block, Row, Tables
 from qkscope.runs.result import Result, plain_value
 
@@ -170,10 +170,11 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, traced.edges),
     ({"head", "side", "part", "value", "share", "low", "high"}, traced.features),
     ({"head", "kind", "k", "held", "low", "high"}, traced.held),
-    (asked.SAID, asked.said),
-    (asked.PARTS, asked.parts),
-    (asked.CUTS, asked.cuts),
-    (asked.OUTPUT, asked.output),
+    ({"line"}, traced.said),
+    ({"head", "query", "key", "part", "side", "value", "share", "by"}, traced.parts),
+    ({"head", "side", "k", "writers", "before", "after", "random_low", "random_high", "top_token", "verdict"},
+     traced.cuts),
+    ({"head", "key", "token", "before", "without_key", "without_other", "direct"}, traced.output),
 )  # fmt: skip
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 

@@ -1,4 +1,7 @@
-"""Heads by name: the atlas of all of them, a card for each that was looked at closely, and who reads whom."""
+"""Heads by name: the atlas of all of them, a card for each that was looked at closely, and who reads whom.
+
+Names come in families: what kind of thing a head goes by, one colour for each.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,48 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qkscope.analyses.names.readings import SHAM
+from qkscope.analyses.names.readings import AFTER_COPY, COPY, SAME_BEFORE, SHAM
 from qkscope.analyses.names.sentence import block_words
 from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
-from qkscope.maths.factors import REST
+from qkscope.maths.factors import MEAN, REST
 from qkscope.page.block import Block, Row, Tables, number
-from qkscope.page.families import FAMILIES, block_family, family_of
+
+FAMILIES = {
+    "distance": "how far back a key stands",
+    "certain keys": "the same keys, whatever asks",
+    "same token": "keys that share a token with the asking place",
+    "after a copy": "what followed an earlier copy of the asking token",
+    "token pairs": "certain tokens for certain tokens",
+    "not named": "nothing that can be read off the text",
+}
+"""What heads of each go by."""
+_RULED = {COPY: "same token", SAME_BEFORE: "same token", AFTER_COPY: "after a copy"}
+
+
+def family_of(row: Mapping[str, Any]) -> str:
+    """The family of a head that was named.
+
+    >>> family_of({"block": "current · previous", "rule": "after a copy"})
+    'after a copy'
+    >>> family_of({"block": "current · previous", "rule": None}), family_of({"block": None, "rule": None})
+    ('token pairs', 'not named')
+    """
+    return _RULED.get(row["rule"]) or block_family(*(row["block"] or " · ").split(" · "))
+
+
+def block_family(query: str, key: str) -> str:
+    """The family of a block, whatever rule a head keeps.
+
+    >>> block_family("mean", "mean"), block_family("start", "mean"), block_family("mean", "current")
+    ('distance', 'distance', 'certain keys')
+    """
+    if not query:
+        return "not named"
+    if key == MEAN:
+        return "distance"
+    return "certain keys" if query == MEAN else "token pairs"
+
 
 NAMED = {"head", "layer", "index", "name", "share", "low", "high", "block", "rule", "sham", "rest", "sentence"}
 _PLACES = ("text", "query_start", "query_stop", "key_start", "key_stop", "query_at", "key_at", "document")

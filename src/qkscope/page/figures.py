@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qkscope.heads import Head
 from qkscope.page.colours import colours_of, line_of, palette
-from qkscope.page.families import FAMILIES, family_of
+from qkscope.page.discovered import FAMILIES, family_of
 from qkscope.page.report import report_html
 from qkscope.runs.result import Result
 

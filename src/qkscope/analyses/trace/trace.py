@@ -107,6 +107,8 @@ def trace(
     many: Any = {"seed": seed, "progress": progress, "job": job or Job()}
     if shard != (0, 1) and (head == "all" or not isinstance(what, Task)):
         raise BadInput("shards are for a task and heads that are named: leave shard out, or name both.")
+    if not 0 <= shard[0] < shard[1]:
+        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {shard}.")
     if feature is not None and (head == "all" or not isinstance(what, Task | str | Example)):
         raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
     projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
@@ -130,8 +132,8 @@ def trace(
         found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
     elif isinstance(what, Task):
         _refuse("a task", query=query, key=key, versus=versus, chat=chat)
-        options = _Options(n, whole, depth, draws, batch_size, seed, shard, progress)
-        found = _trace_task(scope, what, heads, projectors, options, job or Job())
+        run = (n, whole, depth, draws, batch_size, seed, shard, progress)
+        found = _TaskTrace(Reader(scope, heads), what, projectors, job or Job(), *run).result()
     elif isinstance(what, str | Example):
         asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
         found = Trace(**trace_prompt(scope, what, heads, projectors=projectors, chat=bool(chat), **asked))
@@ -179,7 +181,13 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _TaskTrace:
+    """A trace of a task: whose heads read what, how much of it, and where what is done is kept."""
+
+    reader: Reader
+    task: Task
+    projectors: dict[Head, Tensor]
+    job: Job
     n: int
     whole: bool
     depth: int
@@ -189,100 +197,77 @@ class _Options:
     shard: tuple[int, int]
     progress: bool | None
 
+    def result(self) -> Trace:
+        """Choose on some words, test on others."""
+        reader, task, job, heads = self.reader, self.task, self.job, self.reader.heads
+        choosing, units = task.choose(self.n), task.test(self.n)
+        asked_of = {
+            "heads": [str(h) for h in heads], "draws": self.draws, "batch_size": self.batch_size,
+            "shard": list(self.shard), "feature": {str(h): float(p.sum()) for h, p in self.projectors.items()},
+        }  # fmt: skip
+        job.begin(reader.scope, [list(choosing), list(units)], verb="trace", seed=self.seed, chat=task.chat, **asked_of)
+        own: Any = {"chat": task.chat, "seed": self.seed, "progress": self.progress}
+        chosen = choose_writers(reader, choosing, self.projectors, batch_size=self.batch_size, job=job, **own)
+        tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], self.seed, self.draws) for h in heads}
+        tallies = self._tested(tests, units)
+        more: dict[str, list[dict[str, Any]]] = {"whole": []}
+        if self.whole and self.shard[0] == 0:
+            for h in heads:
+                run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
+                more["whole"] += job.once(f"whole {h}", run)
+        if self.shard[0] == 0:
+            more |= job.once(f"sources {self.depth}", partial(self._sources, units, chosen))
+        about = {
+            **made_from(reader.scope, task), **asked_of, "n": self.n, "trace_seed": self.seed, "whole": self.whole,
+            "examples": units_hash([*choosing, *units]),
+        }  # fmt: skip
+        return trace_result({h: test.asked for h, test in tests.items()}, tallies, more, about, self.seed, task.name)
 
-def _trace_task(
-    scope: Scope, task: Task, heads: list[Head], projectors: Mapping[Head, Tensor], options: _Options, job: Job
-) -> Trace:
-    if not 0 <= options.shard[0] < options.shard[1]:
-        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {options.shard}.")
-    reader = Reader(scope, heads)
-    choosing, units = task.choose(options.n), task.test(options.n)
-    asked_of = {
-        "verb": "trace", "heads": [str(h) for h in heads], "draws": options.draws, "batch_size": options.batch_size,
-        "seed": options.seed, "shard": list(options.shard), "chat": task.chat,
-        "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
-    }  # fmt: skip
-    job.begin(scope, [list(choosing), list(units)], **asked_of)
-    own: Any = {"chat": task.chat, "seed": options.seed, "progress": options.progress}
-    chosen = choose_writers(reader, choosing, dict(projectors), batch_size=options.batch_size, job=job, **own)
-    tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], options.seed, options.draws) for h in heads}
-    tallies = _tested(reader, tests, units, task.chat, dict(projectors), options, job)
-    more: dict[str, list[dict[str, Any]]] = {"whole": []}
-    if options.whole and options.shard[0] == 0:
-        for h in heads:
-            run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
-            more["whole"] += job.once(f"whole {h}", run)
-    if options.shard[0] == 0:
-        follow = partial(_sources, reader, units, chosen, task.chat, dict(projectors), options.depth)
-        more |= job.once(f"sources {options.depth}", follow)
-    asked = {h: test.asked for h, test in tests.items()}
-    about = {
-        **made_from(scope, task), "n": options.n, "batch_size": options.batch_size, "draws": options.draws,
-        "feature": {str(h): float(p.sum()) for h, p in projectors.items()}, "shard": list(options.shard),
-        "heads": [str(h) for h in heads], "trace_seed": options.seed, "whole": options.whole,
-        "examples": units_hash([*choosing, *units]),
-    }  # fmt: skip
-    return trace_result(asked, tallies, more, about, options.seed, task.name)
+    def _sources(self, units: Sequence[Any], chosen: Mapping[Head, Chosen]) -> dict[str, list[dict[str, Any]]]:
+        """Which tokens the first writers read, on some prompts; and one prompt's graph."""
+        reader = self.reader
+        made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
+        examples = [unit[0] for unit in units[:_SOURCES]]
+        encoded = [reader.scope.encode(examples[i : i + 16], chat=self.task.chat) for i in range(0, len(examples), 16)]
+        batches = [(one, relative_weights(answer_signs(one))) for one in encoded]
+        for head in reader.heads:
+            names, shares = reader.writers(head.layer), chosen[head].scores["share"]
+            writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
+            made["sources"] += sources_of(reader, batches, head, writers)
+            one = reader.scope.encode(examples[:1], chat=self.task.chat)
+            signs, columns = answer_signs(one)[0].tolist(), one.places.keys[0].tolist()
+            right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
+            others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
+            query = int(one.places.query[0])
+            options: Any = {"others": others, "depth": self.depth, "projector": self.projectors.get(head)}
+            drawn = trace_graph(reader, one, head, query, right[0], **options)
+            made["graph"] += drawn.rows
+            made["prompt"] += drawn.prompt
+        return made
 
+    def _tested(self, tests: Mapping[Head, EdgeTest], units: Sequence[Any]) -> dict[Head, Tally]:
+        words = words_of(units)
 
-def _sources(
-    reader: Reader,
-    units: Sequence[Any],
-    chosen: Mapping[Head, Chosen],
-    chat: bool,
-    projectors: dict[Head, Tensor],
-    depth: int,
-) -> dict[str, list[dict[str, Any]]]:
-    """Which tokens the first writers read, on some prompts; and one prompt's graph."""
-    made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
-    examples = [unit[0] for unit in units[:_SOURCES]]
-    encoded = [reader.scope.encode(examples[i : i + 16], chat=chat) for i in range(0, len(examples), 16)]
-    batches = [(one, relative_weights(answer_signs(one))) for one in encoded]
-    for head in reader.heads:
-        names, shares = reader.writers(head.layer), chosen[head].scores["share"]
-        writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
-        made["sources"] += sources_of(reader, batches, head, writers)
-        one = reader.scope.encode(examples[:1], chat=chat)
-        signs, columns = answer_signs(one)[0].tolist(), one.places.keys[0].tolist()
-        right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
-        others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
-        query = int(one.places.query[0])
-        options: Any = {"others": others, "depth": depth, "projector": projectors.get(head)}
-        drawn = trace_graph(reader, one, head, query, right[0], **options)
-        made["graph"] += drawn.rows
-        made["prompt"] += drawn.prompt
-    return made
+        def run(indices: list[int]) -> dict[str, Any]:
+            encoded, rows = task_rows(self.reader, units, indices, self.task.chat, self.projectors)
+            unit_of = [i for i in indices for _ in units[i]]
+            numbers = torch.tensor([unit_of[int(e)] for e in encoded.example])
+            found: dict[str, Any] = {}
+            for one in rows:
+                values, error = tests[one.head].measure(one, numbers)
+                tally = Tally()
+                tally.add([words[i] for i in numbers.tolist()], values, error=error)
+                found[str(one.head)] = {"counts": tally.counts, "sums": tally.sums, "largest": tally.largest}
+            return found
 
-
-def _tested(
-    reader: Reader,
-    tests: Mapping[Head, EdgeTest],
-    units: Sequence[Any],
-    chat: bool,
-    projectors: dict[Head, Tensor],
-    options: _Options,
-    job: Job,
-) -> dict[Head, Tally]:
-    words = words_of(units)
-
-    def run(indices: list[int]) -> dict[str, Any]:
-        encoded, rows = task_rows(reader, units, indices, chat, projectors)
-        unit_of = [i for i in indices for _ in units[i]]
-        numbers = torch.tensor([unit_of[int(e)] for e in encoded.example])
-        found: dict[str, Any] = {}
-        for one in rows:
-            values, error = tests[one.head].measure(one, numbers)
-            tally = Tally()
-            tally.add([words[i] for i in numbers.tolist()], values, error=error)
-            found[str(one.head)] = {"counts": tally.counts, "sums": tally.sums, "largest": tally.largest}
-        return found
-
-    every = batches_of(units, options.batch_size)
-    index, count = options.shard
-    if len(every) < count:
-        raise BadInput(f"{len(every)} batches cannot be shared among {count}: take fewer shards or smaller batches.")
-    tallies = {head: Tally() for head in tests}
-    for piece in job.stream("testing", every[index::count], run, options.progress):
-        for head, tally in tallies.items():
-            tally.merge(Tally(**piece[str(head)]))
-    return tallies
+        every = batches_of(units, self.batch_size)
+        index, count = self.shard
+        if len(every) < count:
+            raise BadInput(
+                f"{len(every)} batches cannot be shared among {count}: take fewer shards or smaller batches."
+            )
+        tallies = {head: Tally() for head in tests}
+        for piece in self.job.stream("testing", every[index::count], run, self.progress):
+            for head, tally in tallies.items():
+                tally.merge(Tally(**piece[str(head)]))
+        return tallies
