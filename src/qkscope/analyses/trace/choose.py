@@ -63,7 +63,7 @@ def choose_writers(
     progress: bool | None = None,
 ) -> dict[Head, Chosen]:
     """One pass over the prompts for choosing."""
-    sums = {head: _Sums.of(reader, head) for head in reader.heads}
+    sums = {head: _Sums(reader, head) for head in reader.heads}
     batches = batches_of(units, batch_size)
     generator = torch.Generator().manual_seed(derived_seed(seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
@@ -83,33 +83,17 @@ def choose_writers(
 class _Sums:
     """Sums over prompts for one head, in float64."""
 
-    def __init__(self, writers: int, d_head: int, d_model: int) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-
+    def __init__(self, reader: Reader, head: Head) -> None:
+        c, d_model = len(reader.writers(head.layer)), reader.calls[head.layer].hidden.shape[-1]
+        shapes = {
+            "count": (1,), "rows": (1,), "value": (c,), "part": (c, reader.scope.facts.layers[head.layer].d_head),
+            "length": (c,), "square": (c,), "within": (c,), "stream": (c - 1, d_model), "along": (c - 1,),
+            "gradient": (d_model,), "path": (c,),
+        }  # fmt: skip
         self.of_side = {
-            side: {
-                "count": zeros(1),
-                "rows": zeros(1),
-                "value": zeros(writers),
-                "part": zeros(writers, d_head),
-                "length": zeros(writers),
-                "square": zeros(writers),
-                "within": zeros(writers),
-                "stream": zeros(writers - 1, d_model),
-                "along": zeros(writers - 1),
-                "gradient": zeros(d_model),
-                "path": zeros(writers),
-            }
-            for side in SIDES
+            side: {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for side in SIDES
         }
-        self.pairs = zeros(writers, writers)
-
-    @classmethod
-    def of(cls, reader: Reader, head: Head) -> _Sums:
-        """Empty sums."""
-        d_model = reader.calls[head.layer].hidden.shape[-1]
-        return cls(len(reader.writers(head.layer)), reader.scope.facts.layers[head.layer].d_head, d_model)
+        self.pairs = torch.zeros(c, c, dtype=torch.float64)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name."""

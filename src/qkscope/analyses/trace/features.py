@@ -167,14 +167,9 @@ def features_of_prompt(
         own["check"][0] |= {"query": asked.query, "key": one.key}
         for name, more in own.items():
             tables.setdefault(name, []).extend(more)
-        attention = float(one.attention[one.key])
-        where = (
-            f"{head} at {asked.tokens[asked.query]!r} gives {attention:.0%} of its attention to"
-            f" {asked.tokens[one.key]!r} (token {one.key})"
-        )
         unseen = ": it does not attend there, so what follows explains a logit and no attention"
-        where = f"{where}{unseen if attention < ATTENDED else ''}."
-        said.append(measured.answer(where, own, len(heads) == 1))
+        seen = float(one.attention[one.key]) >= ATTENDED
+        said.append(measured.answer(f"{one.where()}{'' if seen else unseen}.", own, len(heads) == 1))
     return {
         "experiment": "trace/prompt", "answer": " ".join(said), "tables": tables, "seed": seed,
         **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt),

@@ -157,6 +157,12 @@ class PromptTrace:
         """The relative logit."""
         return float(self.logits() @ self.weights)
 
+    def where(self) -> str:
+        """How much of its attention the head gives to the key, in words."""
+        asking, key = self.asked.tokens[self.asked.query], self.asked.tokens[self.key]
+        share = f"{float(self.attention[self.key]):.0%} of its attention"
+        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key})"
+
     @property
     def distance(self) -> float:
         """What a bias for the distance (ALiBi) adds to it; 0 where there is none."""

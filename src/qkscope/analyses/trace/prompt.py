@@ -70,10 +70,8 @@ def trace_prompt(
 
 
 def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
-    tokens, key, attention = one.asked.tokens, one.key, float(one.attention[one.key])
-    asking = tokens[one.asked.query]
-    where = f"{one.head} at {asking!r} gives {attention:.0%} of its attention to {tokens[key]!r} (token {key})"
-    if attention < ATTENDED:
+    where = one.where()
+    if float(one.attention[one.key]) < ATTENDED:
         return f"{where}: it does not attend there, so what follows explains a logit and no attention."
     marginals, total = one.marginals(), one.total
     named = {
