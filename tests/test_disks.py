@@ -109,14 +109,14 @@ def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, mon
     caplog.set_level("INFO")
     pressed: list[bool] = []
 
-    def rows(*given, real=passes.contrast_rows):
+    def rows(*given, real=passes.prompts.contrast_rows):
         if not pressed:
             pressed.append(True)
             for _ in range(1 if saved else 2):
                 signal.raise_signal(signal.SIGINT)
         return real(*given)
 
-    monkeypatch.setattr(passes, "contrast_rows", rows)
+    monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
     with pytest.raises(KeyboardInterrupt):
         decompose(scope, tasks.binding(4), ["L1H3"], 16, out=tmp_path / "run", **JOB)
     assert sums_file(tmp_path / "run", "order").exists() is saved

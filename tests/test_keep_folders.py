@@ -335,11 +335,11 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
     assert len(shown) == 1
     assert not (tmp_path / "fit").exists(), "a folder without its sums would pass for a fit"
 
-    def rows(*given, real=passes.contrast_rows):
+    def rows(*given, real=passes.prompts.contrast_rows):
         shutil.rmtree(tmp_path / "fit", ignore_errors=True)
         return real(*given)
 
-    monkeypatch.setattr(passes, "contrast_rows", rows)
+    monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
     with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
         fitted(scope, tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
@@ -412,7 +412,7 @@ def under_torchrun(monkeypatch) -> Iterator[None]:
 def test_a_finished_job_of_torchrun_is_read_and_not_run(model, scope, tmp_path, qkscope, monkeypatch, under_torchrun):
     """Here the other process never comes: none is waited for."""
     fitted(scope, tmp_path / "fit")
-    monkeypatch.setattr(passes, "contrast_rows", None)
+    monkeypatch.setattr(passes.prompts, "contrast_rows", None)
     command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", "--json"]
     command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", tmp_path / "fit"]
     code, out, said = qkscope(*command)

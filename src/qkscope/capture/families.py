@@ -23,17 +23,8 @@ from importlib.resources import files
 from typing import Any, TypedDict
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 from transformers.utils import logging
 
 from qkscope.capture.inputs import input_device, model_pad_id, pad_rows, short_ids, short_inputs
@@ -48,8 +39,8 @@ from qkscope.kinds import checked_call
 
 _TABLE = tomllib.loads(files("qkscope.capture").joinpath("families.toml").read_text("utf-8"))
 _HEADS: dict[str, Any] = {
-    "masked": AutoModelForMaskedLM, "image": AutoModelForImageClassification,
-    "image_text": AutoModelForImageTextToText, "sequence": AutoModelForSeq2SeqLM,
+    "masked": transformers.AutoModelForMaskedLM, "image": transformers.AutoModelForImageClassification,
+    "image_text": transformers.AutoModelForImageTextToText, "sequence": transformers.AutoModelForSeq2SeqLM,
 }  # fmt: skip
 
 
@@ -64,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {family: _settings(row) for family, row in
 """Every family we try, in the order of the table, and what its tiny config sets."""
 
 
-def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
+def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The config of a family's tiny model; ``overrides`` replace the family's own settings."""
     if family not in FAMILIES:
         raise BadInput(f"no tiny model for the family {family!r}: choose one of {', '.join(FAMILIES)}.")
@@ -73,10 +64,10 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "use_cache")}
     if "beside" in row:
         settings = {"text_config": settings, **row["beside"]}
-    return AutoConfig.for_model(family, **settings)
+    return transformers.AutoConfig.for_model(family, **settings)
 
 
-def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """Build a tiny random model of one architecture, the same one for the same seed, without touching the global RNG.
 
     Parameters
@@ -96,7 +87,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = _HEADS.get(_TABLE["families"][family].get("kind"), AutoModelForCausalLM)
+        head = _HEADS.get(_TABLE["families"][family].get("kind"), transformers.AutoModelForCausalLM)
         model = head.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

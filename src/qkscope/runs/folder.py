@@ -150,7 +150,7 @@ def write_run(
     about = {"schema": SCHEMA, "experiment": experiment, **manifest}
     staged, held = folder / STAGED, folder.resolve() in _HELD
     if held and not (folder / LOCK).exists():
-        raise _removed(folder)
+        raise removed(folder)
     with nullcontext() if held else only_writer(folder):
         listed = _listed(check_folder(folder, state=state), None)
         stale = [name for name in _inside(folder) if listed.fullmatch(name) and name not in names]
@@ -286,7 +286,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         try:
             yield
             if not _same_file(path, handle.fileno()):
-                raise _removed(folder)
+                raise removed(folder)
         finally:
             _HELD.discard(held)
             with suppress(OSError):
@@ -296,7 +296,8 @@ def only_writer(folder: Path) -> Iterator[None]:
                         place.rmdir()  # if nothing came of it
 
 
-def _removed(folder: Path) -> BadInput:
+def removed(folder: Path) -> BadInput:
+    """What is raised where a folder is gone that a run writes into."""
     return BadInput(
         f"{folder} was removed while a run was writing to it, and what it held is lost: say the same again."
     )

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qkscope.errors import BadInput
+from qkscope.runs.folder import removed
 
 SCHEMA = 1
 
@@ -41,9 +42,7 @@ def write_tensors(
     """
     path = Path(path)
     if not new_folder and not path.parent.is_dir():
-        raise BadInput(
-            f"{path.parent} was removed while a run was writing to it, and what it held is lost: say the same again."
-        )
+        raise removed(path.parent)
     temporary = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
