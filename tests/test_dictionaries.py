@@ -139,7 +139,7 @@ def broken(name, value):
         (weights(), {"hook_name": "blocks.3.attn.hook_z"}, "stands at blocks.3.attn.hook_z, and trace splits"),
         (weights(), {"hook_name": "blocks.3.hook_mlp_out"}, "stands at blocks.3.hook_mlp_out"),
         (weights(), {"hook_name": "blocks.3.hook_resid_mid"}, "stands at blocks.3.hook_resid_mid"),
-        (weights(), {}, "does not say where it stands"),
+        (weights(), {}, "describes (`--dictionary-layer 18` in the shell, layer=18 in Python)"),
         (weights(), {"normalize_activations": "expected_average_only_in", **HOOK}, "does not say by how much"),
         (weights(), {"activation_fn": "tanh-relu", **HOOK}, "codes with 'tanh-relu', which is not served"),
         (weights(), {"finetuning_scaling_factor": True, **HOOK}, "scales its codes after training"),

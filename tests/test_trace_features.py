@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -101,8 +102,30 @@ def test_a_dictionary_without_meaning_is_seldom_said_to_have_one():
         for seed in range(10)
     ]
     above = ["more than with any copy without meaning" in one.answer for one in found]
-    assert all("no more than with" in one.answer for one, said in zip(found, above, strict=True) if not said)
     assert sum(above) <= 3  # one of eleven by lot
+    called = {"rotated": "a rotated dictionary", "random": "a random dictionary"}
+    for one in (one for one, said in zip(found, above, strict=True) if not said):
+        before, after = one.answer.split(" These pairs say no more than those of ")
+        assert "%" not in before.partition(": ")[2]  # where the head looks, and nothing else
+        first = after.partition(".")[0]
+        copies = one.tables["copies"][1:]
+        assert all((called.get(row["kind"], f"other {row['kind']}") in first) is not row["below"] for row in copies)
+
+
+def test_copies_stand_beside_what_is_explained_with_places_that_tell_them_apart():
+    scope = planted({Head(0, 1): 0.3}, 0)
+    heads = [str(READER), str(Head(READER.layer, 1 - READER.index % 2))]
+    own = random_dictionary(96, READER.layer)
+    one = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10)
+    _, *copies = one.tables["copies"]
+    shares = re.search(r"of the logit lies in pairs of features[^(]*\(([^)]*)\)", one.answer)[1]
+    for row, said in zip(copies, shares.split(", "), strict=True):
+        low, high = re.search(r"(-?[\d.]+)% to (-?[\d.]+)%", said).groups()
+        assert float(low) == pytest.approx(100 * row["explained_low"], abs=0.5)
+        assert float(high) == pytest.approx(100 * row["explained_high"], abs=0.5)
+        assert low != high
+    both = qk.trace(scope, PROMPT, heads, dictionary=own, draws=10).answer
+    assert all(f"{head}: " in both for head in heads)
 
 
 def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():

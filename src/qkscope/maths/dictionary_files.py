@@ -138,7 +138,10 @@ def _layer(path: Path, said: Mapping[str, Any], layer: int | None) -> int:
     hook = said.get("hook_name")
     if layer is not None or not hook:
         if layer is None:
-            raise BadInput(f"{path} does not say where it stands: name the layer whose input it describes.")
+            raise BadInput(
+                f"{path} does not say where it stands: name the layer whose input it describes (`--dictionary-layer 18`"
+                " in the shell, layer=18 in Python)."
+            )
         return layer
     found = _PLACE.fullmatch(str(hook))
     if found is None or found[2] not in (*_BEFORE, *_BEHIND):

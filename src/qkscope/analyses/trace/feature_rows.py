@@ -25,6 +25,7 @@ _CALLED = {
     "features": "codes of other features",
     "tokens": "codes of other tokens",
 }
+_OWNERS = {**_CALLED, "rotated": "a rotated dictionary", "random": "a random dictionary"}
 
 
 class Chosen(NamedTuple):
@@ -140,42 +141,49 @@ class Measured:
             "n": len(self.words),
         }  # fmt: skip
 
-    def verdict(self, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-        """Whether the dictionary holds more in ten pairs than every draw of its copies, with the numbers."""
-        ours, *copies = tables["copies"]
-        beside = ", ".join(
-            f"{_CALLED[row['kind']]} {_percent(row['ten_low'])} to {_percent(row['ten_high'])}" for row in copies
-        )
-        level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
-        said = f"no more than with {' and '.join(level)}" if level else "more than with any copy without meaning"
-        return (
-            f"the ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is added, signs left out:"
-            f" {said} ({beside})."
-        )
-
     def answer(self, where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], alone: bool) -> str:
-        """What is said of a head: alone in full, else in short."""
-        explained, lost = tables["copies"][0]["explained"], tables["check"][0]["lost"]
-        share, missed = _percent(explained), _percent(lost)
-        told, little = self.verdict(tables), ", most of it not" if explained < 0.5 else ""
+        """What is said of a head: alone in full, else in short; that copies hold as much comes before any number."""
+        ours, *copies = tables["copies"]
+        level = [_OWNERS[row["kind"]] for row in copies if not row["below"]]
+        owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
+        told = f"these pairs say no more than those of {owners}" if level else ""
+        (share, shares), (ten, tens) = (_beside(ours, copies, name) for name in ("explained", "ten"))
+        little = ", most of it not" if ours["explained"] < 0.5 else ""
+        lies = f"{share} of the logit lies in pairs of features{little} ({shares})"
+        above = "" if level else ": more than with any copy without meaning"
+        hold = f"the ten largest pairs of a prompt hold {ten} of all that is added, signs left out{above} ({tens})."
         if not alone:
-            return f"{self.head}: {share} of the logit lies in pairs of features{little}, and {told}"
+            return f"{self.head}: {told}{'; ' if told else ''}{lies}, and {hold}"
         first = "".join(
             f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
             f" ({_percent(pair['share'])} of the logit)."
             for pair in tables["feature_pairs"][:1]
         )
         return (
-            f"{where} {share} of the logit lies in pairs of features{little}; the dictionary misses {missed} of the"
-            f" stream here, and its error takes part in the rest.{first} {told[0].upper()}{told[1:]}"
+            f"{where}{f' {told.capitalize()}.' if told else ''} {lies}; the dictionary misses"
+            f" {_percent(tables['check'][0]['lost'])} of the stream here, and its error takes part in the rest.{first}"
+            f" {hold[0].upper()}{hold[1:]}"
         )
 
 
-def _percent(share: float) -> str:
-    """In whole percents, below ten with one place.
+def _beside(ours: Mapping[str, Any], copies: Sequence[Mapping[str, Any]], name: str) -> tuple[str, str]:
+    """A number of the dictionary and the lowest and highest of its copies, with places enough to tell these apart.
+
+    >>> _beside({"ten": 0.0012}, [{"kind": "random", "ten_low": 0.0011, "ten_high": 0.0014}], "ten")
+    ('0.12%', 'random 0.11% to 0.14%')
+    """
+    ends = [(row[f"{name}_low"], row[f"{name}_high"]) for row in copies]
+    more = int(any(low != high and _percent(low) == _percent(high) for low, high in ends))
+    told = [dict.fromkeys(_percent(end, more) for end in both) for both in ends]
+    beside = (f"{_CALLED[row['kind']]} {' to '.join(own)}" for row, own in zip(copies, told, strict=True))
+    return _percent(ours[name], more), ", ".join(beside)
+
+
+def _percent(share: float, more: int = 0) -> str:
+    """In whole percents, below ten with one place; with more places where these do not do.
 
     >>> _percent(0.256), _percent(-0.0314), _percent(-0.0001)
     ('26%', '-3.1%', '0.0%')
     """
-    places = 0 if abs(share) >= 0.0995 else 1
+    places = more + (0 if abs(share) >= 0.0995 else 1)
     return f"{round(100 * share, places) + 0.0:.{places}f}%"
