@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
@@ -108,6 +110,39 @@ def test_a_fit_says_where_its_features_belong(nano, tmp_path):
         assert one.as_hook("remove").group_size == nano.group_size == 2
     with pytest.raises(BadInput, match=r"a patched run writes post_rope keys, but Hook.* is of pre_rope"):
         nano.generate(nano.encode(["hat jam hat"]), edits=[feature.as_hook("remove")])
+
+
+@dataclass
+class Point:
+    """What a hook is told of TransformerLens' HookPoint: the point's name, and that heads stand behind tokens."""
+
+    name: str | None
+    pos_dim: int | None = None
+
+
+def test_at_another_point_than_its_own_a_hook_is_refused(feature):
+    keys = torch.randn(1, 5, 4, 24, generator=torch.Generator().manual_seed(1))
+    of_keys, of_queries = feature.as_hook("remove"), feature.as_hook("remove", side="query")
+    before = replace(feature, about={**feature.about, "space": "pre_rope"}).as_hook("remove")
+    for hook, names in {
+        of_keys: ("hook_rot_k", "hook_k", "k.hook_out", "hook_k_normed"),
+        before: ("hook_k", "k.hook_out", "hook_k_normed"),
+        of_queries: ("hook_rot_q", "hook_q", "q.hook_out", "hook_q_normed"),
+    }.items():
+        for name in names:
+            assert torch.equal(hook(keys, hook=Point(f"blocks.1.attn.{name}")), hook(keys, hook=Point(None)))
+    wrong = {
+        "blocks.0.attn.hook_rot_k": of_keys,
+        "blocks.11.attn.hook_rot_k": of_keys,
+        "blocks.1.attn.hook_rot_q": of_keys,
+        "blocks.1.attn.q.hook_out": of_keys,
+        "blocks.1.attn.hook_z": of_queries,
+        "blocks.1.attn.hook_k_normed": of_queries,
+        "blocks.1.attn.hook_rot_k": before,
+    }
+    for name, hook in wrong.items():
+        with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at {name}"):
+            hook(keys, hook=Point(name))
 
 
 def test_what_does_not_fit_is_one_sentence(nano, feature):

@@ -87,6 +87,7 @@ class Hook:
             [batch, tokens, heads, d_head], as in TransformerLens.
         hook : TransformerLens' hook point, which it gives to every hook.
         """
+        self._check_point(getattr(hook, "name", None))
         if x.ndim != 4 or x.shape[-1] != self.width:
             raise BadInput(
                 f"{self!r} edits {self.kind} of shape (batch, heads, tokens, {self.width}), but got {tuple(x.shape)}."
@@ -104,6 +105,14 @@ class Hook:
         own = x.select(axis, index)
         own.copy_(self.edited(own))
         return x
+
+    def _check_point(self, point: str | None) -> None:
+        """Refuse a point of another layer or side; a model without rotation has its last keys at ``hook_k``."""
+        side, layer = self.kind[0], f"blocks.{self.head.layer}.attn"
+        # a bridge's point of the name ``hook_k`` calls itself ``k.hook_out``
+        own = {self.name, *(f"{layer}.{name}" for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"))}
+        if point and point not in own:
+            raise BadInput(f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks.")
 
     def edited(self, own: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Queries or keys of the one head, edited.

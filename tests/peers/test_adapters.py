@@ -167,6 +167,14 @@ def test_a_hook_before_the_rotation_edits_the_keys_that_pre_rope_means(plain, br
     assert float((left - spaces[1].norm(dim=-1)).abs().max()) > 0.1
 
 
+def test_a_hook_at_another_point_of_a_bridge_is_refused(plain, bridge):
+    feature = own_feature(plain, HEAD[plain.name])
+    hook, ids, layer = feature.as_hook("remove"), plain.encode([TEXT]).inputs["input_ids"], feature.head.layer
+    for point in (f"{layer - 1}.attn.hook_rot_k", f"{layer}.attn.hook_rot_q", f"{layer}.attn.hook_z"):
+        with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at blocks"):
+            bridge.run_with_hooks(ids, fwd_hooks=[(f"blocks.{point}", hook)])
+
+
 # ---------------------------------------------------------------- nnsight
 
 
