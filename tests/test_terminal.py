@@ -1,5 +1,6 @@
 """What commands print for people: the answer, one small table, the page and the next command; `--all` for the rest."""
 
+import json
 import os
 import re
 import shlex
@@ -117,6 +118,22 @@ def test_explain_is_why_with_the_folders_features(qkscope, fitted):
     assert printed.splitlines()[-1] == f"Next: qkscope view --live --fit {fitted[0]}"
     first = qkscope("explain", fitted[0], prompt)
     assert first == qkscope("why", prompt, "--fit", fitted[0])
+
+
+def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(qkscope, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
+    printed = qkscope(*asked)
+    assert "(others like them: " in " ".join(printed.split())
+    then = printed.splitlines()[-1].removeprefix("Next: ")
+    assert (
+        then
+        == r"qkscope trace --prompt 'hat: O\njam: Z\njam:' --heads L2H3 --key -2 --model nano:mixed --out runs/trace"
+    )
+    kept = qkscope(*shlex.split(then)[1:])
+    assert "The page: runs/trace/report.html" in kept
+    assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
+    assert json.loads(qkscope(*asked, "--json"))["answer"] in printed
 
 
 def test_sparsity_and_svd_print_one_small_table(qkscope, tmp_path):

@@ -184,7 +184,38 @@ def test_without_a_head_those_that_change_the_next_token_are_told(tiny):
     assert repr(str(int(true.argmax()))) in found.answer
     sizes = [abs(row["before"] - row["without_key"]) for row in found.tables["heads"]]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(found.tables["said"]) == len(sizes)
+    seen = [row for row in found.tables["heads"] if f"{row['before']:.1%}" != f"{row['without_key']:.1%}"]
+    said = [row["line"] for row in found.tables["said"]]
+    assert [line.split()[0] for line in said] == [row["head"] for row in seen]
+    assert ["speaks against it" in line for line in said] == [row["without_key"] > row["before"] for row in seen]
+    assert ("No single head matters here" in found.answer) == (sizes[0] < 0.01)
+
+
+def test_heads_whose_change_is_not_seen_are_not_listed(nano):
+    found = qk.why(nano, PROMPT)
+    assert "No single head matters here: it changes by less than 1 percentage point" in found.answer
+    assert found.answer.endswith("any one of the 12 that push it most may not look at its key.")
+    said = str(found).splitlines()[1:]
+    assert said
+    assert not [line for line in said if "Without that: 100.0%" in line]
+    assert any(f"{row['without_key']:.1%}" == "100.0%" for row in found.tables["heads"])
+
+
+def test_next_is_a_head_that_speaks_for_the_token():
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    printed = CliRunner().invoke(app, ["why", prompt]).stdout.splitlines()
+    lines = [line.split() for line in printed if " looks at " in line]
+    against = [" (speaks against it); the whole head, straight to its logit: " in line for line in printed[1:6]]
+    assert against[0]
+    assert not all(against)
+    assert printed[-1].endswith(f"--head {lines[against.index(False)][0]}")
+
+
+def test_next_of_a_head_of_the_first_layer_is_no_trace():
+    arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
+    printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
+    assert "only the embedding writes" in printed
+    assert printed.splitlines()[-1] == "Next: qkscope why 'hat: O jam: Z jam:' --model nano:mixed"
 
 
 def test_a_head_of_the_first_layer_reads_the_embedding(nano):
@@ -227,6 +258,16 @@ def test_a_head_that_rests_on_the_first_token_says_so(nano):
     assert "has 0.1%" in answer
 
 
+def test_a_cut_that_leaves_more_than_a_quarter_names_a_part_of_it(nano):
+    """The same supported cut, with what it leaves set on both sides of a quarter."""
+    one = Probe(nano, PROMPT).head("L2H3")
+    row = next(row for row in one.cut_rows(2, 0) if (row["side"], row["k"]) == ("key", 2))
+    for share, part in ((0.0, False), (0.2, False), (0.3, True), (0.46, True), (0.7, True)):
+        cut = {**row, "after": share * row["before"], "verdict": "supported"}
+        assert (", in part for what " in _answer(one, [cut])) == part
+        assert " wrote there: without that " in _answer(one, [cut])
+
+
 def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     ids = smollm2.tokenizer.encode("a 🧿 b", add_special_tokens=False)
     texts = token_texts(smollm2, ids)
@@ -250,6 +291,8 @@ def test_the_prompt_of_the_readme_is_answered_without_a_fit(smollm2):
     assert (set(cut["writers"].split(", ")), cut["verdict"]) == ({"L17H8", "L16H0"}, "supported")
     assert cut["after"] < 0.05 < 0.5 < cut["random_low"]
     assert found.tables["output"][0]["token"] == " Z"
+    assert "' Z' (token 6), 94%, for what " in found.answer
+    assert "; from this key, straight to the logits: ' Z' " in str(found)
 
 
 def test_a_folder_of_another_verb_says_what_to_give(tmp_path):

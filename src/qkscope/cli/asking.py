@@ -105,11 +105,16 @@ def _ask(
 
         found.write(out, files={"report.html": report_html([found])})
     if not as_json:
-        options: Any = {"query": asked["query"], "model": model, "device": device, "dtype": dtype}
+        options: Any = {"query": asked["query"], "chat": asked.get("chat"), "model": model}
+        options |= {"device": device, "dtype": dtype}
         if fit is not None:
             then = shell.command("view", live=True, fit=fit)
         elif asked["head"] is None:
-            then = shell.command("why", prompt, head=found.tables["heads"][0]["head"], **options)
+            rows = found.tables["heads"]
+            speaks_for = next((row for row in rows if row["without_key"] < row["before"]), rows[0])
+            then = shell.command("why", prompt, head=speaks_for["head"], **options)
+        elif Head.parse(asked["head"]).layer == 0:  # the embedding alone writes there: nothing to trace
+            then = shell.command("why", prompt, **options)
         else:
             then = shell.command("trace", prompt=prompt, heads=asked["head"], key=asked["key"], **options)
         shell.print_end(out, then=then)

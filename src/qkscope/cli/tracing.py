@@ -88,6 +88,10 @@ def trace(
         asked["dictionary"] = features
     if out is None:
         shell.print_result(run(scope, what, heads, n, **asked), as_json, everything)
+        if prompt is not None and not as_json:
+            same: Any = {**one, "depth": depth, "feature": feature, "dictionary": dictionary, "model": model}
+            same |= {"dictionary_layer": dictionary_layer, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
+            shell.print_end(then=shell.command("trace", prompt=prompt, heads=heads, **same, out="runs/trace"))
         return
     with Job(out).hold() as job:
         result = run(scope, what, heads, n, job=job, **asked)

@@ -84,7 +84,7 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
     cancel = says_cancels(one.writer_rows())
     return (
         f"{where}. Its key is written by {named['key']}, its query by {named['query']}.{cancel} With {cut['writers']}"
-        f" cut from the key, the attention there is {cut['after']:.0%} (others of their layers: {cut['random']:.0%}):"
+        f" cut from the key, the attention there is {cut['after']:.0%} (others like them: {cut['random']:.0%}):"
         f" {cut['verdict']}."
     )
 

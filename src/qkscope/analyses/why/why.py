@@ -32,6 +32,8 @@ from qkscope.runs.result import Result
 HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
 _LEVEL = 0.1  # a logit that is no higher than the others'
 _AWAY = 0.95  # with so much attention on the first token a head rests
+_WHOLE = 0.25  # a cut that leaves no more of the attention than this names all it was for; else a part of it
+_POINT = 0.01  # a head that changes the next token's probability by less does not matter by itself
 
 
 @checked_class
@@ -187,7 +189,7 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
     if first > attention:
         where += f" (though most, {first:.0%}, rests on the first token)"
     if cut["verdict"] == "supported":
-        part = "" if cut["after"] < attention / 2 else "in part "
+        part = "in part " if cut["after"] > _WHOLE * cut["before"] else ""
         return f"{where}, {part}for what {named} wrote there: without that {left}."
     if cut["verdict"] == "vacuous":
         return f"{where}. {named} gave most to its key; there is no other token to test that with."
@@ -289,7 +291,7 @@ def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
     if direct:
         most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
         named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
-        text += f"; straight to the logits it gives {named}"
+        text += f"; from this key, straight to the logits: {named}"
     return text + "."
 
 
@@ -310,13 +312,29 @@ def _which_heads(probe: Probe, output: Output) -> Told:
             "without_key": float(changed[best]),
         })  # fmt: skip
     rows = sorted(rows, key=lambda row: -abs(row["before"] - row["without_key"]))[:HEADS]
-    lines = [
-        f"{row['head']} looks at {row['token']!r} (token {row['key']}; {row['attention']:.0%}, the first token has"
-        f" {row['first']:.0%}). Without that: {row['without_key']:.1%}; straight to its logit: {row['direct']:+.1f}."
-        for row in rows
-    ]
+    told = "It changes most where these heads may not look at their key:"
+    if abs(rows[0]["before"] - rows[0]["without_key"]) < _POINT:
+        told = (
+            "No single head matters here: it changes by less than 1 percentage point where any one of the"
+            f" {len(found)} that push it most may not look at its key."
+        )
     answer = (
         f"The next token after {output.asked.tokens[output.query]!r} is {output.token(best)!r}"
-        f" ({float(output.chances[best]):.1%}). It changes most where these heads may not look at their key:"
+        f" ({float(output.chances[best]):.1%}). {told}"
     )
-    return answer, lines, {"heads": rows}
+    return answer, _head_lines(rows), {"heads": rows}
+
+
+def _head_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each head whose change can be seen in the figures shown."""
+    lines = []
+    for row in rows:
+        before, without = f"{row['before']:.1%}", f"{row['without_key']:.1%}"
+        if before != without:
+            against = " (speaks against it)" if row["without_key"] > row["before"] else ""
+            lines.append(
+                f"{row['head']} looks at {row['token']!r} (token {row['key']}; {row['attention']:.0%}, the first token"
+                f" has {row['first']:.0%}). Without that: {without}{against}; the whole head, straight to its logit:"
+                f" {row['direct']:+.1f}."
+            )
+    return lines
