@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -93,6 +94,8 @@ def test_a_head_leads_to_all_runs_that_have_it_by_model(runs, tmp_path):
     rows = Result.read(tmp_path / "site").table("heads")
     assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L1H1")} >= {"fit", "heads"}
     assert [row["run"] for row in rows if row["model"] == "other"] == ["lee2026-fig9"] * 2
+    called = {(row["run"], row["says"]) for row in rows}  # a verb that the run's name has is not said again
+    assert called == {("why", ""), ("heads", ""), ("fit", "decompose"), ("lee2026-fig9", "")}
     claims = Result.read(tmp_path / "site").table("claims")
     assert [(row["verdict"], row["page"]) for row in claims] == [
         ("holds", "runs/lee2026-fig9.html#claim-1"), ("fails", "runs/lee2026-fig9.html#claim-2"),
@@ -130,9 +133,10 @@ def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, 
     shutil.copytree(runs, tmp_path / "runs")
     stopped = stop(tmp_path / "runs" / "fit", how)
     index = write_gallery(tmp_path / "site", tmp_path / "runs")
-    said = f"{stopped} is left out: it is not finished; say its command again"
-    assert said in caplog.text
-    assert said in index.read_text()
+    said = "is left out: it is not finished; say its command again"
+    assert f"{stopped} {said}" in caplog.text
+    assert f"<li>fit {said}" in index.read_text()
+    assert str(tmp_path) not in index.read_text()  # a page that is sent
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
     assert stopped.is_dir()  # and nothing is taken from it
 
@@ -143,6 +147,12 @@ def test_the_command_that_finishes_a_run_is_named(runs, tmp_path):
     (folder / "manifest.json").write_text(json.dumps({**manifest, "command": "qkscope decompose ioi --out fit"}))
     with pytest.raises(BadInput, match=r"say its command again \(qkscope decompose ioi --out fit\) to finish it"):
         write_gallery(tmp_path / "site", stop(folder, "staged"))
+    for place, shown in ((folder, "fit"), ("'/my runs/own fit'", "'own fit'"), ("runs/fit", "runs/fit")):
+        command = f"qkscope decompose ioi --out {place} --center a/b"
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "command": command}))
+        page = html.unescape(write_gallery(tmp_path / "site", runs / "why", folder).read_text())
+        assert f"(qkscope decompose ioi --out {shown} --center a/b) to finish it" in page
+        assert str(tmp_path) not in page
     (folder / "job.json").write_text(json.dumps({"schema": 1, "shard": [1, 4]}))
     (folder / "manifest.json").unlink()
     with pytest.raises(BadInput, match="one shard of a job; when all are done, add them up with qkscope merge"):

@@ -83,8 +83,8 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     out = check_folder(out, GALLERY)
     runs, left = _read(folders, out)
     if not runs:
-        raise BadInput(" ".join(left) or "name at least one folder of runs.")
-    for sentence in left:
+        raise BadInput(" ".join(sentence for sentence, _ in left) or "name at least one folder of runs.")
+    for sentence, _ in left:
         log.warning("%s", sentence)
     cards = [run.card for run in runs]
     tables: dict[str, Sequence[Mapping[str, Any]]]
@@ -99,7 +99,7 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
         runs=runs,
         heads=[(key, list(rows)) for key, rows in groupby(tables["heads"], itemgetter("model", "head"))],
         claims=tables["claims"],
-        left=left,
+        left=[shown for _, shown in left],
         choices={"model": _several(card["model"] for card in cards), "what": _several(card["verb"] for card in cards)},
     )
     pages = {run.card["page"]: run.page for run in runs}
@@ -109,30 +109,39 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
 # ---------------------------------------------------------------------- finding runs
 
 
-def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[_Run], list[str]]:
-    """The runs, and a sentence for each folder that is left out."""
+def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[_Run], list[tuple[str, str]]]:
+    """The runs, and two sentences for each folder that is left out: for the shell, and for a page that is sent."""
     runs: dict[str, _Run] = {}
-    left: list[str] = []
+    left: list[tuple[str, str]] = []
     seen = {out.resolve()}
     for given in map(Path, folders):
         if not given.is_dir():
             raise BadInput(f"there is no folder {given}: name one that holds runs of qkscope.")
         found = list(_below(given))
         if not found:
-            left.append(f"{given} is left out: it holds no run; name a folder that a qkscope command wrote.")
+            none = "it holds no run; name a folder that a qkscope command wrote."
+            left.append(_left_out(given, (given.resolve().name,), none))
         for folder in found:
             if folder.resolve() in seen:
                 continue
             seen.add(folder.resolve())
-            name = _free_name(folder.relative_to(given).parts or (given.resolve().name,), runs)
+            parts = folder.relative_to(given).parts or (given.resolve().name,)
+            name = _free_name(parts, runs)
             try:
                 run = _run(folder, name)
             except BadInput as error:
-                left.append(f"{folder} is left out: {re.sub(f'^{re.escape(str(folder))}(?= )', 'it', str(error))}")
+                left.append(_left_out(folder, parts, str(error)))
                 continue
             if run is not None:
                 runs[name.casefold()] = run
     return [*runs.values()], left
+
+
+def _left_out(folder: Path, parts: Sequence[str], why: str) -> tuple[str, str]:
+    """The sentence with the folder's path, and with nothing above what was given."""
+    name, why = "/".join(parts), re.sub(f"^{re.escape(str(folder))}(?= )", "it", why)
+    shown = re.sub(r"(--out[ =])(?:(')/(?:[^/']+/)*|/(?:[^/'\s]+/)*)", r"\1\2", why.replace(str(folder), name))
+    return f"{folder} is left out: {why}", f"{name} is left out: {shown}"
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -205,7 +214,7 @@ def _card(name: str, result: Result, date: str) -> dict[str, Any]:
 
 
 def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
-    """Every head of a run, what it says of it (a name, or the tables it is in), and whether it speaks of it at all.
+    """Every head of a run, what it calls it (or the verb, where the run's name lacks it), and whether it speaks of it.
 
     It does in its answer, in its claims, and in a table of a few heads; in a table of all heads each has its line.
     """
@@ -217,7 +226,7 @@ def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
         heads = heads_in(rows)
         spoken |= {head for head in heads if len(heads) <= _FEW}
         for head in heads:
-            places.setdefault(head, []).append(place.replace("_", " "))
+            places.setdefault(head, []).append(place)
         names |= {row["head"]: row["name"] for row in rows if "head" in row and isinstance(row.get("name"), str)}
     alone = {
         head: f"claim-{i}"
@@ -227,8 +236,8 @@ def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
     }
     return [
         {"model": card["model"], "head": head, "run": card["run"], "page": f"{card['page']}#{alone.get(head, head)}",
-         "says": names.get(head) or ", ".join(where[:4]) + ", …" * (len(where) > 4), "spoken": head in spoken}
-        for head, where in places.items()
+         "says": names.get(head) or ("" if card["verb"] in card["run"] else card["verb"]), "spoken": head in spoken}
+        for head in places
     ]  # fmt: skip
 
 
