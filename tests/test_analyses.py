@@ -923,6 +923,25 @@ def test_no_head_above_the_threshold_is_an_answer(qkscope, model):
     assert "chance is 8%" in out
 
 
+@pytest.mark.parametrize(
+    ("task", "more", "then"),
+    [
+        ("binding", [], "heads binding --form sentence"),
+        ("binding", ["--form", "sentence", "--size", 12], "heads binding --size 12"),
+        ("induction", [], "atlas --out runs/atlas"),
+    ],
+)
+def test_where_no_head_does_it_the_answer_says_so_and_none_is_decomposed(qkscope, tmp_path, task, more, then):
+    untrained = ["--model", "nano:mixed@0"]
+    code, out, err = qkscope("heads", task, "--n", 24, *more, *untrained, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert out.startswith("No head reaches 30%: L")
+    assert out.count("No head reaches") == 1
+    assert "No head reaches 30%: L" in (tmp_path / "run" / "report.html").read_text()
+    said = out.partition("Next: qkscope ")[2].split()
+    assert set(said) == {*then.split(), *untrained}
+
+
 def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused(
     qkscope, model, tmp_path, monkeypatch, caplog
 ):

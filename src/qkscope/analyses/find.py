@@ -29,6 +29,7 @@ from qkscope.runs.result import Result
 from qkscope.runs.shards import stream
 from qkscope.tasks.task import ANSWER, Task
 
+THRESHOLD = 0.30
 SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 
 
@@ -37,7 +38,7 @@ SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 class Ranking(Result):
     """Heads, best first."""
 
-    def above(self, threshold: float = 0.30, by: str = "accuracy") -> list[Head]:
+    def above(self, threshold: float = THRESHOLD, by: str = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
         if not 0 <= threshold <= 1:
             raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
@@ -107,8 +108,9 @@ def find_heads(
         "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
     )
     about = made_from(scope, task)
+    none = f"No head reaches {THRESHOLD:.0%}: " if best["accuracy"] < THRESHOLD else ""
     answer = (
-        f"{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
+        f"{none}{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
     return Ranking(

@@ -40,7 +40,7 @@ def heads(
     made.choose(n)
     if not 0 <= threshold <= 1:
         raise BadInput(f"--threshold is a share from 0 to 1, but got {threshold}.")
-    from qkscope.analyses.find import SCORES, find_heads
+    from qkscope.analyses.find import SCORES, THRESHOLD, find_heads
 
     if by not in SCORES:
         raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
@@ -61,16 +61,28 @@ def heads(
         return
     best = ranking.top(by)
     found = [row for row in best if row[by] >= threshold]
-    if not found:
+    if not found and (threshold, by) != (THRESHOLD, "accuracy"):  # else the answer says so
         shell.say(
             f"No head reaches {threshold:.0%}: the best is {best[0]['head']} with {best[0][by]:.0%}, and chance is "
             f"{best[0]['chance']:.0%}."
         )
     shell.print_tables("heads", {"heads": best if everything else found}, everything)
     named = ",".join(row["head"] for row in (found or best)[:2])
-    options: Any = {"form": form, "size": size, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
-    then = shell.command("decompose", task, heads=named, out=Path("runs") / Path(task).stem, model=model, **options)
-    shell.print_end(out, then=then)
+    where: Any = {"model": model, "device": device, "dtype": dtype}
+    asked: Any = {"form": form, "size": size, "seed": seed, "chat": chat}
+    then = shell.command("decompose", task, heads=named, out=Path("runs") / Path(task).stem, **where, **asked)
+    some = ranking.above(min(threshold, THRESHOLD))
+    shell.print_end(out, then=then if some else _instead(task, asked, where))
+
+
+def _instead(task: str, asked: dict[str, Any], where: dict[str, Any]) -> str:
+    """What to say next where no head does the task: another form of it, or what heads do without one."""
+    other = {**asked, "form": "sentence" if asked["form"] == "list" else "list"}
+    try:
+        shell.make_task(task, **other)
+    except BadInput:
+        return shell.command("atlas", out="runs/atlas", **where)
+    return shell.command("heads", task, **where, **other)
 
 
 @shell.app.command()
