@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qkscope.maths.significance import wilson
 from qkscope.page.colours import palette
 from qkscope.page.figures import INK, ORIGINAL, REST, TARGET, new_figure, styled
 
@@ -59,10 +60,11 @@ def cut(axis: Any, tables: dict[str, Rows]) -> None:
         row["by"]: row for row in tables["edges"]
         if (row["side"], row["kind"], row["replaced"], row["norms"], row["k"]) == ("key", "cut", "mean", "held", 2)
     }  # fmt: skip
-    ours, others = rows["share"], rows["random"]
-    values = [before["accuracy"], ours["accuracy"], others["accuracy"]]
-    ends = [[0, *(row["accuracy"] - row["low"] for row in (ours, others))],
-            [0, *(row["high"] - row["accuracy"] for row in (ours, others))]]  # fmt: skip
+    shown = [before, rows["share"], rows["random"]]
+    low, high = wilson(before["accuracy"] * before["n"], before["n"])
+    values = [row["accuracy"] for row in shown]
+    ends = [[row["accuracy"] - row.get("low", low) for row in shown],
+            [row.get("high", high) - row["accuracy"] for row in shown]]  # fmt: skip
     labels = ["nothing cut", " and ".join(writers) + "\ncut from its keys", "two others of\ntheir layers"]
     axis.bar(labels, values, 0.6, yerr=ends, color=[REST, TARGET, REST], ecolor=INK, capsize=3)
     for x, value in enumerate(values):

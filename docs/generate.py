@@ -117,7 +117,7 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
     own = [(DOCS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers]
     return [
-        (DOCS.parent / "README.md", "results", counts.partition("\n")[0]),
+        (DOCS.parent / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
         (DOCS / "results.md", "results", f"{counts}\n\n{failed}"),
         *own,
     ]
@@ -148,6 +148,12 @@ def _counts(known: dict[str, Any]) -> list[str]:
         cells = [_counted([c for c in claims if _source(c) == source]) for source in SOURCES]
         lines.append(f"| {whose} | {len(own)} | {' | '.join(cells)} |")
     return lines
+
+
+def _again(known: dict[str, Any]) -> str:
+    """How those that are stated fare on the second model."""
+    own = [c for name, entry in known.items() if "@gemma" in name for c in entry["claims"] if _source(c) == "stated"]
+    return f"Of those that are stated and were tried on Gemma 3 270M too, {_counted(own)}."
 
 
 def _counted(claims: list[dict]) -> str:

@@ -101,7 +101,7 @@ def main() -> None:
     lines = ["| | version | largest difference in q, k | time ÷ ours |", "| --- | --- | ---: | ---: |"]
     for name, found in first.items():
         off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, first["qkscope"], strict=True))
-        version = importlib.metadata.version(name.replace("_", "-"))
+        version = qk.__version__ if name == "qkscope" else importlib.metadata.version(name.replace("_", "-"))
         lines.append(f"| {name} | {version} | {off:.1e} | {min(seconds[name]) / plain:.2f} |")
     lines.append(
         f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, {datetime.date.today()}."

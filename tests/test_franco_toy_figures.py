@@ -35,8 +35,8 @@ SPARSITY = {
     "difference_high", "count", "count_low", "count_high", "count_tol",
 }  # fmt: skip
 FIGURES = [
-    "fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23", "dictionary",
-    "thm3",
+    "fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23",
+    "feature_pairs", "thm3",
 ]  # fmt: skip
 TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
 

@@ -133,7 +133,7 @@ def test_figures_are_listed_in_their_order():
     listed = qkscope("reproduce", "--list", "--json")
     assert {row["figure"] for row in json.loads(listed.stdout)["rows"]} >= {"fig2", "fig15"}
     assert list(figures_of("franco2026"))[5:9] == ["fig6", "fig7a", "fig7b", "fig8"]
-    assert list(figures_of("franco2026"))[-5:] == ["bridge", "dictionary", "thm1", "thm2", "thm3"]
+    assert list(figures_of("franco2026"))[-5:] == ["bridge", "feature_pairs", "thm1", "thm2", "thm3"]
 
 
 def test_unknown_names_and_places_get_a_sentence(tmp_path):

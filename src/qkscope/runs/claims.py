@@ -35,7 +35,8 @@ class Claim:
         where it is only implied; empty where the claim is ours.
     ours, control : what we measured, and the same number for a control.
     rule : decides, from ``ours`` and ``control``.
-    low, high : the 95% interval of ``ours``.
+    low, high : the 95% interval of ``ours``; where it is paired with the control, that of their difference, moved to
+        where ours stands.
     reason : why it would fail, one of `REASONS`.
     why : the argument for that reason, in one sentence.
     changed : what the rule was before, and why it is another now.
