@@ -123,7 +123,10 @@ class Hook:
         """
         batch, length, _ = own.shape
         rows = torch.arange(batch, device=own.device)
-        at = [torch.as_tensor(token, device=own.device).expand(batch) for token in self.tokens]
+        given = [torch.as_tensor(token, device=own.device) for token in self.tokens]
+        if any(token.ndim and len(token) != batch for token in given):
+            raise BadInput(f"{self!r} has tokens of another number of sequences than the {batch} of this batch.")
+        at = [token.expand(batch) for token in given]
         if any(int(token.max()) >= length for token in at):
             raise BadInput(f"{self!r} points outside the batch of {batch} sequences of {length} tokens.")
         basis = self.basis.to(own.device, torch.float32)
