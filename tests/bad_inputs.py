@@ -247,6 +247,12 @@ CALLS: list[tuple[str, str]] = [
     ('task.fit("shape", 4)', "task binding has no contrast 'shape'"),
     ('task.fit("order", 0)', "n is at least 1, but got 0."),
     ("task.test(2.5)", "n of Task.test should be a whole number, but got 2.5."),
+    # ------------------------------------------------------------ dictionaries and galleries
+    ('qk.Dictionary.load("none", layer=1)', "there is no dictionary none"),
+    ("qk.Dictionary(torch.ones(3, 4), torch.ones(3, 4), 1)", "and 3 features of width 4"),
+    ('qk.write_gallery("OUT", "none")', "there is no folder none"),
+    ('qk.write_gallery("OUT", "FULL")', "it holds no run; name a folder that a qkscope command wrote."),
+    ('qk.write_gallery("OUT")', "name at least one folder of runs."),
     # ------------------------------------------------------------ finding and fitting
     ("qk.find_heads(scope, task, n=0)", "n is at least 1, but got 0."),
     ("qk.find_heads(scope, task, n=4, batch_size=0)", "batch_size is at least 1, but got 0."),
