@@ -124,6 +124,12 @@ def test_copies_stand_beside_what_is_explained_with_places_that_tell_them_apart(
         assert float(low) == pytest.approx(100 * row["explained_low"], abs=0.5)
         assert float(high) == pytest.approx(100 * row["explained_high"], abs=0.5)
         assert low != high
+    logits = []
+    for key in range(1, 6):
+        at = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10, key=key)
+        logits.append(at.tables["check"][0]["logit"])
+        assert all(row["explained_low"] <= row["explained_high"] for row in at.tables["copies"][1:])
+    assert min(logits) < 0 < max(logits)
     both = qk.trace(scope, PROMPT, heads, dictionary=own, draws=10).answer
     assert all(f"{head}: " in both for head in heads)
 

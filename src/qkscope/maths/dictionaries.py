@@ -229,7 +229,7 @@ def null_code(
     for row, used in enumerate(torch.ones(x.shape[:2], dtype=torch.bool) if there is None else there.cpu()):
         places = used.nonzero()[:, 0]
         places = places[torch.randperm(len(places), generator=generator)]
-        order[row, places] = places.roll(1)  # one cycle: none keeps its own
+        order[row, places] = places.roll(1)  # one cycle: no place keeps its own
     order = order.to(coded.ids.device)[..., None].expand_as(coded.ids)
     return coded._replace(ids=coded.ids.gather(1, order), values=coded.values.gather(1, order))
 

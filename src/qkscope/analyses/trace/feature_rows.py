@@ -120,8 +120,8 @@ class Measured:
             row: dict[str, Any] = {"head": head, "kind": kind}
             for name, column, per in (("explained", "pairs", own[0]), ("first", "held_1", 1), ("ten", "held_10", 1)):
                 at = _AT[column]
-                row |= {name: float(means[:, at].mean() / per), f"{name}_low": float(ends[0][at] / per),
-                        f"{name}_high": float(ends[1][at] / per)}  # fmt: skip
+                least, most = sorted(float(end[at] / per) for end in ends)  # a logit below 0 turns them round
+                row |= {name: float(means[:, at].mean() / per), f"{name}_low": least, f"{name}_high": most}
             needed = mine[:, :, _AT["needed"]].median(0).values.median()
             below = None if place == 0 else bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]])
             copies.append({**row, "needed": float(needed), "below": below, "draws": len(means)})
