@@ -15,38 +15,24 @@ import pytest
 from qkscope import BadInput, cli, tasks
 from qkscope.analyses import decompose as passes
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit_folder import copy_into, sums_file
 from qkscope.page.report import write_report
-from qkscope.runs.folder import only_writer, write_text
+from qkscope.runs.folder import only_writer, write_file
 from qkscope.runs.result import Result
-from qkscope.tasks.words import OBJECTS
 
-FULL = "/dev/full"  # takes no byte: the system's own full disk
 JOB = {"contrasts": ["order"], "batch_size": 4}
 
 
-def test_a_full_disk_is_a_sentence_for_every_small_file(scope, tmp_path):
-    (tmp_path / "a.json.part").symlink_to(FULL)
-    with pytest.raises(BadInput, match=r"a\.json cannot be written \(No space left on device\): make room"):
-        write_text(tmp_path / "a.json", "text")
-    assert not list(tmp_path.iterdir())  # nothing half-written, and none of what stood there
-    lines = [
-        {"prompt": f"{word} : A hat : B {word} :", "keys": [{"text": "A", "labels": {"mine": 1}},
-                                                         {"text": "B", "labels": {"mine": -1}}]}
-        for word in OBJECTS[:30]
-    ]  # fmt: skip
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.jsonl").symlink_to(FULL)
-    with pytest.raises(BadInput, match=r"mine\.jsonl cannot be written \(No space left on device\)"):
-        copy_into(tmp_path / "full", tmp_path / "mine.jsonl")
-    copy_into(tmp_path, tmp_path / "mine.jsonl")  # onto itself: it is there already
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a.json").symlink_to(tmp_path / "precious")
+    write_file(tmp_path / "a.json", "text")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "a.json").is_symlink()
 
 
 def test_a_place_that_takes_no_files_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for write in (
-        lambda: write_text(tmp_path / "file" / "a.json", "text"),
         lambda: write_report(tmp_path / "file" / "page.html", Result("toy", {})),
         lambda: Result("toy", {}).write(tmp_path / "file" / "run"),
     ):
@@ -119,5 +105,5 @@ def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, mon
     monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
     with pytest.raises(KeyboardInterrupt):
         decompose(scope, tasks.binding(4), ["L1H3"], 16, out=tmp_path / "run", **JOB)
-    assert sums_file(tmp_path / "run", "order").exists() is saved
+    assert bool(list((tmp_path / "run").glob(".work/*/order.safetensors"))) is saved
     assert ("What is done is saved in" in caplog.text) is saved

@@ -25,8 +25,7 @@ def scope() -> Scope:
 
 @pytest.fixture(autouse=True)
 def _save_each_batch(monkeypatch):
-    monkeypatch.setattr(job_module, "_REST", 0)
-    monkeypatch.setattr(job_module, "_SHORTEST_PIECES", 0)
+    monkeypatch.setattr(job_module, "_EVERY", 0)
 
 
 def die_after(monkeypatch, writes: int) -> None:

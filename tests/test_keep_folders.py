@@ -23,8 +23,10 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load, merge
 from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
+from qkscope.page.report import write_report
 from qkscope.runs import shards
-from qkscope.runs.folder import check_folder, file_name, only_writer
+from qkscope.runs.folder import add_to_run, check_folder, file_name, only_writer
+from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.shards import together
@@ -82,13 +84,15 @@ def test_a_lock_that_is_somebodys_file_or_leads_to_one_is_left_alone(tmp_path):
 
 
 def test_what_only_looks_like_a_left_over_is_kept(scope, tmp_path):
-    out = tmp_path / "fit"
-    fitted(scope, out)
-    (out / ".tmpABC123").write_text("notes")
-    (out / ".tmpDEF456").write_bytes((40).to_bytes(8, "little") + b'{"cut')
-    fitted(scope, out)
-    assert (out / ".tmpABC123").read_text() == "notes"
-    assert not (out / ".tmpDEF456").exists()
+    fitted(scope, tmp_path / "fit")
+    for name in (".tmpABC123", ".qkscope-writing/notes", "order.safetensors12345678.part", "manifest.json.part"):
+        (tmp_path / "fit" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "fit" / name).write_text("mine")
+        before = contents(tmp_path)
+        with pytest.raises(BadInput, match=f"holds other things than a fit, {name}: name a new folder"):
+            fitted(scope, tmp_path / "fit")
+        assert contents(tmp_path) == before
+        (tmp_path / "fit" / name).unlink()
 
 
 def test_a_name_too_long_for_a_disk_is_a_sentence(qkscope):
@@ -204,41 +208,105 @@ def test_a_link_to_a_folder_stays_one(scope, tmp_path):
     assert (tmp_path / "mine" / "a.png").read_text() == "mine"
 
 
-def test_a_run_of_an_earlier_version_is_read_and_written_into(scope, tmp_path):
-    """They did not list their files: only names that such runs wrote are taken for theirs."""
-    folder = Result("demo", {}, provenance=provenance()).write(tmp_path / "run", files={"figures/a.png": b"png"})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("files", "experiment"):
-        del manifest[name]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert Result.read(folder).experiment == "demo"
-    for extra in ("notes.txt", "figures/notes.txt", "deeper/figures/a.png"):
-        (folder / extra).parent.mkdir(exist_ok=True, parents=True)
-        (folder / extra).write_text("mine")
-        with pytest.raises(BadInput, match=f"other files than a run, {extra}"):
-            check_folder(folder, "demo")
-        (folder / extra).unlink()
-    with pytest.raises(BadInput, match="holds a run of demo, not of atlas"):
-        check_folder(folder, "atlas")
-    Result("demo", {}, seed=1).write(folder)
-    assert Result.read(folder).seed == 1
-    assert not (folder / "figures").exists()
+def test_a_file_is_ours_by_its_content_and_not_by_its_name(scope, tmp_path):
+    """A manifest that was copied beside somebody's own page, and what somebody wrote into a page of ours."""
+    theirs = Result("demo", {}).write(tmp_path / "theirs", files={"report.html": "page"})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copy(theirs / "manifest.json", mine)
     fitted(scope, tmp_path / "fit")
-    manifest = json.loads((tmp_path / "fit" / "manifest.json").read_text())
-    del manifest["files"]
-    (tmp_path / "fit" / "manifest.json").write_text(json.dumps(manifest))
+    for folder, name in ((mine, "report.html"), (mine, "results.json"), (theirs, "report.html")):
+        (folder / name).write_text("years of work")
+        before = contents(tmp_path)
+        with pytest.raises(BadInput, match=f"{name} is not what a run wrote there: keep it elsewhere, or name a new"):
+            Result("demo", {}).write(folder)
+        assert contents(tmp_path) == before
+        (folder / name).unlink()
+    for name in ("job.json", "order.safetensors"):
+        kept = (tmp_path / "fit" / name).read_bytes()
+        (tmp_path / "fit" / name).write_bytes(kept + b" ")
+        with pytest.raises(BadInput, match=f"{name} is not what a run wrote there"):
+            fitted(scope, tmp_path / "fit")
+        (tmp_path / "fit" / name).write_bytes(kept)
     fitted(scope, tmp_path / "fit")
-    assert "report.html" in json.loads((tmp_path / "fit" / "manifest.json").read_text())["files"]
+
+
+def test_weights_that_are_called_like_a_contrast_are_kept(scope, tmp_path):
+    """Where the file is that of the first contrast, of another that shares its pass, or of one with its own."""
+    words = [{"text": "A", "labels": {"mine": 1, "model": 1}}, {"text": "B", "labels": {"mine": -1, "model": -1}}]
+    lines = [json.dumps({"prompt": f"{word} : A hat : B {word} :", "keys": words}) for word in OBJECTS[:30]]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    for name in ("mine", "model"):
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.ones(2)}, tmp_path / name / f"{name}.safetensors")
+        before = contents(tmp_path)
+        with pytest.raises(BadInput, match=rf"holds other things than a fit, {name}\.safetensors: name a new folder"):
+            decompose(scope, tasks.from_jsonl(tmp_path / "mine.jsonl"), ["L1H3"], 8, out=tmp_path / name)
+        assert contents(tmp_path) == before
+
+
+def test_checkpoints_that_are_not_ours_are_kept(tmp_path, qkscope):
+    (tmp_path / "c" / "0").mkdir(parents=True)
+    (tmp_path / "c" / "0" / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, tmp_path / "c" / "0" / "model.safetensors")
+    before = contents(tmp_path)
+    code, _, said = qkscope("train", "nano", "--preset", "smoke", "--steps", 2, "--out", tmp_path / "c")
+    assert (code, "holds other files than a run, 0/config.json: name a new folder" in said) == (2, True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", [".work", ".work/abc", ".work/x/report.html", "manifest.json.part", "figures/a.png"])
+def test_no_link_in_a_run_folder_is_written_through(scope, tmp_path, place):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "x").write_text("mine")
     fitted(scope, tmp_path / "fit")
-    assert load(tmp_path / "fit", scope).heads  # its sums are not on the list, and stay
+    Result("demo", {}).write(tmp_path / "run")
+    for folder in (tmp_path / "fit", tmp_path / "run"):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).symlink_to(precious / "x" if "." in Path(place).name[1:] else precious)
+    for write in (
+        lambda: Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"png"}),
+        lambda: fitted(scope, tmp_path / "fit"),
+    ):
+        with pytest.raises(BadInput, match=f"holds other .*, {place}: name a new folder"):
+            write()
+    if place.startswith(".work"):
+        with pytest.raises(BadInput, match="is a link, and leads elsewhere"):
+            Job(tmp_path / "fit").begin(scope, [], verb="swap")
+    if place == ".work":
+        with pytest.raises(BadInput, match="leads elsewhere by a link"):
+            add_to_run(tmp_path / "fit", {"report.html": "page"})
+    assert {name: text for name, text in contents(precious).items()} == {"x": b"mine"}
+
+
+def test_a_page_replaces_only_a_page_that_was_drawn_here(tmp_path):
+    shown = Result("demo", {})
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "mine.html").write_text("years of work")
+    (tmp_path / "link.html").symlink_to(tmp_path / "mine.html")
+    for name in ("thesis.tex", "mine.html", "link.html"):
+        with pytest.raises(BadInput, match=f"{name} is no page that qkscope drew here"):
+            write_report(tmp_path / name, shown)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"years of work"}
+    for title in ("one", "two"):
+        assert title in write_report(tmp_path / "page.html", shown, title=title).read_text()
+    run = shown.write(tmp_path / "run")
+    write_report(run / "report.html", shown)  # a run's own page is listed with the rest
+    (run / "notes.txt").write_text("mine")
+    write_report(run / "report.html", shown, title="again")
+    assert (run / "notes.txt").read_text() == "mine"
+    (run / "notes.txt").unlink()
+    shown.write(run)
+    assert not (run / "report.html").exists()
 
 
 def test_only_what_is_listed_is_removed(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     folder = Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"a", "figures/b.png": b"b"})
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["files"] == ["figures/a.png", "figures/b.png", "manifest.json", "results.json"]
-    hostile = [*manifest["files"], "../mine.txt", str(tmp_path / "mine.txt")]
+    assert sorted(manifest["files"]) == ["figures/a.png", "figures/b.png", "results.json"]
+    hostile = {**manifest["files"], "../mine.txt": "", str(tmp_path / "mine.txt"): ""}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "files": hostile}))
     (folder / ".work").mkdir()
     (folder / ".work" / "piece").write_text("of a run that is not finished")
@@ -248,7 +316,7 @@ def test_only_what_is_listed_is_removed(tmp_path):
 
 
 def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_be_written_again(tmp_path, monkeypatch):
-    real, moments = Path.replace, []
+    real, moments = {name: getattr(Path, name) for name in ("replace", "unlink")}, []
 
     def run(seed: int) -> Path:
         files = {"report.html": f"{seed}", f"figures/{seed}.png": b"png"}
@@ -259,13 +327,17 @@ def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_b
         monkeypatch.undo()
         run(0)
 
-        def dies(path: Path, target: Path, left=left) -> Path:
-            if not left[0]:
-                raise OSError(5, "the power is gone")
-            left[0] -= 1
-            return real(path, target)
+        def dies(name: str, left=left):
+            def step(path: Path, *given, **options):
+                if not left[0]:
+                    raise OSError(5, "the power is gone")
+                left[0] -= 1
+                return real[name](path, *given, **options)
 
-        monkeypatch.setattr(Path, "replace", dies)
+            return step
+
+        for name in real:
+            monkeypatch.setattr(Path, name, dies(name))
         try:
             run(1)
         except BadInput as error:
@@ -307,18 +379,19 @@ def test_a_scheduler_stops_a_run_as_ctrl_c_does(model, scope, tmp_path):
     out = tmp_path / "fit"
     command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order"]
     command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", out]
-    asked = [sys.executable, "-m", "qkscope", *map(str, command)]
+    often = "from qkscope import cli; from qkscope.runs import job; job._EVERY = 0; cli.main()"
+    asked = [sys.executable, "-c", often, *map(str, command)]
     running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
-    while not sums_file(out, "order").exists() and running.poll() is None:
+    while not list(out.glob(".work/*/order.safetensors")) and running.poll() is None:
         time.sleep(0.01)
-    before = read_tensors(sums_file(out, "order"), "sums")[1]["batches"]
+    (piece,) = out.glob(".work/*/order.safetensors")
+    before = read_tensors(piece, "piece")[1]["value"]["batches"]
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[1]
     assert running.returncode == 143, said
     assert f"What is done is saved in {out}: say the same again, and it goes on from there." in said
     assert "Traceback" not in said
-    _, manifest = read_tensors(sums_file(out, "order"), "sums")
-    assert before < manifest["batches"] < manifest["of"] == 1000
+    assert before < read_tensors(piece, "piece")[1]["value"]["batches"] < 1000
     assert not (out / ".lock").exists()
 
 
@@ -351,7 +424,7 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeyp
 
 def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope, monkeypatch):
     """The disk fills up in the meantime: the numbers are on the screen when that is said."""
-    monkeypatch.setattr("qkscope.runs.folder._write_bytes", disk_is_full_for("results.json"))
+    monkeypatch.setattr("qkscope.runs.folder._create", disk_is_full_for("qkscope-writing"))
     tiny = ["--model", model, "--device", "cpu", "--json"]
     for arguments, experiment in (
         (
@@ -367,12 +440,12 @@ def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope
 
 
 def disk_is_full_for(name: str):
-    from qkscope.runs.folder import _write_bytes as real
+    from qkscope.runs.folder import _create as real
 
-    def write(path: Path, content: bytes, new_folder: bool = True) -> None:
-        if path.name == name:
+    def write(path: Path, content: bytes) -> None:
+        if name in path.parent.name:
             raise OSError(28, "No space left on device")
-        real(path, content, new_folder)
+        real(path, content)
 
     return write
 

@@ -22,7 +22,7 @@ from qkscope import BadInput, Head, tasks
 from qkscope.analyses import decompose as passes
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load, merge
-from qkscope.analyses.fit_folder import ContrastSums, sums_file
+from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs import job as job_module
 from qkscope.runs.folder import only_writer
@@ -132,7 +132,7 @@ def test_torchrun_gives_the_numbers_of_one_process(model, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Of 4 contrasts at heads") == 1  # one process speaks
     assert_close(tmp_path / "out", whole, 1e-10)
-    assert not (tmp_path / "out" / "shards").exists()
+    assert not (tmp_path / "out" / ".work").exists()
 
 
 def test_under_torchrun_the_folder_of_the_whole_is_asked_for_first(tmp_path, model, whole):
@@ -216,7 +216,7 @@ def in_a_process(work) -> int:
 
 
 def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(job_module, "_REST", 0)  # a state every batch: there is something to go on from, and to tear
+    monkeypatch.setattr(job_module, "_EVERY", 0)  # a state every batch: there is something to go on from, and to tear
     start = time.perf_counter()
     fit_into(scope, tmp_path / "timed")
     seconds = time.perf_counter() - start
@@ -236,53 +236,62 @@ def test_twenty_kills_at_random_moments_change_no_bit(scope, whole, tmp_path, mo
             json.loads((out / "results.json").read_text())["tables"]
             == json.loads((whole / "results.json").read_text())["tables"]
         )
-        assert not list(out.glob("*.part"))
+        assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
         shutil.rmtree(out)
 
 
-def saves_by_our_clock(monkeypatch, batch: float, save: float) -> list[int]:
-    """After which batches a run saves when a batch and a save take this many seconds; filled as it runs."""
+def test_what_is_done_is_saved_every_half_minute(scope, tmp_path, monkeypatch):
+    """By our clock a batch takes 8 s."""
     now, saved = [0.0], []
 
-    def saving(self, path, batches):
-        now[0] += save
+    def saving(self, batches):
         saved.append(batches)
 
     def rows(*given, real=passes.prompts.contrast_rows):
-        now[0] += batch
+        now[0] += 8.0
         return real(*given)
 
     monkeypatch.setattr(job_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
-    monkeypatch.setattr(ContrastSums, "save", saving)
-    return saved
-
-
-def test_saving_waits_until_it_is_a_hundredth_of_the_run(scope, tmp_path, monkeypatch):
-    """A batch takes 1 s and a save a sixteenth, so that one comes every 7 batches."""
-    saved = saves_by_our_clock(monkeypatch, batch=1.0, save=0.0625)
+    monkeypatch.setattr(job_module._Pieces, "save", saving)
     run = {"contrasts": ["order"], "batch_size": 4, "replicates": 3, "out": tmp_path}
-    decompose(scope, tasks.binding(4), HEADS, 80, **run)
-    assert saved == [2, 9, 16, 20]  # 0.01 s and a few bytes were guessed: 2 s; then 100 times 0.0625 s; the end
+    decompose(scope, tasks.binding(4), HEADS, 40, **run)
+    assert saved == [4, 8, 10]
 
 
-def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, whole, tmp_path):
+def test_ctrl_c_saves_after_the_batch_and_the_rest_goes_on_from_there(scope, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module, "_EVERY", 0)
     out = tmp_path / "run"
     child = in_a_process(lambda: fit_into(scope, out, n=4000))
-    while not sums_file(out, "order").exists():
+    while not list(out.glob(".work/*/order.safetensors")):
         time.sleep(0.01)
     os.kill(child, signal.SIGINT)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 130
-    _, manifest = read_tensors(sums_file(out, "order"), "sums")
-    assert 0 < manifest["batches"] < manifest["of"] == 1000
+    (piece,) = out.glob(".work/*/order.safetensors")
+    assert 0 < read_tensors(piece, "piece")[1]["value"]["batches"] < 1000
 
 
-def test_the_wait_between_saves_has_an_end(scope, tmp_path, monkeypatch):
-    """A save takes an hour, on a disk like that, and a batch five minutes."""
-    saved = saves_by_our_clock(monkeypatch, batch=300, save=3600)
-    decompose(scope, tasks.binding(4), HEADS, 20, contrasts=["order"], batch_size=4, replicates=3, out=tmp_path)
-    assert saved == [1, 3, 5]
+def test_a_run_goes_on_from_what_another_saved(scope, whole, tmp_path, monkeypatch):
+    """Bit for bit: half of the sums are those of the run that was stopped."""
+    monkeypatch.setattr(job_module, "_EVERY", 0)
+    left = [13]  # of 10 batches of order and 40 of a prompt with its copies
+
+    def rows(*given, real=passes.prompts.contrast_rows):
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("the power is gone")
+        return real(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(passes.prompts, "contrast_rows", rows)
+        with pytest.raises(RuntimeError):
+            fit_into(scope, tmp_path / "run")
+    with pytest.raises(BadInput, match="is not finished: run the same decompose command again"):
+        load(tmp_path / "run", scope)
+    fit_into(scope, tmp_path / "run")
+    assert all(torch.equal(tensor, sums_of(whole)[name]) for name, tensor in sums_of(tmp_path / "run").items())
+    assert not (tmp_path / "run" / ".work").exists()
 
 
 def edited(path: Path, change) -> None:
@@ -295,11 +304,7 @@ def edited(path: Path, change) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors, said: said.update(batches=60),
-        lambda tensors, said: said.update(batches=-1),
-        lambda tensors, said: said.update(batches="5"),
-        lambda tensors, said: said.update(batches=True),
-        lambda tensors, said: said.update(of=None),
+        lambda tensors, said: said.update(cut=[-1]),
         lambda tensors, said: said.update(cut=7),
         lambda tensors, said: said.update(cut=["a"]),
         lambda tensors, said: said.update(moments=[]),
@@ -324,7 +329,7 @@ def test_sums_that_no_run_writes_are_refused(scope, whole, tmp_path, change):
         lambda: load(tmp_path / "whole", scope),
         lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
     ):
-        with pytest.raises(BadInput, match=r"order\.safetensors (is damaged|was made by another job)"):
+        with pytest.raises(BadInput, match=r"order\.safetensors (is damaged|is not what a run wrote there)"):
             use()
 
 
@@ -339,11 +344,14 @@ def test_a_flipped_bit_and_another_shards_sums_are_refused(scope, whole, tmp_pat
     for index in (0, 1):
         fit_into(scope, tmp_path / str(index), (index, 2))
     shutil.copyfile(sums_file(tmp_path / "0", "order"), sums_file(tmp_path / "1", "order"))
-    for use in (
-        lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
-        lambda: fit_into(scope, tmp_path / "1", (1, 2)),
+    for use, says in (
+        (
+            lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
+            "holds the sums of shard 0/2 and stands",
+        ),
+        (lambda: fit_into(scope, tmp_path / "1", (1, 2)), "is not what a run wrote there"),
     ):
-        with pytest.raises(BadInput, match="holds the sums of shard 0/2 and stands where those of 1/2 belong"):
+        with pytest.raises(BadInput, match=says):
             use()
 
 
@@ -376,6 +384,6 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_saved(scope, whole, tmp_pa
 
     child = in_a_process(small_files)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert "make room and say the same again" in capfd.readouterr().err
+    assert "cannot be written (File too large): make room" in capfd.readouterr().err
     fit_into(scope, tmp_path / "run")
     assert all(torch.equal(tensor, sums_of(whole)[name]) for name, tensor in sums_of(tmp_path / "run").items())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from qkscope.analyses import prompts
 from qkscope.analyses.fit import Fit, fit_of, merge_together
-from qkscope.analyses.fit_folder import ContrastSums, FitJob, JointSums, asked_of, checked_contrasts, task_file
+from qkscope.analyses.fit_folder import ContrastSums, FitJob, asked_of, checked_contrasts, read_sums, task_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -109,17 +109,22 @@ def decompose(
         chosen = [scope.check(head) for head in chosen]
         _check_ranks(rank, scope.d_head)
         about = prompts.made_from(scope, task, space)
-        with nullcontext() if job.out is None else job.hold():
-            job.start(about, task_file(asked))
-            made = [one.sums(scope, chosen, {**about, "n": n}, job) for one in passes]
-            sums = {name: one[name] for name in names for one in made if name in one}
+        with job.hold():
+            job.of_model(about)
+            if job.out is not None and job.is_finished:
+                sums = read_sums(job.out, job.asked, task, options.shard, scope.device)
+            else:
+                hashes = {name: prompts.units_hash(own) for name, own in units.items()}
+                job.begin(scope, hashes, verb="decompose", **job.asked)
+                made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
+                sums = {name: one[name] for name in names for one in made if name in one}
             if share is None:
                 fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
                 if show is not None:
                     show(fit)
-                if job.out is not None:
-                    job.finish(fit)
+                job.finish(sums, task_file(asked), fit)
                 return replace(fit, kept_in=job.out)
+            job.finish(sums, task_file(asked))
     if process is not None and out is not None:
         whole = merge_together(out, process, rank=rank, center=center, show=show)
         if whole is not None:
@@ -142,24 +147,25 @@ class _Pass:
             )
         self.batches = every[index::count]
 
-    def sums(self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], job: Job) -> dict[str, ContrastSums]:
+    def sums(
+        self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], hashes: Mapping[str, str], job: Job
+    ) -> dict[str, ContrastSums]:
         """Sums over this shard's batches, saved now and then and taken up from there."""
         options = self.options
         with _room(len(heads), options.replicates):
-            sums = {name: self._empty(name, scope, heads, about) for name in self.units}
+            sums = {name: self._empty(name, scope, heads, {**about, "examples": hashes[name]}) for name in self.units}
         adds = {name: self._adder(name, sums[name]) for name in sums}
 
-        def add(part: Part[prompts.Batch]) -> None:
-            for name, one in sums.items():
-                if part.number >= one.batches:  # a kill between two saves leaves one contrast further than another
-                    adds[name](part)
+        def add(part: Part[prompts.Batch]) -> dict[str, list[int]]:
+            return {name: own(part) for name, own in adds.items()}
 
         run = prompts.unit_runner(
             scope, prompts.Prompts(self.joints), heads, space=options.space, chat=options.chat, rest=False
         )
-        job.add_up(next(iter(sums)), self.batches, run, add, JointSums(sums), options.progress)
-        for one in sums.values():
-            one.batches = len(self.batches)
+        state = {f"{name}/{what}": tensor for name, one in sums.items() for what, tensor in one.tensors().items()}
+        cut = job.stream(next(iter(sums)), self.batches, run, options.progress, state, add)
+        for name, one in sums.items():
+            one.cut = [number for part in cut for number in part[name]]
         return sums
 
     def _empty(self, name: str, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any]) -> ContrastSums:
@@ -173,16 +179,16 @@ class _Pass:
             replicates=options.replicates,
             seed=options.seed,
             device=scope.device,
-            about={**about, "batch_size": options.batch_size, "examples": prompts.units_hash(self.units[name])},
+            about={**about, "batch_size": options.batch_size},
         )
-        return ContrastSums(moments, of=len(self.batches), shard=options.shard)
+        return ContrastSums(moments, shard=options.shard)
 
-    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], None]:
-        """What adds a contrast's rows of each batch, whole, to its sums."""
+    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], list[int]]:
+        """What adds a contrast's rows of each batch, whole, to its sums; it gives the number of one that was cut."""
         contrast, moments = self.contrasts[name], sums.moments
         unit_of, parts = prompts.null_units(self.units[name], contrast), list[prompts.Rows]()
 
-        def add(part: Part[prompts.Batch]) -> None:
+        def add(part: Part[prompts.Batch]) -> list[int]:
             batch = prompts.rows_of(part.value, self.joints, name)
             if batch is not None:
                 q, k, labels, _ = prompts.contrast_rows(batch, contrast)
@@ -191,13 +197,14 @@ class _Pass:
                 sums.cov_q.update(captured.q)
                 own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
                 sums.cov_k.update(own[captured.key_mask])
-            if part.last and parts:
-                if len(parts) > 1:
-                    sums.cut.append(part.number)
-                q, k, labels, numbers = prompts.whole_rows(parts)
-                parts.clear()
-                with _room(len(moments.heads), moments.replicates):
-                    moments.update(q, k, {name: labels}, prompts=numbers)
+            if not part.last or not parts:
+                return []
+            q, k, labels, numbers = prompts.whole_rows(parts)
+            cut = [part.number] if len(parts) > 1 else []
+            parts.clear()
+            with _room(len(moments.heads), moments.replicates):
+                moments.update(q, k, {name: labels}, prompts=numbers)
+            return cut
 
         return add
 

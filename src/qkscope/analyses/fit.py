@@ -15,8 +15,8 @@ from typing import Any, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.fit_folder import ContrastSums, FitJob, job_of, read_job, read_sums, sums_file, task_file, task_of
-from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
+from qkscope.analyses.fit_folder import ContrastSums, FitJob, job_of, read_job, read_sums, task_file, task_of
+from qkscope.analyses.prompts import check_same_model, made_from, with_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -25,7 +25,7 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import RESULTS
+from qkscope.runs.folder import RESULTS, WORK
 from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.result import Result
 from qkscope.runs.shards import SHARDS, Shard, shard_folder
@@ -119,10 +119,7 @@ class Fit(Result):
         if source is not None:
             task_of(asked, source.parent)  # refused where the file is gone, or is another by now
         with job.hold():
-            job.start(asked, source)
-            for name, one in self.sums.items():
-                one.save(sums_file(folder, name))
-            job.finish(self)
+            job.finish(self.sums, source, self)
         return Path(folder)
 
 
@@ -168,12 +165,6 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
     task = task_of(job, folder)
     sums = read_sums(folder, job, task, device=scope.device)
-    for name, one in sums.items():
-        if one.moments.about.get("examples") != units_hash(task.fit(name, job["n"])):
-            raise BadInput(
-                f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose again into "
-                "another folder."
-            )
     written = Result.read(folder)
     asked: Any = written.provenance.get("asked", {})
     cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
@@ -340,12 +331,9 @@ def merge(
     made_from = {name: value for name, value in about.items() if name not in ("n", "batch_size", "examples")}
     fit = fit_of(sums, task, made_from, rank=rank, center=center)
     with whole.hold():
-        whole.start(about, task_file(job, first))
-        for name, one in sums.items():
-            one.save(sums_file(out, name))
         if show is not None:
             show(fit)
-        whole.finish(fit)
+        whole.finish(sums, task_file(job, first), fit)
     return fit
 
 
@@ -354,8 +342,8 @@ def merge_together(out: str | Path, shard: Shard, **options: Any) -> Fit | None:
     if shard[0] != 0:
         return None
     fit = merge([shard_folder(out, (index, shard[1])) for index in range(shard[1])], out, **options)
-    for part in (Path(out) / SHARDS).glob("*-of-*"):  # of another split too; what is in them is ours, as was asked
-        shutil.rmtree(part, ignore_errors=True)
-    with suppress(OSError):
-        (Path(out) / SHARDS).rmdir()
+    work = Path(out) / WORK
+    shutil.rmtree(work / SHARDS, ignore_errors=True)
+    with suppress(OSError):  # the work of another run
+        work.rmdir()
     return fit

@@ -4,15 +4,12 @@ The sums of a contrast are its moments, and the covariances of queries and keys 
 is fixed by the task and the batch size. A shard takes every n-th of it, whole, and sums add, so neither how many
 processes share the work nor where one of them died changes the numbers (to rounding).
 
-``job.json`` is written before the model runs; subspaces are not stored, but made again from the sums: they are cheap,
-and then they cannot disagree.
+Subspaces are not stored, but made again from the sums: they are cheap, and then they cannot disagree.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +19,16 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
+from qkscope.analyses.prompts import units_hash
 from qkscope.errors import BadInput
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NULL_KINDS
 from qkscope.maths.sums import Accumulator, Covariance
-from qkscope.runs.folder import JOB, LOCK, PAGE, RESULTS, file_name, read_json, writing
+from qkscope.runs.folder import JOB, RESULTS, SCHEMA, WORK, as_json, file_name, read_json, write_run
 from qkscope.runs.job import Job
+from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.result import Result, write_result
-from qkscope.runs.shards import SHARDS, Shard, is_shard
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.shards import Shard, is_shard
+from qkscope.runs.store import read_tensors, tensor_bytes
 from qkscope.tasks.task import Task
 
 
@@ -40,7 +38,6 @@ class ContrastSums(Accumulator):
     Parameters
     ----------
     moments : of the contrast; their tensors are shared.
-    batches, of : how many batches are in it, of how many of its shard.
     cut : numbers of those that did not fit into memory and came in parts: the model ran on the parts, so another run
         agrees to rounding and not bit for bit.
     shard : which share of the job it is.
@@ -48,11 +45,8 @@ class ContrastSums(Accumulator):
 
     kind = "sums"
 
-    def __init__(
-        self, moments: Moments, batches: int = 0, of: int = 0, cut: Sequence[int] = (), shard: Sequence[int] = (0, 1)
-    ) -> None:
-        self.moments, self.batches, self.of = moments, batches, of
-        self.cut, self.shard = list(cut), (shard[0], shard[1])
+    def __init__(self, moments: Moments, cut: Sequence[int] = (), shard: Sequence[int] = (0, 1)) -> None:
+        self.moments, self.cut, self.shard = moments, list(cut), (shard[0], shard[1])
         device = next(iter(moments.sums.values())).device
         self.cov_q, self.cov_k = (Covariance(len(moments.heads), moments.d_head, device) for _ in range(2))
 
@@ -62,8 +56,7 @@ class ContrastSums(Accumulator):
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        counts = {"batches": self.batches, "of": self.of, "cut": list(self.cut), "shard": list(self.shard)}
-        return {"moments": self.moments.manifest(), **counts}
+        return {"moments": self.moments.manifest(), "cut": list(self.cut), "shard": list(self.shard)}
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
@@ -74,8 +67,7 @@ class ContrastSums(Accumulator):
         manifest : what `manifest` gave.
         device : where the sums are kept.
         """
-        counts = {name: manifest[name] for name in ("batches", "of", "cut", "shard")}
-        return cls(Moments.from_manifest(manifest["moments"], device), **counts)
+        return cls(Moments.from_manifest(manifest["moments"], device), manifest["cut"], manifest["shard"])
 
     def merge(self, *others: Accumulator) -> Self:
         """The sums of all shards, added in this order.
@@ -88,7 +80,6 @@ class ContrastSums(Accumulator):
         merged.shard = (0, 1)
         for other in others:
             assert isinstance(other, ContrastSums)
-            merged.batches, merged.of = merged.batches + other.batches, merged.of + other.of
             merged.cut = merged.cut + other.cut
         return merged
 
@@ -96,44 +87,13 @@ class ContrastSums(Accumulator):
         assert isinstance(other, ContrastSums)
         self.moments._check_same_job(other.moments)
 
-    def save(self, path: str | Path, batches: int | None = None) -> None:
-        """Write the state into a folder that is there.
-
-        Parameters
-        ----------
-        path : the file; one that is there is replaced, whole.
-        batches : how many are in it now.
-        """
-        self.batches = self.batches if batches is None else batches
-        write_tensors(path, self.kind, self.tensors(), self.manifest(), new_folder=False)
-
-    def take_up(self, path: str | Path) -> int:
-        """Go on from a saved state of the same job; gives how many batches it holds.
-
-        Parameters
-        ----------
-        path : the file.
-        """
-        tensors, manifest = _read(Path(path), self.shard)
-        theirs = manifest["moments"]
-        for name, value in self.moments.manifest().items():
-            if theirs.get(name) != value:
-                told = theirs.get(name) if name == "about" else None
-                parts = [part for part in value if told.get(part) != value[part]] if isinstance(told, dict) else []
-                raise BadInput(
-                    f"{path} was made by another job ({', '.join(parts) or name} differs): use another folder."
-                )
-        if manifest["of"] != self.of:
-            raise BadInput(f"{path} is of {manifest['of']} batches, not of {self.of}: use another folder.")
-        read = self.from_tensors(manifest, tensors, path)
-        for mine, found in zip(self.tensors().values(), read.tensors().values(), strict=True):
-            mine.copy_(found)
-        self.batches, self.cut = read.batches, read.cut
-        return self.batches
+    def to_bytes(self) -> bytes:
+        """The content of the file that `read` takes."""
+        return tensor_bytes(self.kind, self.tensors(), self.manifest())
 
     @classmethod
     def read(cls, path: Path, shard: Shard = (0, 1), device: torch.device | str = "cpu") -> Self:
-        """Finished sums, of whatever job made them; refused while some are missing.
+        """The sums of a file, of whatever job made them.
 
         Parameters
         ----------
@@ -142,52 +102,18 @@ class ContrastSums(Accumulator):
         device : where the sums are kept.
         """
         tensors, manifest = _read(path, shard)
-        if manifest["batches"] != manifest["of"]:
-            raise BadInput(
-                f"{path} holds {manifest['batches']} of {manifest['of']} batches: run the command that makes it again, "
-                "it goes on where it stopped."
-            )
         return cls.from_tensors(manifest, tensors, path, device)
-
-
-class JointSums:
-    """The sums of contrasts that one pass fills, each in a file of its own.
-
-    Parameters
-    ----------
-    sums : by contrast.
-    """
-
-    def __init__(self, sums: Mapping[str, ContrastSums]) -> None:
-        self.sums = sums
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What the next save will write, by name."""
-        return {f"{name}/{what}": tensor for name, one in self.sums.items() for what, tensor in one.tensors().items()}
-
-    def save(self, path: Path, batches: int) -> None:
-        """Write what this many batches gave, beside ``path``."""
-        for name, one in self.sums.items():
-            one.save(sums_file(path.parent, name), batches)
-
-    def take_up(self, path: Path) -> int:
-        """Go on from what was saved; gives how many batches all of them hold: some may hold more."""
-        files = {name: sums_file(path.parent, name) for name in self.sums}
-        return min(self.sums[name].take_up(file) if file.exists() else 0 for name, file in files.items())
 
 
 def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A file of sums with a manifest that can be believed; refused where it is another shard's."""
     tensors, manifest = read_tensors(path, ContrastSums.kind)
-    moments, cut, of, batches = (manifest.get(name) for name in ("moments", "cut", "of", "batches"))
+    moments, cut = manifest.get("moments"), manifest.get("cut")
     about = moments.get("about") if isinstance(moments, dict) else None
-    numbers = [of, batches, *cut] if isinstance(cut, list) else []
-    counted = bool(numbers) and all(type(number) is int and 0 <= number <= numbers[0] for number in numbers)
+    counted = isinstance(cut, list) and all(type(number) is int and number >= 0 for number in cut)
     known = isinstance(about, dict) and {"model", "space", "n"} <= set(about)
     if not (counted and known and is_shard(manifest.get("shard"))):
         raise BadInput(f"{path} is damaged: its manifest is not what a run writes; make it again, elsewhere.")
-    if not set(manifest["moments"].get("nulls", ())) <= set(NULL_KINDS):
-        raise BadInput(f"{path} was made by an older qkscope, whose nulls were others: run decompose again, elsewhere.")
     if tuple(manifest["shard"]) != shard:
         (i, n), (mine, all_of) = manifest["shard"], shard
         raise BadInput(
@@ -225,50 +151,37 @@ class FitJob(Job):
     def __init__(self, out: str | Path | None, asked: Mapping[str, Any]) -> None:
         super().__init__(out)
         self.asked = dict(asked)
-        if self.out is not None:
-            self._check()
+        self._check()
 
     def _check(self) -> None:
-        self.check(self.asked, "decompose", self._state(), "other things than a fit", _FIELDS)
+        if self.out is not None:
+            self.check(self.asked, "decompose", "other things than a fit", _FIELDS)
 
-    def start(self, about: Mapping[str, Any], file: Path | None) -> None:
-        """Say what the sums are of, now that the model is known; and keep the task's file, if it is one."""
-        if self.out is None:
-            return
+    def of_model(self, about: Mapping[str, Any]) -> None:
+        """Ask again, now that the model is known."""
         self.asked = {**{name: about[name] for name in _MODEL}, **self.asked}
         self._check()
-        self.say(self.asked)
-        if file is not None:
-            copy_into(self.out, file)
 
-    def finish(self, fit: Result) -> None:
-        """The finished numbers beside the sums they come from; their page is written by itself."""
-        assert self.out is not None
-        write_result(fit, self.out, state=self._state(), later=[PAGE])
+    def finish(self, sums: Mapping[str, ContrastSums], file: Path | None, fit: Result | None = None) -> None:
+        """Write the sums, what they are of, a copy of the task's file if it is one, and of a whole job the results."""
+        if self.out is None:
+            return
+        made = {name: value for name, value in provenance().items() if name in MADE}
+        files: dict[str, str | bytes] = {sums_file("", name).name: one.to_bytes() for name, one in sums.items()}
+        if file is not None:
+            files[file.name] = file.read_bytes()
+        files[JOB] = as_json({"schema": SCHEMA, **made, **self.asked})
+        if fit is None:
+            write_run(self.out, f"decompose/{self.asked['task']}", files, made)
+        else:
+            write_result(fit, self.out, files)
+        self.clear()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the folder holds its results and all of its sums."""
-        if self.out is None or not (self.out / RESULTS).is_file():
-            return False
-        return all(sums_file(self.out, name).is_file() for name in self.asked["contrasts"])
-
-    def _state(self) -> str:
-        """What a fit keeps besides what it lists: job, sums, the copy of its task (once there is a job), and shares."""
-        assert self.out is not None
-        own = [JOB, *(sums_file(self.out, name).name for name in self.asked["contrasts"])]
-        copy = [Path(self.asked["asked"]["file"]).name] if isinstance(self.asked["asked"].get("file"), str) else []
-        there = [*own, *(copy if (self.out / JOB).exists() else [])]
-        names, shares = ("|".join(map(re.escape, given)) for given in (there, [*own, *copy, LOCK]))
-        return rf"{names}|{SHARDS}/\d+-of-\d+/({shares})"
-
-
-def copy_into(folder: Path, file: Path) -> None:
-    """Keep a copy of a file; it may be there already."""
-    copy = folder / file.name
-    with writing(copy):
-        if not (copy.exists() and file.samefile(copy)):
-            shutil.copyfile(file, copy)
+        """Whether the folder holds all of its sums."""
+        names = [JOB, *(sums_file("", name).name for name in self.asked["contrasts"])]
+        return self.out is not None and all((self.out / name).is_file() for name in names)
 
 
 def asked_of(task: Task) -> dict[str, Any]:
@@ -306,6 +219,10 @@ def read_job(folder: str | Path) -> dict[str, Any]:
                 f"{folder} is not a folder that decompose wrote, but a run of {kind}: name the folder of a fit; "
                 "qkscope view shows this one."
             )
+        if (path.parent / WORK).is_dir():
+            raise BadInput(
+                f"{folder} is not finished: run the same decompose command again, it goes on where it stopped."
+            )
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
     job = read_json(path, _FIELDS)
     named = all(isinstance(name, str) for name in [*job["heads"], *job["contrasts"]])
@@ -332,6 +249,11 @@ def read_sums(
             raise BadInput(
                 f"{path} was made by another job than {folder} says ({', '.join(differs) or 'contrast'} differs): run "
                 "decompose again into another folder."
+            )
+        if made.about.get("examples") != units_hash(task.fit(name, job["n"])):
+            raise BadInput(
+                f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose again into "
+                "another folder."
             )
     return found
 

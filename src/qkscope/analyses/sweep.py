@@ -1,9 +1,9 @@
 """Sparsity over training: the same edges and the same prompts at every checkpoint, each checkpoint's numbers kept.
 
 ``job.json`` says what was asked and which edges were chosen; ``checkpoints/NAME.safetensors`` holds one checkpoint's
-values for every prompt. A sweep that died goes on with the checkpoints that are missing. Weights are hashed, and two
-revisions with the same weights are refused. Where the model has no published circuit, its heads are chosen on the
-last checkpoint, on prompts used for nothing else.
+values for every prompt. A sweep that died goes on with the checkpoints that are missing, and a finished one takes
+further ones. Weights are hashed, and two revisions with the same weights are refused. Where the model has no published
+circuit, its heads are chosen on the last checkpoint, on prompts used for nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
-from qkscope.runs.folder import JOB, file_name, read_json
+from qkscope.runs.folder import JOB, SCHEMA, as_json, file_name, read_json
 from qkscope.runs.job import Job
 from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
@@ -34,8 +34,7 @@ from qkscope.runs.result import write_result
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.tasks.task import Task
 
-_STATE = r"job\.json|checkpoints/[^/]+\.safetensors"  # what a sweep keeps besides what it lists
-_KIND = "sparsity_checkpoint"
+_KIND, _CHECKPOINTS = "sparsity_checkpoint", "checkpoints"
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
 _MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "count_tol_null", "attention")
 
@@ -71,7 +70,7 @@ def plan_sweep(
     }  # fmt: skip
     if (Path(out) / JOB).exists():
         _read_job(Path(out))  # one that no run wrote is damaged, and not another
-    Job(out).check(plan, "sparsity", _STATE, "other things than a sweep", {"edges": (list,)})
+    Job(out).check(plan, "sparsity", "other things than a sweep", {"edges": (list,)})
     return {**plan, "checkpoints": found}
 
 
@@ -100,17 +99,18 @@ def sweep(
     plan = plan_sweep(model, task, revisions, heads, n, out=out, **asked)
     found: list[Checkpoint] = plan.pop("checkpoints")
     with Job(out).hold() as job:
-        result = _measured(task, plan, found, job, batch_size, device)
+        result, files = _measured(task, plan, found, job.open(plan), batch_size, device)
         result = replace(result, seconds=time.perf_counter() - start)
         show(result)
-        write_result(result, out, state=_STATE)
+        write_result(result, out, files, keep=f"{JOB}|{_CHECKPOINTS}/.*")
+        job.clear()
     return result
 
 
 def _measured(
     task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], job: Job, batch_size: int, device: str | None
-) -> Sparsity:
-    """Every checkpoint's numbers, read where they are stored and made where not."""
+) -> tuple[Sparsity, dict[str, str | bytes]]:
+    """Every checkpoint's numbers, read where they are stored and made where not; and the files of what was made."""
     model, n, draws, seed, dtype = (plan[name] for name in ("model", "n", "draws", "seed", "dtype"))
     loaded: dict[str, Scope] = {}
 
@@ -122,21 +122,23 @@ def _measured(
             )
         return loaded[checkpoint.label]
 
-    edges = _edges(job, plan, task, batch_size, lambda: scope_at(found[-1]))
+    assert job.out is not None
+    assert job.folder is not None
+    files: dict[str, str | bytes] = {}
+    listed = job.once("edges", lambda: _edges(job, plan, task, batch_size, lambda: scope_at(found[-1])))
+    edges = [Edge(Head.parse(e["head"]), Duty(e["role"], e["from"], e["to"]), e["circuit"]) for e in listed]
+    if not (job.out / JOB).exists():
+        files[JOB] = as_json({"schema": SCHEMA, **provenance(), **plan, "edges": listed})
     about = {
         "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
         "asked_dtype": dtype,
     }  # fmt: skip
-    folder = job.sub("checkpoints")
-    assert folder is not None
-    folder.mkdir(exist_ok=True)
     stored: dict[str, Mapping[str, Tensor]] = {}
     weights: dict[str, str] = {}
     for checkpoint in sorted(found, key=lambda one: one.label not in loaded):  # the one in memory, then the rest
-        path = _stored_at(folder, checkpoint.label)
-        kept = read_tensors(path, _KIND, about) if path.exists() else None
-        if kept is not None and set(measure.VALUES) <= set(kept[0]):  # a file of an older version may lack a column
-            arrays, manifest = kept
+        path, piece = (_stored_at(folder, checkpoint.label) for folder in (job.out, job.folder))
+        if path.exists() or piece.exists():
+            arrays, manifest = read_tensors(path if path.exists() else piece, _KIND, about)
             digest = manifest["about"]["weights"]
             if checkpoint.weights not in (None, digest):
                 raise BadInput(
@@ -152,33 +154,31 @@ def _measured(
                 if task.name in _COPYING:
                     arrays["right"] = measure.answers_right(scope, task, n, batch_size)
             manifest = {"about": {**about, "weights": scope.weights_hash, "dtype": str(scope.model.dtype)}}
-            write_tensors(path, _KIND, arrays, manifest, new_folder=False)
+            write_tensors(piece, _KIND, arrays, manifest)
         stored[checkpoint.label] = arrays
-    return _result(task, plan, found, edges, stored, weights)
+        if not path.exists():
+            files[path.relative_to(job.out).as_posix()] = piece.read_bytes()
+    return _result(task, plan, found, edges, stored, weights), files
 
 
 def _stored_at(folder: Path, label: str) -> Path:
-    """Where a checkpoint's values are kept, in the folder of all."""
-    return folder / f"{file_name(label) or 'model'}.safetensors"
+    """Where a checkpoint's values are kept, of a run or of one that is under way."""
+    return folder / _CHECKPOINTS / f"{file_name(label) or 'model'}.safetensors"
 
 
-def _edges(job: Job, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]) -> list[Edge]:
+def _edges(
+    job: Job, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]
+) -> list[dict[str, Any]]:
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
     assert job.out is not None
     if (job.out / JOB).exists():
-        job.say(plan)  # it does already
-        return [
-            Edge(Head.parse(e["head"]), Duty(e["role"], e["from"], e["to"]), e["circuit"])
-            for e in _read_job(job.out)["edges"]
-        ]
+        return list(_read_job(job.out)["edges"])
     scope, heads = last(), plan["heads"]
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
     own = measure.edges_for(scope, task, wanted, batch_size)
     edges = [*own, *outside(scope, own, plan["controls"], plan["seed"])]
-    listed = [{"head": str(e.head), "role": e.duty.role, "from": e.duty.query, "to": e.duty.key, "circuit": e.circuit}
-              for e in edges]  # fmt: skip
-    job.say({**plan, "edges": listed})
-    return edges
+    return [{"head": str(e.head), "role": e.duty.role, "from": e.duty.query, "to": e.duty.key, "circuit": e.circuit}
+            for e in edges]  # fmt: skip
 
 
 def _result(
@@ -242,7 +242,7 @@ def training_rows(
 
 def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
     """What a finished sweep holds of one checkpoint."""
-    return read_tensors(_stored_at(Path(folder) / "checkpoints", label), _KIND)[0]
+    return read_tensors(_stored_at(Path(folder), label), _KIND)[0]
 
 
 def _read_job(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO, TypeVar
 
 import typer
 
@@ -26,13 +28,18 @@ from qkscope.runs.folder import plain_text
 from qkscope.runs.progress import clear
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+T = TypeVar("T")
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 
 
 def main() -> None:
-    """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143."""
+    """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143.
+
+    Where nothing can be printed, a verb goes on and writes its files; then that is said, and the exit code is 1.
+    """
     _listen_to_ourselves()
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before, stdout = signal.signal(signal.SIGTERM, _terminate), sys.stdout
+    sys.stdout = printing = _Stdout(stdout)
     try:
         _check_arguments(sys.argv[1:])
         try:
@@ -43,13 +50,54 @@ def main() -> None:
     except BadInput as error:
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
         sys.exit(2)
-    except SystemExit as ended:
-        if ended.code != _INTERRUPTED:
+    except (SystemExit, KeyboardInterrupt) as ended:
+        if isinstance(ended, SystemExit) and ended.code != _INTERRUPTED:
+            printing.check(ended)
             raise
         typer.echo("qkscope: stopped.", err=True)
         sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
     finally:
+        printing.flush()
+        sys.stdout = stdout
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+class _Stdout:
+    """What a verb prints to: once that cannot be written, the rest is dropped, so that files are written all the same.
+
+    Parameters
+    ----------
+    stream : None where it is closed.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (until the end)
+        self.failed = None if stream else "it is closed"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._unless_failed(lambda: self.stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._unless_failed(self.stream.flush, None)
+
+    def _unless_failed(self, do: Callable[[], T], instead: T) -> T:
+        try:
+            return instead if self.failed else do()
+        except OSError as error:
+            self.failed = str(error.strerror)
+            with suppress(OSError, ValueError):  # Python would try again at its end; a test's stream is no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return instead
+
+    def check(self, ended: SystemExit) -> None:
+        """Say that it failed, where nothing else did."""
+        self.flush()
+        if self.failed and not ended.code:
+            typer.echo(f"qkscope: stdout cannot be written ({self.failed}); what --out names is written.", err=True)
+            ended.code = 1
 
 
 def _listen_to_ourselves() -> None:

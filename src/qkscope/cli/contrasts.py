@@ -198,16 +198,17 @@ def swap(
     place = folder if os.access(folder, os.W_OK) else None
     jobs = [Job(place), Job(place)]
     options: Any = {"batch_size": batch_size, "seed": seed}
-    result = run_swap(scope, units, fit, heads, sizes=sizes, clouds=place is not None, job=jobs[0], **options)
-    if downstream:
-        more = swap_downstream(scope, units, fit, heads, job=jobs[1], **options)
-        tables, answer = {**result.tables, **more.tables}, f"{result.answer} {more.answer}"
-        result = replace(result, tables=tables, answer=answer, seconds=result.seconds + more.seconds)
-    shell.print_result(result, as_json, everything)
-    if place is not None:  # the folder's page now tells this too
-        write_report(folder / "report.html", result, fit)
-    for job in jobs:
-        job.clear()
+    with jobs[0].hold():
+        result = run_swap(scope, units, fit, heads, sizes=sizes, clouds=place is not None, job=jobs[0], **options)
+        if downstream:
+            more = swap_downstream(scope, units, fit, heads, job=jobs[1], **options)
+            tables, answer = {**result.tables, **more.tables}, f"{result.answer} {more.answer}"
+            result = replace(result, tables=tables, answer=answer, seconds=result.seconds + more.seconds)
+        shell.print_result(result, as_json, everything)
+        if place is not None:  # the folder's page now tells this too
+            write_report(folder / "report.html", result, fit)
+        for job in jobs:
+            job.clear()
     if not as_json:
         then = _explaining(folder, units[0][0], device=device, dtype=dtype)
         shell.print_end(place, then=then, also=" (written anew: it now shows the swaps too)")

@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
+import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from qkscope.capture.files import tokenizer_hash
@@ -34,19 +33,14 @@ from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.nano.score import CLAIMED, Exam, claimed_task
 from qkscope.nano.text import BOS, CONTEXT, PAD, Rows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
 from qkscope.runs.claims import Claim
-from qkscope.runs.folder import check_folder, kept_if_stopped, only_writer, writing
+from qkscope.runs.folder import add_to_run, check_folder, kept_if_stopped, only_writer, writing
 from qkscope.runs.progress import counting, doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result, write_result
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.store import read_tensors, tensor_bytes
 
 STATE = "state.safetensors"
 _KIND = "nano training"
-_KEPT = (
-    r"state\.safetensors|(\d+|\.\d+\.[0-9a-f]{32})/"
-    r"(config\.json|model\.safetensors|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json)"
-)
-"""What a training run keeps besides what it lists: its state and its checkpoints."""
 Shares = tuple[tuple[str, int], ...]
 
 
@@ -131,7 +125,7 @@ def train_nano(
     changed: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
     recipe = replace(PRESETS[preset], **{name: value for name, value in changed.items() if value is not None})
     found = check_device(device)
-    out = check_folder(out, "train/nano", state=_KEPT)
+    out = check_folder(out, "train/nano")
     with only_writer(out), kept_if_stopped(out, (out / STATE).exists):
         trainer = NanoTrainer(out, recipe, seed, found)
         start = time.perf_counter()
@@ -157,7 +151,7 @@ def train_nano(
         )
         show(result)
         if draw is not None:
-            write_result(result, out, draw(result), state=_KEPT)
+            write_result(result, out, draw(result), keep=rf"{STATE}|\d+/.*")
     return result
 
 
@@ -263,7 +257,6 @@ class NanoTrainer:
         rounded = copy.deepcopy(self.model).half().float()
         scores = {name: exam.score(rounded) for name, exam in self.exams.items()}
         self.curve += [{"step": self.step, "task": name, **row, "loss": loss} for name, row in scores.items()]
-        _save_checkpoint(rounded, self.tokenizer, self.out / str(self.step))
         if self.all_forms_from < 0 and scores["binding/list"]["accuracy"] >= self.recipe.solved:
             self.all_forms_from = self.step
         tensors: dict[str, Tensor] = {}
@@ -271,7 +264,9 @@ class NanoTrainer:
             for part, value in {"weight": parameter, **self.optimizer.state.get(parameter, {})}.items():
                 tensors[f"{part}/{name}"] = value
         about = {"step": self.step, "all_forms_from": self.all_forms_from, "curve": self.curve}
-        write_tensors(self.out / STATE, _KIND, tensors, {"about": self._about(), **about})
+        checkpoint = {f"{self.step}/{name}": data for name, data in _model_files(rounded, self.tokenizer).items()}
+        state = tensor_bytes(_KIND, tensors, {"about": self._about(), **about})
+        add_to_run(self.out, {**checkpoint, STATE: state}, "train/nano")
 
     def _about(self) -> dict[str, Any]:
         return {"recipe": self.recipe.about(), "seed": self.seed, "vocabulary": tokenizer_hash(self.tokenizer)}
@@ -320,19 +315,12 @@ def _new_model(recipe: NanoRecipe, seed: int) -> Any:
     return model
 
 
-def _save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model folder, whole or not at all: weights in float16, to be computed with in float32."""
-    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    try:
-        with writing(folder):
-            fresh.mkdir(parents=True)
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(fresh)
-            tokenizer.save_pretrained(fresh)
-            weights = {name: value.detach().half().cpu().contiguous() for name, value in model.named_parameters()}
-            save_file(weights, fresh / "model.safetensors", {"format": "pt"})
-            (fresh / "model.safetensors").chmod(0o644)
-            shutil.rmtree(folder, ignore_errors=True)
-            fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+def _model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """The files of a model folder: weights in float16, to be computed with in float32."""
+    model.config.architectures = [type(model).__name__]
+    with writing(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    weights = {name: value.detach().half().cpu().contiguous() for name, value in model.named_parameters()}
+    return {**files, "model.safetensors": save(weights, {"format": "pt"})}

@@ -28,7 +28,7 @@ from qkscope.page.report import remembered, render
 from qkscope.page.stored import drawn_from, pictures_of, stored_page
 from qkscope.page.thumbnail import thumbnail
 from qkscope.runs.claims import Claim, count_claims
-from qkscope.runs.folder import JOB, LOCK, MANIFEST, RESULTS, STAGED, WORK, check_folder, read_json
+from qkscope.runs.folder import JOB, LOCK, MANIFEST, RESULTS, WORK, check_folder, read_json
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
@@ -147,7 +147,7 @@ def _left_out(folder: Path, parts: Sequence[str], why: str) -> tuple[str, str]:
 def _below(folder: Path) -> Iterator[Path]:
     """Every folder there that holds a run or the beginning of one; none inside another, and no link is followed."""
     for place, below, files in os.walk(folder):
-        if {RESULTS, LOCK} & set(files) or {WORK, STAGED} & set(below) or _begun(Path(place)) is not None:
+        if {RESULTS, LOCK} & set(files) or WORK in below or _begun(Path(place)) is not None:
             below.clear()
             yield Path(place)
         below[:] = sorted(name for name in below if not name.startswith("."))

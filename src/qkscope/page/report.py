@@ -13,7 +13,6 @@ import base64
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -30,7 +29,7 @@ from qkscope.page.block import number
 from qkscope.page.blocks import SCRIPTS, blocks_of
 from qkscope.page.places import name_places
 from qkscope.runs.claims import count_claims
-from qkscope.runs.folder import writing
+from qkscope.runs.folder import PAGE, add_to_run, read_run, write_file, writing
 from qkscope.runs.result import Result, plain_value
 
 _HERE = Path(__file__).parent
@@ -55,7 +54,7 @@ def write_report(
 
     Parameters
     ----------
-    path : where to write it; written under another name first, so that a page that exists is whole.
+    path : where to write it, a name that ends in .html; only a page that was drawn here is replaced.
     results : what the verbs return, in the order in which they are to be told.
     title : what to call it; the first result's experiment by default.
     pictures : PNG files by caption, shown first.
@@ -75,17 +74,16 @@ def write_report(
         raise BadInput("there is nothing to report: give at least one result.")
     if path.is_dir():
         raise BadInput(f"{path} is a folder: name a file for the page, like {path / 'report.html'}.")
+    of_a_run = path.name == PAGE and bool(read_run(path.parent))
+    if path.suffix != ".html" or (not of_a_run and os.path.lexists(path) and not drawn_here(path)):
+        raise BadInput(f"{path} is no page that qkscope drew here: name a new file that ends in .html.")
     text = report_html(results, pictures, title=title)
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate
-                file.write(text)
-            Path(part).chmod(0o644)
-            os.replace(part, path)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        if of_a_run:
+            add_to_run(path.parent, {PAGE: text})
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, text)
     return path
 
 

@@ -32,7 +32,7 @@ def drawn_from(folder: Path) -> Iterator[None]:
         yield
     except BadInput:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
 
 

@@ -59,7 +59,8 @@ class Claim:
     changed: str = ""
 
     def __post_init__(self) -> None:
-        assert self.reason in REASONS, f"{self.reason!r} is no reason: take one of {', '.join(REASONS)}"
+        if self.reason not in REASONS:
+            raise BadInput(f"{self.reason!r} is no reason for a claim to fail: take one of {', '.join(REASONS)}.")
 
     def __repr__(self) -> str:
         """One line: the claim, its numbers, and whether its rule holds."""
@@ -94,10 +95,12 @@ class Claim:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Claim:
-        """A claim as a run folder holds it; folders of earlier versions know no intervals and no reasons."""
-        needed = {name: row[name] for name in ("claim", "paper", "ours", "control", "rule")}
-        later = {name: row[name] for name in ("low", "high", "reason", "why", "changed") if row.get(name)}
-        return cls(**needed, **later)
+        """A claim as a run folder holds it; refused where its rule does not say of it what the folder does."""
+        names = ("claim", "paper", "ours", "control", "rule", "low", "high", "why", "changed")
+        claim = cls(**{name: row[name] for name in names}, reason=row["reason"] or REASONS[0])
+        if claim.holds is not row["holds"]:
+            raise BadInput(f"the claim {claim.claim!r} is stored as {row['holds']}, and its rule says {claim.holds}.")
+        return claim
 
 
 def count_claims(claims: Sequence[Claim]) -> str:
@@ -124,7 +127,7 @@ def rule_verdict(
 
 
 def _missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
+    return value is None or not math.isfinite(value)  # JSON has no place for an infinite one
 
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
@@ -136,19 +139,21 @@ _CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max}
 
 
 def rule_holds(rule: str, values: Mapping[str, float | None]) -> bool:
-    """Whether a rule holds for these values; a missing value (None or NaN) never satisfies one.
+    """Whether a rule holds for these values; a missing value (None, NaN or infinite) never satisfies one.
 
     >>> rule_holds("ours > 2 * control", {"ours": 0.42, "control": 0.13})
     True
     """
     try:
         tree = ast.parse(rule, mode="eval").body
-    except SyntaxError:
-        raise BadInput(f"the rule {rule!r} cannot be read: write a comparison of ours and control.") from None
-    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _CALLS]
-    if any(name in values and _missing(values[name]) for name in used):
-        return False
-    held = _evaluate(tree, values, rule)
+        used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _CALLS]
+        if any(name in values and _missing(values[name]) for name in used):
+            return False
+        held = _evaluate(tree, values, rule)
+    except (SyntaxError, ArithmeticError, MemoryError, RecursionError) as error:  # nested without end, or x / 0
+        raise BadInput(
+            f"the rule {rule[:80]!r} cannot be decided ({error}): write a comparison of ours and control."
+        ) from None
     if not isinstance(held, bool):
         raise BadInput(f"the rule {rule!r} compares nothing: it should be true or false.")
     return held

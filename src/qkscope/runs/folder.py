@@ -1,9 +1,9 @@
 """A run's folder: one writer at a time, written file by file, and never over anything that is not ours.
 
-``manifest.json`` lists the files that a run wrote. A folder is written into if it is new or empty, or if it has such a
-list and holds nothing else; what was on the list and is made no more is removed, everything else is left alone. New
-files are laid down in ``.qkscope-writing`` first and then renamed, ``results.json`` last: a folder without it is not
-whole.
+``manifest.json`` lists the files that a run wrote, each with its sha256. A folder is written into if it is new or
+empty, or if all that it holds is listed and has not changed since; a link is never ours. What was listed and is made no
+more is removed. New files are laid down in a fresh folder inside ``.work`` first and then renamed, ``results.json``
+last: a folder without it is not whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,9 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 RESULTS, MANIFEST, JOB, PAGE = "results.json", "manifest.json", "job.json", "report.html"
-LOCK, WORK, STAGED = ".lock", ".work", ".qkscope-writing"
-"""Our own besides what is listed: the lock, the pieces of a run that is not finished, files before they are whole."""
-_EARLIER = r"results\.json|manifest\.json|report\.html|arrays\.safetensors|figures/[^/]+\.(png|pdf|svg)"
-"""What runs wrote before they listed it."""
-_PART = re.compile(r"(.+?)(?:[0-9a-f]{8})?\.part")  # what a killed run was writing
-_LEFT = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # what safetensors was
+LOCK, WORK, STAGED = ".lock", ".work", "qkscope-writing-"
+"""Our own besides what is listed: the lock, the work of a run under way, and how files before they are whole begin."""
+_PART = r"[0-9a-f]{8}\.part"  # how the name ends of what a killed run was writing
 _LARGEST_JSON = 1 << 28  # bytes
 _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
 _HELD: set[Path] = set()  # folders whose lock this process holds
@@ -55,60 +53,72 @@ def check_folder(
     Parameters
     ----------
     kind : of run, as its ``experiment`` begins (``demo``, ``lee2026/fig9``): a folder of another kind is refused.
-    state : names of files that such a run keeps besides those it lists, as a regular expression.
+    state : names of files that belong there unlisted, as a regular expression.
     called : what a folder that is not ours holds, for the sentence.
     """
     folder = Path(folder)
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")
     check_writable(folder)
-    try:
-        ours = _listed(folder, kind)
-        foreign = next((name for name in _inside(folder) if not _is_ours(name, ours, state)), None)
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be read ({error.strerror}): choose another folder.") from None
-    if foreign is not None:
-        raise BadInput(f"{folder} holds {called}, {foreign}: name a new folder.")
+    _own_files(folder, kind, state, called)
     return folder
 
 
-def _listed(folder: Path, kind: str | None) -> re.Pattern[str]:
-    """The names that the folder's manifest, if it is one of ours, says are ours."""
-    try:
-        manifest = read_json(folder / MANIFEST)
-        files = manifest.get("files")
-        if isinstance(files, list):
-            experiment, names = manifest.get("experiment"), "|".join(re.escape(str(name)) for name in files)
-        else:  # of an earlier version
-            experiment, names = read_json(folder / RESULTS).get("experiment"), _EARLIER
-            if not isinstance(manifest.get("versions"), dict):
-                experiment = None
-    except BadInput:  # none, or not ours
-        experiment = None
-    if not isinstance(experiment, str):
-        return re.compile(r"(?!)")
-    if kind is not None and experiment != kind and not experiment.startswith(f"{kind}/"):
+def _own_files(
+    folder: Path, kind: str | None = None, state: str = "", called: str = "other files than a run"
+) -> dict[str, str]:
+    """The files of the folder's last run that are there, with their hashes; refused where anything else is."""
+    manifest, found = read_run(folder), {}
+    experiment = manifest.get("experiment", "")
+    if kind is not None and manifest and experiment != kind and not experiment.startswith(f"{kind}/"):
         raise BadInput(f"{folder} holds a run of {experiment}, not of {kind}: name a new folder.")
-    return re.compile(names)
+    try:
+        for name in _inside(folder):
+            if name == MANIFEST and manifest:
+                continue
+            link = (folder / name).is_symlink()
+            if not link and state and re.fullmatch(f"({state})({_PART})?", name):
+                continue
+            if link or not _listed(name, manifest):
+                raise BadInput(f"{folder} holds {called}, {name}: name a new folder.")
+            found[name] = _own_hash(folder / name, name, manifest)
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be read ({error.strerror}): choose another folder.") from None
+    return found
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The manifest of a run folder; empty where there is none of ours."""
+    try:
+        return read_json(folder / MANIFEST, {"experiment": (str,), "files": (dict,), "before": (dict,)})
+    except BadInput:
+        return {}
+
+
+def _listed(name: str, manifest: Mapping[str, Any]) -> list[str]:
+    """The hashes that a file of ours may have: what was written last, and what stood there before."""
+    return [manifest[part][name] for part in ("files", "before") if name in manifest.get(part, ())]
+
+
+def _own_hash(path: Path, name: str, manifest: Mapping[str, Any]) -> str:
+    """The hash of a listed file, if it is still what was written."""
+    if path.is_file() and not path.is_symlink():  # a pipe would never end
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found in _listed(name, manifest):
+            return found
+    raise BadInput(f"{path} is not what a run wrote there: keep it elsewhere, or name a new folder.")
 
 
 def _inside(folder: Path) -> Iterator[str]:
-    """Every file in a folder by its relative name; a link is not followed, and stands for itself."""
+    """Every file in a folder by its relative name, of our work the links alone; none is followed."""
     for place, folders, files in os.walk(folder):
         base = Path(place).relative_to(folder)
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        hidden = (WORK, STAGED) if base == Path() else ()
-        folders[:] = sorted(name for name in folders if name not in hidden)
-        for name in sorted([*files, *links]):
+        links = [name for name in (*folders, *files) if os.path.islink(os.path.join(place, name))]
+        folders.sort()
+        for name in sorted(links if WORK in base.parts[:1] else {*files, *links}):
             if base != Path() or name != LOCK:
                 yield (base / name).as_posix()
-
-
-def _is_ours(name: str, listed: re.Pattern[str], state: str) -> bool:
-    part = _PART.fullmatch(name)
-    if _LEFT.fullmatch(name.rpartition("/")[2]):
-        return True
-    return any(listed.fullmatch(own) or re.fullmatch(state, own) for own in ([name, part[1]] if part else [name]))
 
 
 def check_writable(folder: Path) -> None:
@@ -127,69 +137,90 @@ def check_writable(folder: Path) -> None:
 
 
 def write_run(
-    folder: Path,
-    experiment: str,
-    contents: Mapping[str, str | bytes],
-    manifest: Mapping[str, Any],
-    *,
-    state: str = "",
-    later: Sequence[str] = (),
+    folder: Path, experiment: str, contents: Mapping[str, str | bytes], about: Mapping[str, Any], *, keep: str = "(?!)"
 ) -> None:
     """Write a run's files into its folder, and take away those of its last writing that are made no more.
 
     Parameters
     ----------
     contents : by relative name; all of them are on the disk before the first takes its place.
-    state : as in `check_folder`.
-    later : further names of ours, which are written by themselves.
+    about : what else the manifest says.
+    keep : names of the last writing that stay as they are, as a regular expression.
     """
-    for name in contents:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise BadInput(f"a file of a run is named from inside its folder, but got {name!r}.")
-    names = sorted({*contents, MANIFEST, *later})
-    about = {"schema": SCHEMA, "experiment": experiment, **manifest}
-    staged, held = folder / STAGED, folder.resolve() in _HELD
+    with _alone(folder):
+        own = _own_files(folder)
+        kept = {name: digest for name, digest in own.items() if re.fullmatch(keep, name) and name not in contents}
+        before = {name: digest for name, digest in own.items() if name not in kept}
+        if JOB in before and JOB not in contents:  # what stands there is more than a result
+            raise BadInput(f"{folder} holds other files than a run, {JOB}: name a new folder.")
+        said = {"schema": SCHEMA, "experiment": experiment, **about, "files": kept, "before": before}
+        _lay_down(folder, contents, said, [name for name in before if name not in contents])
+
+
+def add_to_run(folder: Path, contents: Mapping[str, str | bytes], experiment: str | None = None) -> None:
+    """Write further files into a run's folder, or some of its own anew; all others stay, whoever's they are.
+
+    Parameters
+    ----------
+    contents : by relative name.
+    experiment : of the run, where it has written nothing yet.
+    """
+    with _alone(folder):
+        manifest = {"schema": SCHEMA, "experiment": experiment, "files": {}, "before": {}, **read_run(folder)}
+        there = [name for name in contents if (folder / name).exists() or (folder / name).is_symlink()]
+        own = {name: _own_hash(folder / name, name, manifest) for name in there}
+        _lay_down(folder, contents, {**manifest, "before": {**manifest["before"], **own}}, [])
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    held = folder.resolve() in _HELD
     if held and not (folder / LOCK).exists():
         raise removed(folder)
     with nullcontext() if held else only_writer(folder):
-        listed = _listed(check_folder(folder, state=state), None)
-        stale = [name for name in _inside(folder) if listed.fullmatch(name) and name not in names]
-        with writing(folder):
-            try:
-                for name, content in {**contents, MANIFEST: as_json({**about, "files": names})}.items():
-                    _write_bytes(staged / name, _encoded(content) if isinstance(content, str) else content)
-                write_text(folder / MANIFEST, as_json({**about, "files": [*names, *stale]}).rstrip())
+        yield
+
+
+def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[str, Any], stale: list[str]) -> None:
+    """Put files in their places, and take stale ones away; whenever it stops, what is there is listed."""
+    for name in (*contents, WORK):
+        parts = Path(name).parts
+        if Path(name).is_absolute() or ".." in parts:
+            raise BadInput(f"a file of a run is named from inside its folder, but got {name!r}.")
+        if any(folder.joinpath(*parts[:i]).is_symlink() for i in range(1, len(parts) + 1)):
+            raise BadInput(f"{folder / name} leads elsewhere by a link: name a new folder.")
+    data = {name: _encoded(content) if isinstance(content, str) else content for name, content in contents.items()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    said = as_json({**manifest, "files": dict(sorted({**manifest["files"], **hashes}.items()))})
+    work = folder / WORK
+    with writing(folder):
+        work.mkdir(exist_ok=True)
+        for left in work.glob(f"{STAGED}????????"):  # by a run that was killed: nobody else writes here now
+            shutil.rmtree(left, ignore_errors=True)
+        staged = Path(tempfile.mkdtemp(prefix=STAGED, dir=work))
+        try:
+            for number, content in enumerate([_encoded(said), *data.values()]):
+                _create(staged / str(number), content)
+            if RESULTS in data:
                 (folder / RESULTS).unlink(missing_ok=True)  # from here to its return the folder is not whole
-                for name in sorted(contents, key=lambda name: name == RESULTS):
-                    if name == RESULTS:
-                        _remove(folder, stale)
-                        (staged / MANIFEST).replace(folder / MANIFEST)
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (staged / name).replace(folder / name)
-            finally:
-                shutil.rmtree(staged, ignore_errors=True)
+            (staged / "0").replace(folder / MANIFEST)
+            _remove(folder, stale)
+            places = [(name, staged / str(number)) for number, name in enumerate(data, 1)]
+            for name, file in sorted(places, key=lambda place: place[0] == RESULTS):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                file.replace(folder / name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+            with suppress(OSError):  # the pieces of a run that is not finished
+                work.rmdir()
 
 
-def _remove(folder: Path, names: Sequence[str]) -> None:
+def _remove(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # not empty
             for above in list((folder / name).relative_to(folder).parents)[:-1]:
                 (folder / above).rmdir()
-
-
-def clear_left_over(folder: Path) -> None:
-    """Remove what a killed run was writing in a folder of ours."""
-    for path in folder.iterdir():
-        if path.suffix == ".part" or (_LEFT.fullmatch(path.name) and _is_half_tensors(path)):
-            path.unlink(missing_ok=True)
-
-
-def _is_half_tensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do, or not yet at all: somebody's own of the same name does not."""
-    with path.open("rb") as file:
-        start = file.read(9)
-    return not start.strip(b"\0") or (len(start) == 9 and start[4:8] == bytes(4) and start[8:] == b"{")
 
 
 @contextmanager
@@ -203,21 +234,19 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename: a reader never sees half a file."""
-    part = path.with_suffix(path.suffix + ".part")
-    with writing(path):
-        try:
-            _write_bytes(part, _encoded(text + "\n"), new_folder=False)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write to a fresh name, then rename: a reader never sees half a file, and no link is followed."""
+    part = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
+    try:
+        _create(part, _encoded(content) if isinstance(content, str) else content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def _write_bytes(path: Path, content: bytes, new_folder: bool = True) -> None:
-    if new_folder:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+def _create(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    with os.fdopen(handle, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file

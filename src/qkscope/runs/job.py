@@ -1,11 +1,10 @@
 """A long run: what is asked, the folder that keeps what is done of it, and one writer; said again, it goes on.
 
-``job.json`` says what is asked, before any work. What is done is kept in pieces, each one safetensors file, written
-whole or not at all. There are two places for them. Where they are the result's own (the sums of a fit, the checkpoints
-of a sweep), they stand in the run's folder, which takes that one job and refuses others. Where they only serve to go
-on, they stand in ``OUT/.work/JOB`` until the whole is written, JOB being a fingerprint of all that decides the numbers:
-the model's weights, the tokenizer, the examples, every option, the versions. So pieces of another job are never taken
-for ours; they stay where they are until that job is finished or someone deletes them.
+What is done is kept in pieces, each one safetensors file, written whole or not at all. They stand in ``OUT/.work/JOB``
+until the whole is written, JOB being a fingerprint of all that decides the numbers: the model's weights, the tokenizer,
+the examples, every option, the versions. So pieces of another job are never taken for ours; they stay where they are
+until that job is finished or someone deletes them. A run whose sums are part of its result also writes ``job.json``,
+which says what was asked: its folder takes that one job and refuses others.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from torch import Tensor
 from qkscope.errors import BadInput, Terminated
 from qkscope.runs import folder as disk
 from qkscope.runs.folder import Kinds
-from qkscope.runs.provenance import MADE, provenance
+from qkscope.runs.provenance import provenance
 from qkscope.runs.shards import Part, stream
 from qkscope.runs.store import read_tensors, write_tensors
 
@@ -37,25 +36,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_REST = 100  # times what a save takes, until the next: saving is 1% of a run however large the sums are
-_LONGEST_REST = 600.0  # seconds: what a kill can lose, also where a slow disk would have it wait for days
-_LONGEST_PIECES = 45.0  # the same where pieces are kept, which are small, ...
-_SHORTEST_PIECES = 10  # ... but never less than this many times a save
-_FIRST_SAVE = (0.01, 400e6)  # what the first one is taken to cost: seconds, and bytes a second
+_EVERY = 30.0  # seconds between two saves: what a kill can lose, and little beside what saving takes
 _TENSOR = "tensor"
-
-
-class State(Protocol):
-    """What a pass adds to, and how it is kept: sums of our own, or pieces."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What the next save will write, by name."""
-
-    def save(self, path: Path, batches: int) -> None:
-        """Write what this many batches gave."""
-
-    def take_up(self, path: Path) -> int:
-        """Go on from what was saved; gives how many batches it holds."""
 
 
 class Job:
@@ -77,20 +59,26 @@ class Job:
         """Say which job the pieces in ``.work`` are of; those of other jobs are left alone, and said to be there."""
         if self.out is None:
             return self
-        said = {
+        return self.open({
             "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, "dtype": str(scope.model.dtype),
             "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
-            "versions": provenance()["versions"],
-        }  # fmt: skip
+        })  # fmt: skip
+
+    def open(self, asked: Mapping[str, Any]) -> Job:
+        """As `begin`, of a job that these facts tell from others, and the versions."""
+        assert self.out is not None
+        said = {**asked, "versions": provenance()["versions"]}
         text, work = json.dumps(said, sort_keys=True, default=str), self.out / disk.WORK
         self.name = _hash(text)
         self.folder = work / self.name
+        link = next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None)
+        if link is not None:
+            raise BadInput(f"{link} is a link, and leads elsewhere: delete it, or name a new folder.")
         with disk.writing(self.folder):
-            others = [path.name for path in work.iterdir() if path != self.folder] if work.is_dir() else []
+            others = [path.name for path in work.iterdir() if self._is_other(path)] if work.is_dir() else []
             self.folder.mkdir(parents=True, exist_ok=True)
-            disk.clear_left_over(self.folder)
             if not (self.folder / disk.JOB).exists():
-                disk.write_text(self.folder / disk.JOB, text)
+                disk.write_file(self.folder / disk.JOB, text)
             elif self._pieces():
                 log.info("Going on from what is done in %s.", self.folder)
         if others and asked.get("verb") != "downstream":  # which stands beside its swap's
@@ -102,66 +90,50 @@ class Job:
             )
         return self
 
+    def _is_other(self, path: Path) -> bool:
+        return path != self.folder and (path / disk.JOB).is_file()
+
     def check(
-        self,
-        asked: Mapping[str, Any],
-        kind: str,
-        state: str,
-        called: str,
-        fields: Mapping[str, Kinds] | None = None,
+        self, asked: Mapping[str, Any], kind: str, called: str, fields: Mapping[str, Kinds] | None = None
     ) -> None:
         """Refuse a folder of another job, or with anything of anyone's; ask before long work.
 
         Parameters
         ----------
         asked : the job as far as it is known.
-        kind, state, called : as in `qkscope.runs.folder.check_folder`.
+        kind, called : as in `qkscope.runs.folder.check_folder`.
         fields : of what kind parts of ``job.json`` are.
         """
         assert self.out is not None
         if self.out.is_file():
             raise BadInput(f"{self.out} is a file and holds {called}: name a new folder.")
         if (self.out / disk.JOB).exists():
-            found = disk.read_json(self.out / disk.JOB, fields)
             whole = {"shard": None}  # what a job that has none does not say
-            there, here = {**whole, **found}, {**whole, **asked}
+            there, here = {**whole, **disk.read_json(self.out / disk.JOB, fields)}, {**whole, **asked}
             differs = [name for name in here if name not in there or there[name] != here[name]]
             if differs:
                 raise BadInput(f"{self.out} holds another job ({', '.join(differs)} differ): name another folder.")
-        disk.check_folder(self.out, kind, state=state, called=called)
-
-    def say(self, asked: Mapping[str, Any]) -> None:
-        """Write what the folder is made from, before it is made; its pieces stand in it."""
-        assert self.out is not None
-        self.folder = self.out
-        with disk.writing(self.folder):
-            disk.clear_left_over(self.folder)
-        if not (self.folder / disk.JOB).exists():
-            made = {name: value for name, value in provenance().items() if name in MADE}
-            disk.write_text(
-                self.folder / disk.JOB,
-                json.dumps({"schema": disk.SCHEMA, **made, **asked}, indent=1, ensure_ascii=False),
-            )
+        disk.check_folder(self.out, kind, called=called)
+        if (self.out / disk.RESULTS).exists() and not (self.out / disk.JOB).exists():
+            raise BadInput(f"{self.out} has lost its {disk.JOB}, which says what it is of: name another folder.")
 
     @contextmanager
     def hold(self) -> Iterator[Job]:
         """Be the folder's one writer, and say where the pieces are when the run is stopped."""
-        assert self.out is not None
+        if self.out is None:
+            yield self
+            return
         try:
             with disk.kept_if_stopped(self.out, self._pieces), disk.only_writer(self.out):
                 yield self
         except BadInput:
-            if self.folder != self.out and not self._pieces():
+            if not self._pieces():
                 self.clear()
             raise
 
-    def sub(self, name: str) -> Path | None:
-        """A folder for those who keep their pieces themselves."""
-        return None if self.folder is None else self.folder / name
-
     def clear(self) -> None:
         """The whole is written: pieces that only serve to go on have done their work."""
-        if self.out is None or self.folder is None or self.folder == self.out:
+        if self.out is None or self.folder is None:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         if (self.out / disk.WORK).is_dir() and not any((self.out / disk.WORK).iterdir()):
@@ -183,53 +155,31 @@ class Job:
         self,
         name: str,
         batches: list[list[int]],
-        run: Callable[[list[int]], Any],
+        run: Callable[[list[int]], T],
         progress: bool | None = None,
         sums: Mapping[str, Tensor] | None = None,
+        add: Callable[[Part[T]], Any] = lambda part: part.value,
     ) -> list[Any]:
-        """What ``run`` gives for each batch, in order, saved now and then, and read back where it was done before.
+        """What ``add`` makes of each part of a batch, in order, saved now and then, and read back where it was done.
 
-        ``sums`` are tensors that ``run`` adds to in place; they are saved together with the batches they hold.
-        """
-        pieces = _Pieces(self, name, sums or {})
-        self.add_up(name, batches, run, lambda part: pieces.fresh.append(part.value), pieces, progress)
-        return pieces.kept + pieces.fresh
-
-    def add_up(
-        self,
-        name: str,
-        batches: list[list[int]],
-        run: Callable[[list[int]], T],
-        add: Callable[[Part[T]], object],
-        state: State,
-        progress: bool | None = None,
-    ) -> None:
-        """Run the batches that are not done yet and ``add`` what each part gives; the state is saved after a batch.
-
-        Being asked to stop waits for the end of a batch, so that sums are never half added, and saves first.
+        ``sums`` are tensors that ``run`` or ``add`` add to in place; they are saved together with the batches they
+        hold. Being asked to stop waits for the end of a batch, so that sums are never half added, and saves first.
         """
         if self.folder is None:
-            for part in stream(batches, run, progress):
-                add(part)
-            return
-        path = self._path(name)
-        done = state.take_up(path) if path.exists() else 0
-        once, rate = _FIRST_SAVE
-        saved, cost = time.monotonic(), once + sum(tensor.nbytes for tensor in state.tensors().values()) / rate
+            return [add(part) for part in stream(batches, run, progress)]
+        pieces = _Pieces(self, name, sums or {})
+        done, saved = pieces.take_up(), time.monotonic()
         with _patient_interrupt() as interrupted:
             for part in stream(batches, run, progress, done):
-                add(part)
-                if not part.last:
-                    continue
-                rest, count = _rest(cost, isinstance(state, _Pieces)), part.number + 1
-                if interrupted() or time.monotonic() - saved >= rest or count == len(batches):
-                    start = time.monotonic()
-                    state.save(path, count)
+                pieces.fresh.append(add(part))
+                count = part.number + 1
+                if part.last and (interrupted() or time.monotonic() - saved >= _EVERY or count == len(batches)):
+                    pieces.save(count)
                     saved = time.monotonic()
-                    cost = saved - start
-                    log.debug("saved %d of %d batches in %.3f s", count, len(batches), cost)
-                if interrupted():
+                    log.debug("saved %d of %d batches", count, len(batches))
+                if part.last and interrupted():
                     raise KeyboardInterrupt
+        return pieces.kept
 
     # ------------------------------------------------------------------ files
 
@@ -241,6 +191,10 @@ class Job:
         return self.folder / f"{disk.file_name(name)}.safetensors"
 
     def _write(self, name: str, value: Any) -> None:
+        assert self.folder is not None
+        assert self.out is not None
+        if not self.folder.is_dir():
+            raise disk.removed(self.out)
         tensors: dict[str, Tensor] = {}
         plain = _apart(value, tensors)
         write_tensors(self._path(name), "piece", tensors, {"job": self.name, "value": plain})
@@ -260,13 +214,6 @@ class Job:
             return None
 
 
-def _rest(cost: float, pieces: bool) -> float:
-    """Seconds until the next save, of what the last one took."""
-    if pieces:
-        return max(min(_REST * cost, _LONGEST_PIECES), _SHORTEST_PIECES * cost)
-    return min(_REST * cost, _LONGEST_REST)
-
-
 class _Pieces:
     """What batches gave, in chunks of what came between two saves, and the sums that they added to."""
 
@@ -276,10 +223,7 @@ class _Pieces:
         self.fresh: list[Any] = []
         self.chunks: list[int] = []
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.sums
-
-    def save(self, path: Path, batches: int) -> None:
+    def save(self, batches: int) -> None:
         """The fresh batches first, then the sums with how far they reach: a kill in between loses the fresh ones."""
         self.job._write(f"{self.name}.{batches}", {"value": self.fresh})
         self.chunks.append(batches)
@@ -287,11 +231,13 @@ class _Pieces:
         self.kept += self.fresh
         self.fresh = []
 
-    def take_up(self, path: Path) -> int:
+    def take_up(self) -> int:
+        if not self.job._path(self.name).exists():
+            return 0
         found = self.job._read(self.name)
         chunks = [self.job._read(f"{self.name}.{number}") for number in found["chunks"]] if found else []
         if found is None or None in chunks:
-            log.warning("A part of %s is missing in %s: it is made again.", self.name, path.parent)
+            log.warning("A part of %s is missing in %s: it is made again.", self.name, self.job.folder)
             return 0
         self.kept, self.chunks = [value for chunk in chunks for value in chunk["value"]], list(found["chunks"])
         for name, tensor in self.sums.items():

@@ -19,7 +19,7 @@ from qkscope.kinds import checked_class
 from qkscope.runs.claims import Claim, count_claims
 from qkscope.runs.folder import MANIFEST, RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 
-_OF_THE_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
+_OF_THE_FOLDER = ("schema", "experiment", "files", "before")  # what a manifest says besides what made the result
 
 
 @checked_class
@@ -156,6 +156,9 @@ class Result:
                 provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
                 arrays=_read_arrays(folder / "arrays.safetensors"),
             )
+        except BadInput as error:
+            why = f"{folder} is damaged or half-written ({str(error).rstrip('.')})"
+            raise BadInput(f"{why}: run the command that made it again.") from None
         except (KeyError, TypeError, ValueError, OSError):
             raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
         return result
@@ -176,17 +179,16 @@ def write_result(
     folder: str | Path,
     files: Mapping[str, str | bytes] | None = None,
     *,
-    state: str = "",
-    later: Sequence[str] = (),
+    keep: str = "(?!)",
 ) -> Path:
-    """What `Result.write` does, in a folder that keeps more; ``state`` and ``later`` as in `write_run`."""
-    folder = check_folder(folder, result.experiment.partition("/")[0], state=state)
+    """What `Result.write` does, in a folder that keeps more; ``keep`` as in `write_run`."""
+    folder = check_folder(folder, result.experiment.partition("/")[0])
     contents: dict[str, str | bytes] = {RESULTS: as_json(result.to_json()), **(files or {})}
     if result.arrays:
         from safetensors.torch import save
 
         contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in result.arrays.items()})
-    write_run(folder, result.experiment, contents, plain_value(result.provenance), state=state, later=later)
+    write_run(folder, result.experiment, contents, plain_value(result.provenance), keep=keep)
     return folder
 
 
@@ -212,4 +214,6 @@ def plain_value(value: Any) -> Any:
         return value
     if isinstance(value, Sequence):
         return [plain_value(item) for item in value]
+    if hasattr(value, "tolist"):  # numbers of numpy and torch
+        return plain_value(value.tolist())
     return str(value)

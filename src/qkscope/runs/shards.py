@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.runs.folder import WORK
 from qkscope.runs.progress import counting
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 Shard = tuple[int, int]
 SHARDS = "shards"
-"""Subfolder in which processes that share a job keep their sums until they are merged."""
+"""Folder in our work in which processes that share a job keep their sums until they are merged."""
 MOST_SHARDS = 10**6
 
 _LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
@@ -123,7 +124,7 @@ def torchrun_shard() -> Shard | None:
 
 def shard_folder(out: str | Path, shard: Shard) -> Path:
     """Where a process under torchrun keeps its share until it is merged."""
-    return Path(out) / SHARDS / f"{shard[0]}-of-{shard[1]}"
+    return Path(out) / WORK / SHARDS / f"{shard[0]}-of-{shard[1]}"
 
 
 def torchrun_device(device: str | None) -> str | None:

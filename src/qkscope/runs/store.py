@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import removed
+from qkscope.runs.folder import removed, write_file, writing
 
 SCHEMA = 1
 
@@ -43,27 +41,16 @@ def write_tensors(
     path = Path(path)
     if not new_folder and not path.parent.is_dir():
         raise removed(path.parent)
-    temporary = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode & 0o777  # what the user's umask gives; safetensors makes a file private
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror}): choose another place.") from None
+        write_file(path, tensor_bytes(kind, tensors, manifest))
+
+
+def tensor_bytes(kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> bytes:
+    """The content of such a file."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     said = json.dumps(manifest, sort_keys=True)
-    header = {"schema": str(SCHEMA), "kind": kind, "manifest": said, "sha256": _checksum(plain, said)}
-    try:
-        save_file(plain, temporary, header)
-        temporary.chmod(mode)
-        with open(temporary, "r+b") as written:
-            os.fsync(written.fileno())  # else a power failure could leave the new name on an empty file
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # most likely the disk is full
-        kept = "; an earlier state is kept" if path.exists() else ""
-        raise BadInput(f"{path} could not be written ({error}): make room and say the same again{kept}.") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    return save(plain, {"schema": str(SCHEMA), "kind": kind, "manifest": said, "sha256": _checksum(plain, said)})
 
 
 def _checksum(tensors: Mapping[str, Tensor], manifest: str) -> str:

@@ -138,6 +138,11 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
     for folder, shard, own in zip(folders, shards, made, strict=True):
         if not shard.experiment.startswith("trace/") or "tally" not in own:
             raise BadInput(f"{folder} is no shard of a trace of a task: name folders that trace --shard wrote.")
+        if own["shard"][1] != made[0]["shard"][1]:
+            raise BadInput(
+                f"{folders[0]} is of a split into {made[0]['shard'][1]}, {folder} of one into {own['shard'][1]}: merge "
+                "the shards of one split."
+            )
         differs = [name for name in _SAME if own.get(name) != made[0].get(name)]
         if differs:
             raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
