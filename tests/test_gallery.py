@@ -56,7 +56,7 @@ def stop(folder, how):
         (folder / "manifest.json").unlink()
         (folder / ".work" / "abc").mkdir(parents=True)
     elif how == "staged":
-        (folder / ".qkscope-writing").mkdir()
+        (folder / ".work" / "qkscope-writing-abcdefgh").mkdir(parents=True)
     elif how == "locked":
         (folder / "manifest.json").unlink()
         (folder / ".lock").touch()
@@ -153,8 +153,7 @@ def test_the_command_that_finishes_a_run_is_named(runs, tmp_path):
         page = html.unescape(write_gallery(tmp_path / "site", runs / "why", folder).read_text())
         assert f"(qkscope decompose ioi --out {shown} --center a/b) to finish it" in page
         assert str(tmp_path) not in page
-    (folder / "job.json").write_text(json.dumps({"schema": 1, "shard": [1, 4]}))
-    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "asked": {"shard": [1, 4]}}))
     with pytest.raises(BadInput, match="one shard of a job; when all are done, add them up with qkscope merge"):
         write_gallery(tmp_path / "site", folder)
 

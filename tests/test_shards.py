@@ -345,10 +345,7 @@ def test_a_flipped_bit_and_another_shards_sums_are_refused(scope, whole, tmp_pat
         fit_into(scope, tmp_path / str(index), (index, 2))
     shutil.copyfile(sums_file(tmp_path / "0", "order"), sums_file(tmp_path / "1", "order"))
     for use, says in (
-        (
-            lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"),
-            "holds the sums of shard 0/2 and stands",
-        ),
+        (lambda: merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged"), "of shard 0/2 .* those of 1/2 belong"),
         (lambda: fit_into(scope, tmp_path / "1", (1, 2)), "is not what a run wrote there"),
     ):
         with pytest.raises(BadInput, match=says):

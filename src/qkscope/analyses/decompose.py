@@ -111,11 +111,11 @@ def decompose(
         about = prompts.made_from(scope, task, space)
         with job.hold():
             job.of_model(about)
+            hashes = {name: prompts.units_hash(own) for name, own in units.items()}
+            job.begin(scope, hashes, verb="decompose", **job.asked)
             if job.out is not None and job.is_finished:
                 sums = read_sums(job.out, job.asked, task, options.shard, scope.device)
             else:
-                hashes = {name: prompts.units_hash(own) for name, own in units.items()}
-                job.begin(scope, hashes, verb="decompose", **job.asked)
                 made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
                 sums = {name: one[name] for name in names for one in made if name in one}
             if share is None:

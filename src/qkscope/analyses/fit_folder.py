@@ -172,7 +172,7 @@ class FitJob(Job):
             files[file.name] = file.read_bytes()
         files[JOB] = as_json({"schema": SCHEMA, **made, **self.asked})
         if fit is None:
-            write_run(self.out, f"decompose/{self.asked['task']}", files, made)
+            write_run(self.out, f"decompose/{self.asked['task']}", files, {**made, "asked": self.asked})
         else:
             write_result(fit, self.out, files)
         self.clear()

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -28,7 +28,6 @@ from qkscope.runs.folder import plain_text
 from qkscope.runs.progress import clear
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-T = TypeVar("T")
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 
 
@@ -78,25 +77,26 @@ class _Stdout:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        return self._unless_failed(lambda: self.stream.write(text), len(text))
+        self._unless_failed(self.stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
-        self._unless_failed(self.stream.flush, None)
+        self._unless_failed(self.stream.flush)
 
-    def _unless_failed(self, do: Callable[[], T], instead: T) -> T:
+    def _unless_failed(self, do: Callable[..., object], *given: str) -> None:
         try:
-            return instead if self.failed else do()
+            if not self.failed:
+                do(*given)
         except OSError as error:
             self.failed = str(error.strerror)
-            with suppress(OSError, ValueError):  # Python would try again at its end; a test's stream is no file
+            with suppress(OSError):  # Python would try again at its end; a test's stream is no file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            return instead
 
     def check(self, ended: SystemExit) -> None:
         """Say that it failed, where nothing else did."""
         self.flush()
         if self.failed and not ended.code:
-            typer.echo(f"qkscope: stdout cannot be written ({self.failed}); what --out names is written.", err=True)
+            typer.echo(f"qkscope: not all could be printed ({self.failed}); what --out names is written.", err=True)
             ended.code = 1
 
 

@@ -75,7 +75,6 @@ def _ask(
     as_json: bool,
 ) -> None:
     from qkscope.heads import Head
-    from qkscope.runs.folder import check_folder
 
     if asked["head"] is not None:
         asked["head"] = str(Head.parse(asked["head"]))
@@ -83,8 +82,7 @@ def _ask(
         model = _checked_fit(fit, asked, model)
     if not prompt:
         raise BadInput("the prompt is empty: give at least one character.")
-    if out is not None:
-        check_folder(out, "why")
+    shell.check_out(out, "why")
     from qkscope.analyses.why.why import why as run
 
     scope = shell.load_scope(model, device, dtype)

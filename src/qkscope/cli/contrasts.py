@@ -44,10 +44,7 @@ def heads(
 
     if by not in SCORES:
         raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
-    if out is not None:
-        from qkscope.runs.folder import check_folder
-
-        check_folder(out, "heads")
+    shell.check_out(out, "heads")
     ranking = find_heads(shell.load_scope(model, device, dtype), made, n, batch_size=batch_size)
     if as_json:
         shell.print_json(ranking.to_json())
@@ -148,17 +145,14 @@ def merge(
 ) -> None:
     """Add up the shards of one job: exactly what one process would have made, to rounding."""
     from qkscope.analyses.fit import merge as run_merge
-    from qkscope.runs.folder import RESULTS, check_folder, read_json
+    from qkscope.runs.folder import RESULTS, read_json
 
     first = folders[0] / RESULTS  # a shard of a fit has no results yet
     if first.is_file() and str(read_json(first).get("experiment", "")).startswith("trace/"):
         from qkscope.analyses.trace.result import merge_traces
-        from qkscope.page.report import report_html
 
-        check_folder(out, "trace")
-        found = merge_traces(folders)
-        shell.print_result(found, as_json, everything)
-        found.write(out, files={"report.html": report_html([found])})
+        shell.check_out(out, "trace")
+        shell.deliver(merge_traces(folders), out, as_json, everything)
         if not as_json:
             shell.print_end(out, then=shell.command("view", out))
         return

@@ -41,10 +41,9 @@ def discover(
     from qkscope.analyses.names.sight import Options
     from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_discovery
-    from qkscope.runs.folder import check_folder
 
     chosen = parse_heads(heads)
-    check_folder(out, "discover")
+    shell.check_out(out, "discover")
     options: Any = {"test": test, "batch_size": batch_size, "seed": seed}
     Options(n, **options)
     task = len(sources) == 1 and is_task(sources[0])
@@ -79,10 +78,9 @@ def atlas(
     from qkscope.analyses.names.sight import Options
     from qkscope.heads import parse_heads
     from qkscope.page.figures import draw_atlas
-    from qkscope.runs.folder import check_folder
 
     chosen = None if heads is None else parse_heads(heads)
-    check_folder(out, "atlas")
+    shell.check_out(out, "atlas")
     options: Any = {"batch_size": batch_size, "seed": seed}
     Options(n, test, **options)
     texts = texts_of(sources or [PYTHON], "an atlas takes text files and folders, or nothing for Python's own texts")
@@ -96,13 +94,12 @@ def atlas(
 
 
 def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool, everything: bool) -> Any:
-    """Run as a job, and say what was found before it is written: a disk that refuses then takes nothing away."""
+    """Run as a job; what is done is kept until the result is written."""
     from qkscope.runs.job import Job
 
     with Job(out).hold() as job:
         result = run(job)
-        shell.print_result(result, as_json, everything)
-        result.write(out, files=draw(result))
+        shell.deliver(result, out, as_json, everything, draw)
         job.clear()
     return result
 

@@ -21,7 +21,7 @@ from qkscope import tasks
 from qkscope.cli import layout, views
 from qkscope.errors import BadInput
 from qkscope.kinds import LARGEST_SEED
-from qkscope.runs.folder import plain_text
+from qkscope.runs.folder import check_folder, plain_text
 from qkscope.runs.progress import clear
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,23 @@ def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
     claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     say(result.answer)
     print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
+
+
+def deliver(
+    result: Any, out: Path | None, as_json: bool, everything: bool = False, draw: Callable[[Any], Any] | None = None
+) -> None:
+    """Print a result, then write it into its folder with its page: a disk that refuses takes nothing away."""
+    print_result(result, as_json, everything)
+    if out is not None:
+        from qkscope.page.report import report_html
+
+        result.write(out, files={"report.html": report_html([result])} if draw is None else draw(result))
+
+
+def check_out(out: Path | None, kind: str) -> None:
+    """Refuse a folder that no run of this kind may be written into, before long work."""
+    if out is not None:
+        check_folder(out, kind)
 
 
 def print_rows(

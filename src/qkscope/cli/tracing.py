@@ -67,8 +67,6 @@ def trace(
     what = _what(sources or [], prompt, form, size, seed, chat)
     features = _dictionary(dictionary, dictionary_layer, heads)
     from qkscope.analyses.trace.trace import trace as run
-    from qkscope.page.report import report_html
-    from qkscope.runs.folder import check_folder
     from qkscope.runs.job import Job
     from qkscope.runs.shards import parse_shard
     from qkscope.tasks.task import Task
@@ -76,8 +74,7 @@ def trace(
     share = (0, 1) if shard is None else parse_shard(shard)
     if shard is not None and (out is None or heads == "all" or not isinstance(what, Task)):
         raise BadInput("--shard is for a task and heads that are named, and leaves its part in a folder: name it all.")
-    if out is not None:
-        check_folder(out, "trace")
+    shell.check_out(out, "trace")
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"depth": depth, "whole": whole, "batch_size": batch_size, "seed": seed, "shard": share}
     if prompt is not None:
@@ -86,20 +83,15 @@ def trace(
         asked["feature"] = _feature(feature, heads, scope)
     if features is not None:
         asked["dictionary"] = features
-    if out is None:
-        shell.print_result(run(scope, what, heads, n, **asked), as_json, everything)
-        if prompt is not None and not as_json:
-            same: Any = {**one, "depth": depth, "feature": feature, "dictionary": dictionary, "model": model}
-            same |= {"dictionary_layer": dictionary_layer, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
-            shell.print_end(then=shell.command("trace", prompt=prompt, heads=heads, **same, out="runs/trace"))
-        return
     with Job(out).hold() as job:
-        result = run(scope, what, heads, n, job=job, **asked)
-        shell.print_result(result, as_json, everything)
-        result.write(out, files={"report.html": report_html([result])})
+        shell.deliver(run(scope, what, heads, n, job=job, **asked), out, as_json, everything)
         job.clear()
-    if not as_json:
+    if out is not None and not as_json:
         shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
+    elif prompt is not None and not as_json:
+        same: Any = {**one, "depth": depth, "feature": feature, "dictionary": dictionary, "model": model}
+        same |= {"dictionary_layer": dictionary_layer, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
+        shell.print_end(then=shell.command("trace", prompt=prompt, heads=heads, **same, out="runs/trace"))
 
 
 def _check_heads(heads: str, feature: str | None) -> None:

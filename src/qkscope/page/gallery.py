@@ -28,7 +28,7 @@ from qkscope.page.report import remembered, render
 from qkscope.page.stored import drawn_from, pictures_of, stored_page
 from qkscope.page.thumbnail import thumbnail
 from qkscope.runs.claims import Claim, count_claims
-from qkscope.runs.folder import JOB, LOCK, MANIFEST, RESULTS, WORK, check_folder, read_json
+from qkscope.runs.folder import LOCK, RESULTS, WORK, check_folder, read_run
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 
@@ -147,27 +147,16 @@ def _left_out(folder: Path, parts: Sequence[str], why: str) -> tuple[str, str]:
 def _below(folder: Path) -> Iterator[Path]:
     """Every folder there that holds a run or the beginning of one; none inside another, and no link is followed."""
     for place, below, files in os.walk(folder):
-        if {RESULTS, LOCK} & set(files) or WORK in below or _begun(Path(place)) is not None:
+        if {RESULTS, LOCK} & set(files) or WORK in below or read_run(Path(place)):
             below.clear()
             yield Path(place)
         below[:] = sorted(name for name in below if not name.startswith("."))
 
 
-def _begun(folder: Path) -> dict[str, Any] | None:
-    """What a run says of itself before it is finished."""
-    for name in (MANIFEST, JOB):
-        if (folder / name).is_file():
-            try:
-                return read_json(folder / name)
-            except BadInput:  # somebody else's
-                continue
-    return None
-
-
 def _run(folder: Path, name: str) -> _Run | None:
     if not (folder / RESULTS).is_file():
-        begun = _begun(folder) or {}
-        if begun.get("shard") not in (None, [0, 1]):
+        begun = read_run(folder)
+        if begun.get("asked", {}).get("shard") not in (None, [0, 1]):
             raise BadInput("it is one shard of a job; when all are done, add them up with qkscope merge.")
         command = f" ({begun['command']})" if begun.get("command") else ""
         raise BadInput(f"it is not finished; say its command again{command} to finish it.")

@@ -123,13 +123,13 @@ class Job:
         if self.out is None:
             yield self
             return
-        try:
-            with disk.kept_if_stopped(self.out, self._pieces), disk.only_writer(self.out):
+        with disk.kept_if_stopped(self.out, self._pieces), disk.only_writer(self.out):
+            try:
                 yield self
-        except BadInput:
-            if not self._pieces():
-                self.clear()
-            raise
+            except BadInput:
+                if not self._pieces():
+                    self.clear()
+                raise
 
     def clear(self) -> None:
         """The whole is written: pieces that only serve to go on have done their work."""

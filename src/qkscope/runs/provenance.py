@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import JOB, MANIFEST, read_json
+from qkscope.runs.folder import MANIFEST, read_json
 from qkscope.runs.store import read_manifest
 
 MADE = ("command", "versions", "threads")
@@ -76,8 +76,4 @@ def _read(path: Path) -> dict[str, Any]:
         return {"asked": asked, "threads": None}
     if (path / MANIFEST).is_file():
         return {"threads": None, **read_json(path / MANIFEST)}
-    if (path / JOB).is_file():
-        job = read_json(path / JOB)
-        asked = {name: value for name, value in job.items() if name not in ("schema", *MADE)}
-        return {"threads": None, **job, "asked": asked}
     raise BadInput(f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote.")

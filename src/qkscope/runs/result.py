@@ -156,11 +156,9 @@ class Result:
                 provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
                 arrays=_read_arrays(folder / "arrays.safetensors"),
             )
-        except BadInput as error:
-            why = f"{folder} is damaged or half-written ({str(error).rstrip('.')})"
-            raise BadInput(f"{why}: run the command that made it again.") from None
-        except (KeyError, TypeError, ValueError, OSError):
-            raise BadInput(f"{folder} is damaged or half-written: run the command that made it again.") from None
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
+            raise BadInput(f"{folder} is damaged or half-written{why}: run the command that made it again.") from None
         return result
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:

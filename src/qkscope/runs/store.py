@@ -50,7 +50,12 @@ def tensor_bytes(kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str
     """The content of such a file."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     said = json.dumps(manifest, sort_keys=True)
-    return save(plain, {"schema": str(SCHEMA), "kind": kind, "manifest": said, "sha256": _checksum(plain, said)})
+    header = {"schema": str(SCHEMA), "kind": kind, "manifest": said, "sha256": _checksum(plain, said)}
+    content = save(plain, header)
+    size = 8 + int.from_bytes(content[:8], "little")
+    ordered = json.dumps(json.loads(content[8:size]), sort_keys=True).encode()  # safetensors shuffles the header
+    ordered += b" " * (-len(ordered) % 8)
+    return b"".join([len(ordered).to_bytes(8, "little"), ordered, memoryview(content)[size:]])
 
 
 def _checksum(tensors: Mapping[str, Tensor], manifest: str) -> str:

@@ -210,8 +210,9 @@ class Tally:
     # ------------------------------------------------------------------ to disk and back
 
     def arrays(self, prefix: str) -> dict[str, Tensor]:
-        """The sums as tensors, words in the order of `counts`."""
-        return {f"{prefix} {name}": torch.stack([own[w] for w in self.counts]) for name, own in self.sums.items()}
+        """The sums as tensors, words in the order of the alphabet."""
+        words = sorted(self.counts)
+        return {f"{prefix} {name}": torch.stack([own[word] for word in words]) for name, own in self.sums.items()}
 
     @classmethod
     def of_arrays(
@@ -219,7 +220,7 @@ class Tally:
     ) -> Tally:
         """What `arrays` gave, read back."""
         sums = {
-            name.removeprefix(f"{prefix} "): dict(zip(counts, value, strict=True))
+            name.removeprefix(f"{prefix} "): dict(zip(sorted(counts), value, strict=True))
             for name, value in arrays.items()
             if name.startswith(f"{prefix} ")
         }
