@@ -991,5 +991,5 @@ def test_stdout_is_json_alone_in_a_process_of_its_own(model, fitted):
 
 def test_sums_of_another_kind_are_refused(scope, task, tmp_path):
     Moments(["L0H0"], ["order"], 16).save(sums_file(tmp_path, "order"))
-    with pytest.raises(BadInput, match="holds moments, not sums"):
+    with pytest.raises(BadInput, match=r"holds other things than a fit, order\.safetensors"):
         decompose(scope, task, "L0H0", 4, contrasts=["order"], out=tmp_path, replicates=3)

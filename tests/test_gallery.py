@@ -173,9 +173,27 @@ def odd(folder):
     (folder / "results.json").write_text(json.dumps(stored))
 
 
+def deep(folder):
+    stored = json.loads((folder / "results.json").read_text())
+    stored["tables"]["heads"][0]["accuracy"] = json.loads("[" * 900 + "]" * 900)
+    (folder / "results.json").write_text(json.dumps(stored))
+
+
+def reasonless(folder):
+    stored = json.loads((folder / "results.json").read_text())
+    claim = Claim("c", "", 0.0, None, "ours > 1").to_json()
+    (folder / "results.json").write_text(json.dumps({**stored, "claims": [{**claim, "reason": "of tomorrow"}]}))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(newer, "it was written by a newer qkscope"), (cut, "results.json is damaged"), (odd, "it is damaged")],
+    [
+        (deep, "it is damaged"),
+        (reasonless, "is no reason for a claim to fail"),
+        (newer, "it was written by a newer qkscope"),
+        (cut, "results.json is damaged"),
+        (odd, "it is damaged"),
+    ],
 )
 def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, damage, says, capsys):
     shutil.copytree(runs, tmp_path / "runs")
@@ -184,6 +202,10 @@ def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, damag
     assert says in index.read_text()
     assert "<script>alert" not in index.read_text()
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
+    (tmp_path / "runs" / "heads" / "report.html").unlink(missing_ok=True)
+    if damage is not odd:  # which only a thumbnail asks for a number
+        with pytest.raises(BadInput, match=says.removeprefix("it ")):
+            page_of(tmp_path / "runs" / "heads")
 
 
 def test_nothing_to_show_is_one_sentence_and_exit_code_2(runs, tmp_path):

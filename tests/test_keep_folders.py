@@ -470,6 +470,13 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
     assert set(contents(tmp_path / "mine")) == {"manifest.json", "results.json"}
 
 
+def test_swap_waits_for_whoever_writes_to_its_fit(scope, model, tmp_path, qkscope):
+    fitted(scope, tmp_path / "fit")
+    with only_writer(tmp_path / "fit"):
+        code, _, said = qkscope("swap", tmp_path / "fit", "-n", 4, "--device", "cpu")
+    assert (code, "another run is writing to" in said) == (2, True)
+
+
 # ---------------------------------------------------------------- torchrun
 
 

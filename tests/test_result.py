@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_rules_decide():
         assert rule_holds(rule, values) is holds
 
 
-@pytest.mark.parametrize("missing", [None, float("nan")])
+@pytest.mark.parametrize("missing", [None, float("nan"), float("inf"), -float("inf")])
 def test_a_missing_value_never_satisfies_a_rule(missing):
     assert not Claim("c", "p", missing, 1.0, "ours < 5").holds
     assert not Claim("c", "p", missing, 1.0, "ours != 5").holds
@@ -90,6 +91,50 @@ def test_a_claim_says_whose_it_is_and_why_it_fails():
     assert Claim("c", "", None, None, "ours > 0").to_json()["reason"] == "not run here"
     with pytest.raises(BadInput, match="is no reason"):
         Claim("c", "", 1.0, None, "ours > 0", reason="bad luck")
+
+
+_ENDS = st.floats(allow_nan=True, allow_infinity=True) | st.none() | st.sampled_from([0.0, -0.0, 1e-300])
+
+
+@given(_ENDS, _ENDS, _ENDS, _ENDS, st.sampled_from(["ours > 0", "ours >= 0", "ours > control", "abs(ours) < 1"]))
+def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
+    """An end of exactly 0 is one; what JSON has no place for decides nothing before it is written either."""
+    claim = Claim("c", "", ours, control, rule, low=low, high=high)
+    row = json.loads(json.dumps(Result("demo", {}, claims=[claim]).to_json()))["claims"][0]
+    assert Claim.from_json(row).holds is claim.holds is row["holds"]
+    with pytest.raises(BadInput, match="its rule says"):
+        Claim.from_json({**row, "holds": not row["holds"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"reason": "cosmic rays"}, "'cosmic rays' is no reason for a claim to fail"),
+        ({"rule": "ours / 0 > 1"}, "cannot be decided"),
+        ({"rule": "(" * 250 + "ours" + ")" * 250 + " > 0"}, "cannot be decided"),
+        ({"rule": "-" * 100_000 + "ours > 0"}, "cannot be decided"),
+        ({"rule": "ours" + " + ours" * 20_000 + " > 0"}, "cannot be decided"),
+        ({"rule": 7}, ""),
+        ({"ours": "many"}, ""),
+        ({"holds": False}, "is stored as False, and its rule says True"),
+    ],
+)
+def test_a_claim_that_no_run_writes_is_a_sentence(tmp_path, change, says):
+    folder = Result("demo", {}, claims=[Claim("c", "", 1.0, 0.5, "ours > control")]).write(tmp_path / "run")
+    stored = json.loads((folder / "results.json").read_text())
+    stored["claims"][0] |= change
+    (folder / "results.json").write_text(json.dumps(stored))
+    with pytest.raises(BadInput, match=r"is damaged or half-written.*: run the command that made it again") as refused:
+        Result.read(folder)
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_numbers_of_numpy_and_torch_are_written_as_numbers():
+    row = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.25), "e": torch.arange(2),
+           "f": np.array([0.5, np.nan])}  # fmt: skip
+    found = Result("demo", {"rows": [row]}).to_json()["tables"]["rows"][0]
+    assert found == {"a": 0.5, "b": 3, "c": True, "d": 0.25, "e": [0, 1], "f": [0.5, None]}
 
 
 @pytest.mark.parametrize("rule", ["__import__('os')", "ours", "theirs > 1", "ours >", "ours.real > 0", "[1][0] > 0"])

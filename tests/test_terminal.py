@@ -11,6 +11,7 @@ import pytest
 
 from qkscope import cli
 from qkscope.cli import layout, views
+from qkscope.errors import Terminated
 
 BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]
 RULE = re.compile(r"─+(  ─+)*")
@@ -180,3 +181,42 @@ def test_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
     assert max(map(len, lines)) <= 60
     assert {word for line in lines for word in line.split()} >= set(headings)
     assert len(layout.entire(headings, cells, [False] + [True] * 12, None)) == 3
+
+
+# ---------------------------------------------------------------- where nothing can be printed
+
+
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [("| head -1", "Broken pipe"), ("> /dev/full", "No space left on device"), (">&-", "it is closed")],
+)
+@pytest.mark.parametrize("verb", ["heads", "decompose"])
+def test_results_are_written_where_printing_fails(verb, to, why, tmp_path):
+    command = [sys.executable, "-m", "qkscope", verb, *BINDING, "-n", "8", "--all", "--out", str(tmp_path / "run")]
+    command += ["--heads", "L1H0,L1H1"] if verb == "decompose" else []
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} {to}"], capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == f"qkscope: not all could be printed ({why}); what --out names is written.\n"
+    assert {"results.json", "report.html", "manifest.json"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert not (tmp_path / "run" / ".work").exists()
+
+
+def test_what_is_wrong_is_said_where_nothing_can_be_printed():
+    for arguments, code in ((["heads", "nothing"], 2), (["--help"], 1)):
+        command = shlex.join([sys.executable, "-m", "qkscope", *arguments])
+        done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+
+
+def test_ctrl_c_while_the_commands_are_built_is_no_traceback(monkeypatch, capsys):
+    for error, code in ((KeyboardInterrupt, 130), (Terminated, 143)):
+
+        def stopped(error=error):
+            raise error
+
+        monkeypatch.setattr(cli, "app", stopped)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code, capsys.readouterr().err) == (code, "qkscope: stopped.\n")

@@ -63,6 +63,16 @@ def test_merged_shards_are_what_one_process_finds(folders, monkeypatch, capsys, 
     assert "qkscope view" in capsys.readouterr().out
 
 
+def test_shards_of_different_splits_are_not_merged(folders, monkeypatch, capsys, tmp_path):
+    """Batches would be in it twice, or missing."""
+    assert run(monkeypatch, "trace", *BASE, "--out", tmp_path / "half", "--shard", "0/2") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "merge", tmp_path / "half", folders / "s1", "--out", tmp_path / "merged") == 2
+    assert "of a split into 2" in (said := capsys.readouterr().err)
+    assert "of one into 3: merge the shards of one split." in said
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_shard_is_a_part_of_it(folders):
     rows = json.loads((folders / "s1" / "results.json").read_text())["tables"]
     assert {row["n"] for row in rows["check"]} == {8}

@@ -24,8 +24,7 @@ from qkscope import __version__
 from qkscope.cli import asking, contrasts, discovery, pages, papers, toys, tracing, weights  # noqa: F401  (verbs register themselves)
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput, Terminated, check_name_length
-from qkscope.runs.folder import plain_text
-from qkscope.runs.progress import clear
+from qkscope.runs.progress import clear, plain_text
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal

@@ -21,8 +21,8 @@ from qkscope import tasks
 from qkscope.cli import layout, views
 from qkscope.errors import BadInput
 from qkscope.kinds import LARGEST_SEED
-from qkscope.runs.folder import check_folder, plain_text
-from qkscope.runs.progress import clear
+from qkscope.runs.folder import check_folder
+from qkscope.runs.progress import clear, plain_text
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from qkscope.runs.folder import plain_text
+from qkscope.runs.progress import plain_text
 
 MOST_COLUMNS, MOST_ROWS = 6, 10
 

@@ -302,15 +302,16 @@ def only_writer(folder: Path) -> Iterator[None]:
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = _same_file(path, handle.fileno())  # else that of a run which has just ended
         except BlockingIOError:
-            raise _another_run(folder) from None
+            free = False
         except OSError as error:
             raise BadInput(
                 f"{folder} cannot be locked ({error.strerror}), so a second run could not be kept out: "
                 "name a folder on another disk."
             ) from None
-        if not _same_file(path, handle.fileno()):  # that of a run which has just ended
-            raise _another_run(folder)
+        if not free:
+            raise BadInput(f"another run is writing to {folder}: wait until it ends, or name another folder.")
         _HELD.add(held)
         try:
             yield
@@ -330,10 +331,6 @@ def removed(folder: Path) -> BadInput:
     return BadInput(
         f"{folder} was removed while a run was writing to it, and what it held is lost: say the same again."
     )
-
-
-def _another_run(folder: Path) -> BadInput:
-    return BadInput(f"another run is writing to {folder}: wait until it ends, or name another folder.")
 
 
 def _same_file(path: Path, handle: int) -> bool:
@@ -357,27 +354,13 @@ def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
 # ---------------------------------------------------------------- reading
 
 
-def read_text(path: Path) -> str:
-    """The text of a file that a run wrote; one too large to be that is not read into memory."""
-    try:
-        size = path.stat().st_size if path.is_file() else -1  # a pipe or a device would never end
-        text = path.read_text(encoding="utf-8") if 0 <= size <= _LARGEST_JSON else None
-    except (OSError, ValueError):
-        size, text = -1, None
-    if text is None and size < 0:
-        raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
-    if text is None:
-        raise BadInput(f"{path} has {size:,} bytes, more than any run writes: run the command that made it again.")
-    return text
-
-
 def read_json(path: Path, fields: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
     """A JSON file of a run folder; refused if it is damaged or of a newer qkscope, or a field is of another kind."""
-    text = read_text(path)
-    try:
-        stored = json.loads(text)
-    except (ValueError, RecursionError):  # cut off, or nested without end
-        stored = None
+    stored, size = None, path.stat().st_size if path.is_file() else 0  # a pipe or a device would never end
+    if size > _LARGEST_JSON:
+        raise BadInput(f"{path} has {size:,} bytes, more than any run writes: run the command that made it again.")
+    with suppress(OSError, ValueError, RecursionError):  # cut off, or nested without end
+        stored = json.loads(path.read_text(encoding="utf-8")) if size else None
     schema = stored.get("schema") if isinstance(stored, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise BadInput(
@@ -405,13 +388,3 @@ def is_command(text: str) -> bool:
     except ValueError:  # a quotation without end
         return False
     return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
-
-
-def plain_text(text: str) -> str:
-    r"""Text for a terminal: characters that would steer it are written out.
-
-    >>> plain_text("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    steers = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-    return steers.sub(lambda found: ascii(found[0])[1:-1], text)

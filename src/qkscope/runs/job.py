@@ -59,10 +59,11 @@ class Job:
         """Say which job the pieces in ``.work`` are of; those of other jobs are left alone, and said to be there."""
         if self.out is None:
             return self
-        return self.open({
+        said = {
             "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, "dtype": str(scope.model.dtype),
             "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
-        })  # fmt: skip
+        }  # fmt: skip
+        return self.open(said)
 
     def open(self, asked: Mapping[str, Any]) -> Job:
         """As `begin`, of a job that these facts tell from others, and the versions."""

@@ -7,6 +7,7 @@ says what the count is of, and whoever prints takes it away first (`clear`).
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -133,3 +134,13 @@ def in_words(seconds: float) -> str:
 
 def _named(text: str) -> str:
     return f"{_LINE.steps[-1]}: {text}" if _LINE.steps else text
+
+
+def plain_text(text: str) -> str:
+    r"""Text for a terminal: characters that would steer it are written out.
+
+    >>> plain_text("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    steers = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+    return steers.sub(lambda found: ascii(found[0])[1:-1], text)
