@@ -277,7 +277,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.decompose(scope, task, "L1H3", 8, replicates=0)', "replicates is from 1 to"),
     ('qk.decompose(scope, task, "L1H3", 8, batch_size=0)', "batch_size is at least 1, but got 0."),
     ('qk.decompose(scope, task, "L1H3", 8, out="FULL/thesis.tex")',
-     "FULL/thesis.tex is a file and holds other things than a fit"),
+     "FULL/thesis.tex is a file: name a folder for the results"),
     ('qk.decompose(scope, task, "L1H3", 8, out="/proc/nowhere")',
      "/proc/nowhere cannot be written (No such file or directory)"),
     ('qk.decompose(scope, "binding", "L1H3", 8)', "task of decompose should be a Task (as tasks.binding() or"),

@@ -53,6 +53,8 @@ def place(fits, model, tmp_path, monkeypatch) -> Path:
     for name, job in fits.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "job.json").write_text(job)
+        manifest = {"schema": 1, "experiment": "decompose/binding", "files": {}, "before": {}, "asked": json.loads(job)}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "MODEL").symlink_to(model)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -24,12 +24,10 @@ from qkscope.analyses.fit import load, merge
 from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.page.report import write_report
-from qkscope.runs import shards
 from qkscope.runs.folder import add_to_run, check_folder, file_name, only_writer
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.shards import together
 from qkscope.runs.store import read_tensors
 from qkscope.tasks.words import OBJECTS
 
@@ -499,15 +497,6 @@ def test_a_finished_job_of_torchrun_is_read_and_not_run(model, scope, tmp_path, 
     assert (code, json.loads(out)["experiment"]) == (0, "decompose/binding"), said
     monkeypatch.setenv("RANK", "1")
     assert qkscope(*command)[:2] == (0, "")
-
-
-def test_processes_that_do_not_meet_say_so(monkeypatch, under_torchrun):
-    from datetime import timedelta
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(shards, "_MEETING", timedelta(seconds=1))
-    with pytest.raises(BadInput, match="the 2 processes of torchrun did not meet"), together((1, 2)):
-        pass
 
 
 # ---------------------------------------------------------------- odd names, numbers and files

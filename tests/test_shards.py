@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs import job as job_module
 from qkscope.runs.folder import only_writer
-from qkscope.runs.shards import parse_shard, together, torchrun_shard
+from qkscope.runs.shards import parse_shard, torchrun_shard
 from qkscope.runs.store import read_tensors, write_tensors
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -150,16 +149,6 @@ def test_under_torchrun_the_folder_of_the_whole_is_asked_for_first(tmp_path, mod
         done = subprocess.run(asked, env=started, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
         assert re.search(says, done.stderr)
-
-
-def test_processes_wait_for_the_slowest_for_days(monkeypatch):
-    from torch import distributed
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with together((0, 1)):
-        backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
-        assert backend.options._timeout >= timedelta(days=7)
 
 
 def test_only_torchrun_is_torchrun(monkeypatch):

@@ -22,7 +22,7 @@ from qkscope.maths.significance import NullKind
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
 from qkscope.runs.job import Job
-from qkscope.runs.shards import Part, Shard, is_shard, out_of_memory, shard_folder, together, torchrun_shard
+from qkscope.runs.shards import Part, Shard, is_shard, out_of_memory, shard_folder, torchrun_shard
 from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000
@@ -104,27 +104,26 @@ def decompose(
     options = prompts.Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
     units = {name: task.fit(name, n) for name in names}
     passes = [_Pass(task, {name: units[name] for name in some}, options) for some in prompts.that_share(units)]
-    with together(process):
-        scope = scope if isinstance(scope, Scope) else scope()
-        chosen = [scope.check(head) for head in chosen]
-        _check_ranks(rank, scope.d_head)
-        about = prompts.made_from(scope, task, space)
-        with job.hold():
-            job.of_model(about)
-            hashes = {name: prompts.units_hash(own) for name, own in units.items()}
-            job.begin(scope, hashes, verb="decompose", **job.asked)
-            if job.out is not None and job.is_finished:
-                sums = read_sums(job.out, job.asked, task, options.shard, scope.device)
-            else:
-                made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
-                sums = {name: one[name] for name in names for one in made if name in one}
-            if share is None:
-                fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
-                if show is not None:
-                    show(fit)
-                job.finish(sums, task_file(asked), fit)
-                return replace(fit, kept_in=job.out)
-            job.finish(sums, task_file(asked))
+    scope = scope if isinstance(scope, Scope) else scope()
+    chosen = [scope.check(head) for head in chosen]
+    _check_ranks(rank, scope.d_head)
+    about = prompts.made_from(scope, task, space)
+    with job.hold():
+        job.of_model(about)
+        hashes = {name: prompts.units_hash(own) for name, own in units.items()}
+        job.begin(scope, hashes, verb="decompose", **job.asked)
+        if job.out is not None and job.is_finished:
+            sums = read_sums(job.out, job.asked, task, options.shard, scope.device)
+        else:
+            made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
+            sums = {name: one[name] for name in names for one in made if name in one}
+        if share is None:
+            fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
+            if show is not None:
+                show(fit)
+            job.finish(sums, task_file(asked), fit)
+            return replace(fit, kept_in=job.out)
+        job.finish(sums, task_file(asked))
     if process is not None and out is not None:
         whole = merge_together(out, process, rank=rank, center=center, show=show)
         if whole is not None:

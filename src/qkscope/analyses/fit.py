@@ -5,6 +5,7 @@ which reads it back from its folder; and `merge`, which adds up the shards of on
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,10 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import RESULTS, WORK
+from qkscope.runs.folder import JOB, RESULTS, WORK
 from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.result import Result
-from qkscope.runs.shards import SHARDS, Shard, shard_folder
+from qkscope.runs.shards import SHARDS, Shard, check_split, shard_folder
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
@@ -300,32 +301,20 @@ def merge(
     """
     if not folders:
         raise BadInput("no shard was named: name the folders that decompose wrote, one for each shard.")
-    parts: dict[int, tuple[Path, dict[str, Any]]] = {}
-    for folder in map(Path, folders):
-        job = read_job(folder)
+    jobs = [(Path(folder), read_job(folder)) for folder in folders]
+    for folder, job in jobs:
         if not job.get("shard"):
             raise BadInput(f"{folder} is no shard but a whole fit: there is nothing to merge.")
-        index, count = job["shard"]
-        if index in parts:
-            raise BadInput(f"{parts[index][0]} and {folder} are the same shard {index}/{count}: name each once.")
-        parts[index] = folder, job
-    (first, job), *rest = parts.values()
-    for folder, other in rest:
+    check_split([(folder, job["shard"]) for folder, job in jobs])
+    jobs.sort(key=lambda one: one[1]["shard"])
+    first, job = jobs[0]
+    for folder, other in jobs[1:]:
         differs = [name for name in sorted({*job, *other} - {"shard", *MADE}) if job.get(name) != other.get(name)]
-        if other["shard"][1] != job["shard"][1]:
-            raise BadInput(
-                f"{first} is of a split into {job['shard'][1]}, {folder} of one into {other['shard'][1]}: merge the "
-                "shards of one split."
-            )
         if differs:
             raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs)} differ).")
-    missing = [index for index in range(job["shard"][1]) if index not in parts]
-    if missing:
-        raise BadInput(f"shard {missing[0]}/{job['shard'][1]} is missing: run it, and name its folder too.")
-    ordered = [parts[index][0] for index in sorted(parts)]
     whole = FitJob(out, {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)})
     task = task_of(job, first)
-    read = [read_sums(folder, job, task, (i, len(ordered))) for i, folder in enumerate(ordered)]
+    read = [read_sums(folder, job, task, (i, len(jobs))) for i, (folder, _) in enumerate(jobs)]
     sums = {name: one.merge(*(other[name] for other in read[1:])) for name, one in read[0].items()}
     about = {**next(iter(sums.values())).moments.about}
     made_from = {name: value for name, value in about.items() if name not in ("n", "batch_size", "examples")}
@@ -338,10 +327,16 @@ def merge(
 
 
 def merge_together(out: str | Path, shard: Shard, **options: Any) -> Fit | None:
-    """The first process merges what all have left in the folder of the run; the others have nothing more to do."""
+    """The first process waits for all and merges what they leave; the others have nothing more to do.
+
+    Where one of them dies, torchrun ends all.
+    """
     if shard[0] != 0:
         return None
-    fit = merge([shard_folder(out, (index, shard[1])) for index in range(shard[1])], out, **options)
+    folders = [shard_folder(out, (index, shard[1])) for index in range(shard[1])]
+    while not all((folder / JOB).is_file() for folder in folders):  # a share's last file
+        time.sleep(0.1)
+    fit = merge(folders, out, **options)
     work = Path(out) / WORK
     shutil.rmtree(work / SHARDS, ignore_errors=True)
     with suppress(OSError):  # the work of another run

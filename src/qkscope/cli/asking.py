@@ -98,10 +98,7 @@ def _ask(
         shell.say(str(found))
         if everything:
             shell.print_tables("why", found.tables, everything)
-    if out is not None:
-        from qkscope.page.report import report_html
-
-        found.write(out, files={"report.html": report_html([found])})
+    shell.write(found, out)
     if not as_json:
         options: Any = {"query": asked["query"], "chat": asked.get("chat"), "model": model}
         options |= {"device": device, "dtype": dtype}

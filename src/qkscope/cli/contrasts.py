@@ -50,10 +50,7 @@ def heads(
         shell.print_json(ranking.to_json())
     else:
         shell.say(ranking.answer)
-    if out is not None:
-        from qkscope.page.report import report_html
-
-        ranking.write(out, files={"report.html": report_html([ranking])})
+    shell.write(ranking, out)
     if as_json:
         return
     best = ranking.top(by)
@@ -132,8 +129,7 @@ def _write_page(fit: Any, as_json: bool, out: Path, **options: str | None) -> No
     if not (out / "results.json").is_file():
         raise BadInput(f"{out} was removed, and what it held is lost: say the same again.")
     write_report(out / "report.html", fit)
-    if not as_json:
-        shell.print_end(out, then=shell.command("swap", out, **options))
+    shell.print_end(out, then=shell.command("swap", out, **options), as_json=as_json)
 
 
 @shell.app.command()
@@ -153,8 +149,7 @@ def merge(
 
         shell.check_out(out, "trace")
         shell.deliver(merge_traces(folders), out, as_json, everything)
-        if not as_json:
-            shell.print_end(out, then=shell.command("view", out))
+        shell.print_end(out, then=shell.command("view", out), as_json=as_json)
         return
     show = partial(shell.print_result, as_json=as_json, everything=everything)
     _write_page(run_merge(folders, out, show=show), as_json, out)

@@ -51,8 +51,7 @@ def discover(
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"changes": changes, **options}
     _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json, everything)
-    if not as_json:
-        shell.print_end(out, then=shell.command("view", out))
+    shell.print_end(out, then=shell.command("view", out), as_json=as_json)
 
 
 @shell.app.command()

@@ -33,8 +33,7 @@ def demo(
     if not as_json:
         say(f"\nWhy, of one prompt: {asked}")
     result.write(out, files=files)
-    if not as_json:
-        print_end(out, then=command("why", PROMPT.replace("\n", "\\n")))
+    print_end(out, then=command("why", PROMPT.replace("\n", "\\n")), as_json=as_json)
 
 
 @app.command()
@@ -57,8 +56,7 @@ def models(everything: All = False, as_json: Json = False) -> None:
     rows = list_families()
     served = sum(row["supported"] for row in rows)
     print_rows("models", rows, f"{served} of {len(rows)} families can be looked into.", as_json, everything)
-    if not as_json:
-        print_end(then=command("heads", "induction", model="FOLDER"))
+    print_end(then=command("heads", "induction", model="FOLDER"), as_json=as_json)
 
 
 @app.command()
@@ -106,8 +104,7 @@ def reproduce(
         named = {name: ", ".join(row["figure"] for row in rows if row["paper"] == name) for name in PAPERS}
         answer = "\n".join(f"{name}: {figures}." for name, figures in named.items())
         print_rows("list", rows, answer, as_json, everything)
-        if not as_json:
-            print_end(then=command("reproduce", rows[0]["paper"], rows[0]["figure"], preset="smoke"))
+        print_end(then=command("reproduce", rows[0]["paper"], rows[0]["figure"], preset="smoke"), as_json=as_json)
         return
     wanted = {name: ["all"] for name in PAPERS} if paper == "all" and not figures else {paper: figures or []}
     results: list[Any] = []
@@ -123,8 +120,7 @@ def reproduce(
             asked: Any = {"model": model, "prompts": prompts, "again": again, "show": show}
             done = run_reproduce(name, chosen, preset=preset, out=out, seed=seed, device=device, **asked)
             folders = [out / result.experiment for result in done.values()]
-            if not as_json:
-                print_end(*folders, then=command("view", folders[-1]))
+            print_end(*folders, then=command("view", folders[-1]), as_json=as_json)
     finally:  # also of what is done when it is stopped
         if as_json and results:
             print_json({"results": [result.to_json() for result in results]})

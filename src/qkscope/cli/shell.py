@@ -137,8 +137,13 @@ def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
 def deliver(
     result: Any, out: Path | None, as_json: bool, everything: bool = False, draw: Callable[[Any], Any] | None = None
 ) -> None:
-    """Print a result, then write it into its folder with its page: a disk that refuses takes nothing away."""
+    """Print a result, then write it into its folder: a disk that refuses takes nothing away."""
     print_result(result, as_json, everything)
+    write(result, out, draw)
+
+
+def write(result: Any, out: Path | None, draw: Callable[[Any], Any] | None = None) -> None:
+    """Write a result into its folder, if there is one, with what is drawn of it: its page, if nothing else is said."""
     if out is not None:
         from qkscope.page.report import report_html
 
@@ -211,7 +216,7 @@ def say(text: str, wrapped: bool | None = None) -> None:
         typer.echo(line if whole else textwrap.fill(line, _width(), break_long_words=False, break_on_hyphens=False))
 
 
-def print_end(*written: Path | None, then: str, also: str = "") -> None:
+def print_end(*written: Path | None, then: str, also: str = "", as_json: bool = False) -> None:
     """Where the pages are (or what was written), and the next command to type.
 
     Parameters
@@ -219,7 +224,10 @@ def print_end(*written: Path | None, then: str, also: str = "") -> None:
     written : folders or files; None where nothing was written.
     then : the next command.
     also : what happened to the page besides.
+    as_json : then nothing but JSON is printed.
     """
+    if as_json:
+        return
     typer.echo()
     for out in written:
         if out is not None:

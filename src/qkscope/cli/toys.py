@@ -52,8 +52,7 @@ def toy_retrieval(
     options |= {"seeds": seeds, "lr": lr, "steps": steps, "device": device, "workers": workers}
     options |= {"show": partial(print_result, as_json=as_json, everything=everything)}
     train_retrieval(out, ranks=_numbers("--ranks", ranks, int), **options)
-    if not as_json:
-        print_end(out, then=command("reproduce", "lee2026", "fig2", preset="smoke"))
+    print_end(out, then=command("reproduce", "lee2026", "fig2", preset="smoke"), as_json=as_json)
 
 
 def _numbers(option: str, text: str, kind: type = float) -> list[Any]:
@@ -85,8 +84,7 @@ def nano(
     options: Any = {"preset": preset, "steps": steps, "check_every": check_every, "lr": lr}
     show = partial(print_result, as_json=as_json, everything=everything)
     train_nano(out, seed=seed, device=device, show=show, draw=draw_nano, **options)
-    if not as_json:
-        print_end(out, then=command("sparsity", "ioi", model=out, revisions="all", out="runs/ioi"))
+    print_end(out, then=command("sparsity", "ioi", model=out, revisions="all", out="runs/ioi"), as_json=as_json)
 
 
 @toy.command("superposition")
@@ -123,5 +121,4 @@ def toy_superposition(
     options |= {"p": _numbers("--p", p), "weight": _numbers("--weight", weight), "pairs": parse_pairs(pairs)}
     options |= {"show": partial(print_result, as_json=as_json, everything=everything)}
     train_superposition(out, **options, device=device, workers=workers)
-    if not as_json:
-        print_end(out, then=command("reproduce", "franco2026", "fig2", preset="smoke"))
+    print_end(out, then=command("reproduce", "franco2026", "fig2", preset="smoke"), as_json=as_json)

@@ -83,5 +83,4 @@ def sparsity(
     options: Any = {"controls": controls, "draws": draws, "seed": seed, "batch_size": batch_size, "device": device}
     show = partial(shell.print_result, as_json=as_json, everything=everything)
     sweep(model, made, revisions, heads, n, out=out, dtype=dtype, show=show, **options)
-    if not as_json:
-        shell.print_end(out, then=shell.command("view", out))
+    shell.print_end(out, then=shell.command("view", out), as_json=as_json)

@@ -155,7 +155,7 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
         title=title or results[0].experiment,
         lead=results[0],
         sections=sections,
-        held=_held(results),
+        held=count_claims([claim for result in results for claim in result.claims]),
         pictures={name: base64.b64encode(data).decode() for name, data in shown.items()},
         charts=bool(kinds or shown),
         about=_about(results),
@@ -176,11 +176,6 @@ def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given
             **given,
         )
     )
-
-
-def _held(results: Sequence[Result]) -> str:
-    """How many of the claims hold."""
-    return count_claims([claim for result in results for claim in result.claims])
 
 
 def _not_drawn(pictures: Mapping[str, bytes], sections: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:

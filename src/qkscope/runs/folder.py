@@ -356,7 +356,8 @@ def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
 
 def read_json(path: Path, fields: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
     """A JSON file of a run folder; refused if it is damaged or of a newer qkscope, or a field is of another kind."""
-    stored, size = None, path.stat().st_size if path.is_file() else 0  # a pipe or a device would never end
+    stored: Any = None
+    size = path.stat().st_size if path.is_file() else 0  # a pipe or a device would never end
     if size > _LARGEST_JSON:
         raise BadInput(f"{path} has {size:,} bytes, more than any run writes: run the command that made it again.")
     with suppress(OSError, ValueError, RecursionError):  # cut off, or nested without end

@@ -76,7 +76,7 @@ class Job:
         if link is not None:
             raise BadInput(f"{link} is a link, and leads elsewhere: delete it, or name a new folder.")
         with disk.writing(self.folder):
-            others = [path.name for path in work.iterdir() if self._is_other(path)] if work.is_dir() else []
+            others = [file.parent.name for file in work.glob(f"*/{disk.JOB}") if file.parent != self.folder]
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / disk.JOB).exists():
                 disk.write_file(self.folder / disk.JOB, text)
@@ -91,9 +91,6 @@ class Job:
             )
         return self
 
-    def _is_other(self, path: Path) -> bool:
-        return path != self.folder and (path / disk.JOB).is_file()
-
     def check(
         self, asked: Mapping[str, Any], kind: str, called: str, fields: Mapping[str, Kinds] | None = None
     ) -> None:
@@ -106,8 +103,6 @@ class Job:
         fields : of what kind parts of ``job.json`` are.
         """
         assert self.out is not None
-        if self.out.is_file():
-            raise BadInput(f"{self.out} is a file and holds {called}: name a new folder.")
         if (self.out / disk.JOB).exists():
             whole = {"shard": None}  # what a job that has none does not say
             there, here = {**whole, **disk.read_json(self.out / disk.JOB, fields)}, {**whole, **asked}
@@ -177,7 +172,6 @@ class Job:
                 if part.last and (interrupted() or time.monotonic() - saved >= _EVERY or count == len(batches)):
                     pieces.save(count)
                     saved = time.monotonic()
-                    log.debug("saved %d of %d batches", count, len(batches))
                 if part.last and interrupted():
                     raise KeyboardInterrupt
         return pieces.kept
@@ -198,7 +192,7 @@ class Job:
             raise disk.removed(self.out)
         tensors: dict[str, Tensor] = {}
         plain = _apart(value, tensors)
-        write_tensors(self._path(name), "piece", tensors, {"job": self.name, "value": plain})
+        write_tensors(self._path(name), "piece", tensors, {"value": plain})
 
     def _read(self, name: str) -> Any:
         """A piece of this job; None where there is none that can be read."""
@@ -207,8 +201,6 @@ class Job:
             return None
         try:
             tensors, manifest = read_tensors(path, "piece")
-            if manifest.get("job") != self.name:
-                raise BadInput(f"{path} is of another job.")
             return _together(manifest["value"], tensors)
         except (BadInput, KeyError) as error:
             log.warning("%s So this piece is made again.", error)
@@ -233,11 +225,11 @@ class _Pieces:
         self.fresh = []
 
     def take_up(self) -> int:
-        if not self.job._path(self.name).exists():
-            return 0
         found = self.job._read(self.name)
-        chunks = [self.job._read(f"{self.name}.{number}") for number in found["chunks"]] if found else []
-        if found is None or None in chunks:
+        if found is None:
+            return 0
+        chunks = [self.job._read(f"{self.name}.{number}") for number in found["chunks"]]
+        if None in chunks:
             log.warning("A part of %s is missing in %s: it is made again.", self.name, self.job.folder)
             return 0
         self.kept, self.chunks = [value for chunk in chunks for value in chunk["value"]], list(found["chunks"])

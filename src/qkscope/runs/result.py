@@ -146,7 +146,11 @@ class Result:
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
         if not (folder / RESULTS).is_file():
             raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
         stored, manifest = (read_json(folder / name) for name in (RESULTS, MANIFEST))
+        arrays = folder / "arrays.safetensors"
         try:
             claims = [Claim.from_json(row) for row in stored["claims"]]
             result = Result(
@@ -154,9 +158,9 @@ class Result:
                 claims=claims,
                 answer=stored.get("answer", ""),
                 provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
-                arrays=_read_arrays(folder / "arrays.safetensors"),
+                arrays=dict(load_file(arrays)) if arrays.exists() else {},
             )
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
             why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
             raise BadInput(f"{folder} is damaged or half-written{why}: run the command that made it again.") from None
         return result
@@ -188,18 +192,6 @@ def write_result(
         contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in result.arrays.items()})
     write_run(folder, result.experiment, contents, plain_value(result.provenance), keep=keep)
     return folder
-
-
-def _read_arrays(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
 
 
 def plain_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A job is a fixed list of batches: run one after the other (`stream`), or shared among processes (`together`).
+"""A job is a fixed list of batches: run one after the other (`stream`), or shared among processes.
 
 Memory that runs out makes batches smaller, it does not fail. A process takes its shard of the batches into a folder of
 its own, and the sums are added: a scheduler starts each shard ``i/n`` by itself and `merge` puts the folders together;
@@ -11,10 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -84,9 +81,6 @@ SHARDS = "shards"
 """Folder in our work in which processes that share a job keep their sums until they are merged."""
 MOST_SHARDS = 10**6
 
-_LONGEST_WAIT = timedelta(days=7)  # for the slowest process; torch's own limit is half an hour
-_MEETING = timedelta(minutes=5)  # until all processes have started
-
 
 def parse_shard(text: str) -> Shard:
     """``i/n``, counted from 0 or from 1: shard n of n is shard 0, so that both ways of counting cover all of them.
@@ -106,6 +100,23 @@ def is_shard(value: Any) -> bool:
     if not isinstance(value, list) or [type(part) for part in value] != [int, int]:
         return False
     return 0 <= value[0] < value[1] <= MOST_SHARDS
+
+
+def check_split(shards: Sequence[tuple[str | Path, Shard]]) -> None:
+    """Refuse folders that are not the shards of one split, each once."""
+    first, (_, count) = shards[0]
+    seen: dict[int, str | Path] = {}
+    for folder, (index, of) in shards:
+        if of != count:
+            raise BadInput(
+                f"{first} is of a split into {count}, {folder} of one into {of}: merge the shards of one split."
+            )
+        if index in seen:
+            raise BadInput(f"{seen[index]} and {folder} are the same shard {index}/{count}: name each once.")
+        seen[index] = folder
+    missing = [index for index in range(count) if index not in seen]
+    if missing:
+        raise BadInput(f"shard {missing[0]}/{count} is missing: run it, and name its folder too.")
 
 
 def torchrun_shard() -> Shard | None:
@@ -129,39 +140,8 @@ def shard_folder(out: str | Path, shard: Shard) -> Path:
 
 def torchrun_device(device: str | None) -> str | None:
     """The device of this process: under torchrun each takes a GPU of its own, unless another device was named."""
-    import torch
-
     shard = torchrun_shard()
     if shard is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
     local = os.environ.get("LOCAL_RANK", "")
     return f"cuda:{(int(local) if local.isdecimal() else shard[0]) % torch.cuda.device_count()}"
-
-
-@contextmanager
-def together(shard: Shard | None) -> Iterator[None]:
-    """Join the other processes of torchrun, and wait for them at the end; alone, do nothing."""
-    if shard is None:
-        yield
-        return
-    from torch import distributed
-
-    try:
-        store, rank, world = next(distributed.rendezvous("env://", timeout=_MEETING))
-    except (RuntimeError, ValueError) as error:  # nobody is there, or they are too few
-        raise BadInput(
-            f"the {shard[1]} processes of torchrun did not meet within {_MEETING.seconds // 60} minutes "
-            f"({str(error).splitlines()[0]}): start them all again."
-        ) from None
-    store.set_timeout(_LONGEST_WAIT)
-    # They only wait for one another, on whatever device each runs: what they made is on the disk.
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT)
-    try:
-        yield
-        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved, and nothing else could end the wait
-        try:
-            distributed.barrier()
-        finally:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-    finally:
-        distributed.destroy_process_group()

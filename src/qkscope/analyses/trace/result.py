@@ -15,6 +15,7 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.runs.shards import check_split
 
 
 @checked_class
@@ -138,22 +139,13 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
     for folder, shard, own in zip(folders, shards, made, strict=True):
         if not shard.experiment.startswith("trace/") or "tally" not in own:
             raise BadInput(f"{folder} is no shard of a trace of a task: name folders that trace --shard wrote.")
-        if own["shard"][1] != made[0]["shard"][1]:
-            raise BadInput(
-                f"{folders[0]} is of a split into {made[0]['shard'][1]}, {folder} of one into {own['shard'][1]}: merge "
-                "the shards of one split."
-            )
         differs = [name for name in _SAME if own.get(name) != made[0].get(name)]
         if differs:
             raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
         for name, kept in own["tally"].items():
             tally = Tally.of_arrays(name, shard.arrays, kept["counts"], kept["largest"])
             tallies.setdefault(Head.parse(name), Tally()).merge(tally)
-    numbers, of = [own["shard"][0] for own in made], made[0]["shard"][1]
-    missing = sorted(set(range(of)) - set(numbers))
-    if sorted(numbers) != list(range(of)):
-        without = f", without {', '.join(f'{i}/{of}' for i in missing)}" if missing else ""
-        raise BadInput(f"{of} shards make this trace, and {len(shards)} are named{without}: name each once.")
+    check_split([(folder, own["shard"]) for folder, own in zip(folders, made, strict=True)])
     asked = {
         Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
         for name, kept in made[0]["tally"].items()
