@@ -16,7 +16,9 @@ def refusal(model: Any, why: str) -> BadInput:
 
 
 def check_kind(model: Any) -> None:
-    """Refuse what cannot be fed: two stacks of layers, or neither ids nor pixels."""
+    """Refuse what cannot be watched or fed: compiled code, two stacks of layers, or neither ids nor pixels."""
+    if hasattr(model, "_orig_mod") or any(part._compiled_call_impl for part in model.modules()):
+        raise BadInput("compiled code cannot be looked into: give the model as it was before torch.compile.")
     read = model.main_input_name
     has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
     if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
