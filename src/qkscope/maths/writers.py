@@ -12,7 +12,7 @@ token among them, stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,6 +138,15 @@ def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int) -
         alike = [c for c in same if abs(addresses[c][1] - layer) <= far]
         drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
     return drawn
+
+
+def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, list[int]]]:
+    """The different sets of writers (by side) among some draws: of few writers alike, many draws are one set.
+
+    >>> different([{"key": [1, 2]}, {"key": [2, 1]}, {"key": [1, 3]}])
+    [{'key': [2, 1]}, {'key': [1, 3]}]
+    """
+    return list({tuple((side, *sorted(own)) for side, own in one.items()): one for one in draws}.values())
 
 
 def edge_masks(
