@@ -263,7 +263,7 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
     kinds: dict[Verdict, str] = {
         "interaction": "what tells the keys apart depends on what is asked",
-        "mean only": "the keys differ alike, whatever is asked",
+        "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
         "not above null": "nothing is above chance",
     }
     found = [f"in {counts[v]} {words} ({_named(rows, v)})" for v, words in kinds.items() if counts[v]]

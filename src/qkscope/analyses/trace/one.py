@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
-from qkscope.analyses.trace.verdicts import verdict
+from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.pick import Places
@@ -317,7 +317,7 @@ class PromptTrace:
                 row = self.cut(chosen)
                 alike = different(
                     {
-                        one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw))
+                        one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw), FEW)
                         for one, own in chosen.items()
                     }
                     for draw in range(draws)

@@ -96,7 +96,8 @@ def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed:
     here, there = one.key_parts([one.key, other])
     away = there - here
     before, after = one.attention, swapped(one, other, away[chosen].sum(0))
-    alike = different({"key": draw_alike(chosen, layers, derived_seed(seed, "swap", draw))} for draw in range(draws))
+    seeds = [derived_seed(seed, "swap", draw) for draw in range(draws)]
+    alike = different({"key": draw_alike(chosen, layers, own, FEW)} for own in seeds)
     beside = torch.stack([swapped(one, other, away[drawn["key"]].sum(0))[other] for drawn in alike])
     gained, random = float(after[other] - before[other]), float((beside - before[other]).max())
     total = float(before[one.key] + before[other])

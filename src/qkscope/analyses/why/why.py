@@ -18,7 +18,7 @@ from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
 from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.trace.verdicts import controls_of, named_cut, no_sum
+from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut, no_sum
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import REST, other_token, part_rows, swap_row
 from qkscope.capture.scope import Scope
@@ -158,7 +158,7 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "check": check,
     }
     tested = _is_it_so(cuts, swaps) if float(one.attention[one.key]) >= ATTENDED else []
-    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _LEGEND]
+    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _legend(one)]
     return _answer(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
 
 
@@ -198,6 +198,8 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
         return f"{where}, {part}for what {named} wrote there: without that {left}."
     if cut["verdict"] == "vacuous":
         return f"{where}. {named} gave most to its key; there is no other token to test that with."
+    if cut["verdict"] == "untested":
+        return f"{where}. {named} gave most to its key: without that {left}. It is untested: {few_controls(cut)}."
     return f"{where}. {named} gave most to its key, but without that {left}: they do not hold it there."
 
 
@@ -207,10 +209,13 @@ def _where(one: PromptTrace) -> str:
     return f"Where it looks: {keys}; the first token has {float(one.attention[0]):.0%}."
 
 
-_LEGEND = (
-    "L16H0 is a head, M9 the MLP of layer 9. Cut: a part takes its mean over the other tokens. Supported: that takes"
-    " more than a quarter away, and more than any random writers do."
-)
+def _legend(one: PromptTrace) -> str:
+    return (
+        f"{one.head} is head {one.head.index} of layer {one.head.layer}, M0 the MLP of layer 0. Cut: a part takes its"
+        " mean over the other tokens. Supported: that takes more than a quarter away, and more than any random writers"
+        " do."
+    )
+
 
 _WAYS = (
     ("writers", "key", "writers of the key"), ("writers", "query", "writers of the query"),
