@@ -178,7 +178,8 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
     asked: Any = written.provenance.get("asked", {})
     cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
     fit = fit_of(sums, task, made_from(scope, task, job["space"]), **cut)
-    return replace(fit, seconds=written.seconds, provenance=written.provenance, kept_in=folder)
+    kept: Any = {"answer": written.answer, "seconds": written.seconds, "provenance": written.provenance}
+    return replace(fit, **kept, kept_in=folder)
 
 
 def fit_of(
