@@ -11,7 +11,7 @@ import torch
 import qkscope as qk
 from qkscope.maths.significance import lag_one
 
-WORDS = "soap suit sword trophy tent guitar seed bottle gift button blanket towel oven flute ribbon toy card cat stone".split()
+WORDS = ["soap", "suit", "sword", "trophy", "tent", "guitar", "seed", "bottle", "gift", "button", "blanket", "towel"]
 
 
 def write(path, ordered: bool, group: bool = False):

@@ -318,6 +318,8 @@ def _interface(
 
     masks = ALL_MASK_ATTENTION_FUNCTIONS
     implementation = before[id(model.config)]
+    if implementation.startswith("qkscope_"):
+        raise BadInput("this model is being watched already: let the other thread, or the block around it, end first.")
     if implementation not in SERVED:
         raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
     try:
