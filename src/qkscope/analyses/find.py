@@ -23,7 +23,7 @@ from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Prompts, checked_call, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -66,7 +66,7 @@ def no_head(threshold: float, best: Mapping[str, Any], by: str = "accuracy") -> 
 
 @checked_call
 def find_heads(
-    scope: Scope, task: Task, n: int = 256, *, batch_size: int = 32, progress: bool | None = None
+    scope: Scope, task: Task, n: Prompts = 256, *, batch_size: int = 32, progress: bool | None = None
 ) -> Ranking:
     """Score every head on ``n`` prompts of the task that are used for nothing else.
 

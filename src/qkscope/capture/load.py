@@ -37,7 +37,7 @@ _CAUSES = {  # what the errors of a loader are called or say, and what that mean
     r"GatedRepoError": "{name} is gated: accept its licence on the hub and log in with `hf auth login`.",
     r"RepositoryNotFoundError|valid model identifier": "the hub has no model {name}: check the name, or give a folder "
     "or .gguf file.",
-    r"weights_only|UnpicklingError": "{name} is a pickle that holds more than tensors, which would run when it is read: "
+    r"weights_only|UnpicklingError": "{name} is a pickle that holds more than tensors, which would run when read: "
     "take its safetensors, or have it saved so.",
     r"trust_remote_code|custom code": "{name} brings its own code, which qkscope never runs: use a model transformers "
     "knows.",
