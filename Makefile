@@ -3,21 +3,29 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
-FETCH  := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/qkscope fetch
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Every package by version and hash (.ci/hashes wrote these). Of torch there are wheels with CUDA and without: the one that
+# pip takes here is taken, if its hash is known; what it asks for besides, it pins itself.
+HASHED := $(BIN)/pip install --quiet --no-deps --require-hashes --requirement
+PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-build-isolation
+FETCH  := $(BIN)/qkscope fetch
 
 .PHONY: setup gemma demo gallery test browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
 # The stamp is written last, so that an interrupted install starts again instead of passing for a finished one.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements.txt requirements-torch.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "qkscope needs Python 3.11 or newer, and $(PYTHON) is older: install one and say 'make PYTHON=/path/to/python3 setup'." >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module: on Debian and Ubuntu, run 'apt-get install python3-venv', then make again." >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing qkscope and its pinned dependencies into $(VENV) (a few minutes the first time) ..."
+	@$(HASHED) requirements.txt
+	@$(BIN)/pip download --quiet --no-deps --dest $(VENV)/torch "$$(grep -o '^torch==[^ ]*' requirements-torch.txt)"
+	@$(HASHED) requirements-torch.txt --no-index --find-links $(VENV)/torch
+	@rm -rf $(VENV)/torch
 	@$(PIP) --editable '.[dev]'
 	@$(FETCH) smollm2-135m
 	@touch $@
@@ -82,6 +90,7 @@ calibrate: setup
 	@$(BIN)/python docs/calibration.py
 
 docs: setup
+	@$(HASHED) requirements-docs.txt
 	@$(PIP) --editable '.[dev,docs]'
 	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"

@@ -13,9 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qkscope.analyses.neighbours import ALIKE
 from qkscope.maths.controls import rank_above
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NullKind, head_p_values
+from qkscope.maths.significance import NullKind, head_p_values, lag_one
 
 AT_ONCE = 50
 D_HEAD = 8
@@ -139,6 +140,20 @@ def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 1
     return sum(_p_value(moments, null, deltas[i], head) <= 0.05 for i, head in enumerate(heads))
 
 
+def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -> bool:
+    """Whether `decompose` would say of noise heads that neighbouring prompts of a file are alike: AR(1) of ``rho``."""
+    noise = Noise(seed)
+
+    def walk(*shape: int) -> Tensor:
+        steps = noise(prompts, *shape)
+        for i in range(1, prompts):
+            steps[i] = rho * steps[i - 1] + (1 - rho**2) ** 0.5 * steps[i]
+        return steps
+
+    q, k = 1 + walk(heads, D_HEAD), walk(heads, 2, D_HEAD)
+    return lag_one(q, k[:, :, 0] - k[:, :, 1], torch.arange(prompts), seed + 1_000_000)[1] <= ALIKE
+
+
 def _p_value(moments: Moments, null: NullKind, delta: Tensor, head: str) -> float:
     """As `qkscope.maths.controls` takes it."""
     nulls = moments.null_deltas(null, "c", head)
@@ -156,8 +171,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--replicates", type=int, default=199)
     parser.add_argument("--only", default="", help="part of the names of the rows to print")
+    parser.add_argument("--neighbours", action="store_true", help="the test of a file's order instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.neighbours:
+        for rho in (0.0, 0.2, 0.4, 0.6):
+            for heads in (1, 8):
+                said = sum(neighbours_alike(rho, seed, given.prompts, heads) for seed in range(given.heads))
+                print(f"| {rho:.1f} | {heads} | {said} | {said / given.heads:.1%} |", flush=True)
+        return
     print(f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, {given.replicates} replicates, level 5%")
     for case in [c for c in CASES if given.only in c]:
         start = time.perf_counter()

@@ -180,7 +180,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["sparsity", "ioi", "--model", "nano:mixed", "--revisions", "7", "--out", "OUT"], "7"),
     (["discover", "none.txt", "--heads", "L0H0", "--out", "OUT"], "none.txt"),
     (["discover", "binding", "--heads", "six", "--out", "OUT"], "'six' is not a head"),
-    (["atlas", "--n", "0", "--out", "OUT"], "at least"),
+    (["atlas", "--n", "0", "--out", "OUT"], "from 1 to 1000000"),
     (["bench", "--only", "nonsense"], "there is no bench row 'nonsense'"),
     (["demo", "--out", "/proc/nowhere/demo"], "cannot be written"),
     (["demo", "--out", "FULL"], "holds other files than a run"),
@@ -254,7 +254,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.write_gallery("OUT", "FULL")', "it holds no run; name a folder that a qkscope command wrote."),
     ('qk.write_gallery("OUT")', "name at least one folder of runs."),
     # ------------------------------------------------------------ finding and fitting
-    ("qk.find_heads(scope, task, n=0)", "n is at least 1, but got 0."),
+    ("qk.find_heads(scope, task, n=0)", "n is from 1 to 1000000, but got 0."),
     ("qk.find_heads(scope, task, n=4, batch_size=0)", "batch_size is at least 1, but got 0."),
     ('qk.find_heads(scope, "binding", n=4)', "task of find_heads should be a Task (as tasks.binding() or"),
     ('qk.find_heads("smollm2-135m", task, n=4)', "scope of find_heads should be a Scope (as Scope.load(name) gives)"),
@@ -330,7 +330,7 @@ CALLS: list[tuple[str, str]] = [
     ('qk.discover(scope, task, "L1H3", 8, changes=-1)', "changes is at least 0, but got -1"),
     ('qk.discover(scope, task, "L1H3", 4)', "tokens are too few to fit"),
     ("qk.atlas(scope, [])", "a split needs 12 documents or more, but got 0"),
-    ('qk.atlas(scope, ["hat: A " * 40] * 9, n=0)', "n is at least 1, but got 0"),
+    ('qk.atlas(scope, ["hat: A " * 40] * 9, n=0)', "n is from 1 to 1000000, but got 0"),
     ('qk.atlas(scope, ["hat: A " * 40] * 9, heads="L9H0")', "L9H0 does not exist"),
     # ------------------------------------------------------------ who wrote it
     ('qk.trace(scope, task, "L0H1")', "L0H1 is in the first layer, where only the embedding writes"),

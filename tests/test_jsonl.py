@@ -401,7 +401,7 @@ def test_devices_pipes_and_huge_files_are_not_read(tmp_path):
     for path in (endless, pipe):
         with pytest.raises(BadInput, match="is not a plain file"):
             tasks.from_jsonl(path)
-    with pytest.raises(BadInput, match=r"has 1,099,511,627,776 bytes, more than the 1,073,741,824 of a task"):
+    with pytest.raises(BadInput, match=r"has 1,099,511,627,776 bytes, more than the 1,073,741,824 that are read"):
         tasks.from_jsonl(huge)
     with pytest.raises(BadInput, match=r"the name of .*odd\\udcff.jsonl is not UTF-8: rename the file"):
         tasks.from_jsonl(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff.jsonl"))

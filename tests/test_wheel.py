@@ -44,6 +44,22 @@ def test_every_pin_admits_what_the_project_asks_for():
     assert all(one.specifier.contains(pins[canonicalize_name(one.name)]) for one in asked)
 
 
+def test_every_pin_is_installed_by_hash():
+    """Every pin stands with hashes in one file, and nothing else does; the embedded model's data has its own."""
+    pinned = {line for line in (ROOT / "constraints.txt").read_text().split() if "==" in line and "smollm2" not in line}
+    found: list[str] = []
+    for name in ("requirements.txt", "requirements-torch.txt", "requirements-docs.txt"):
+        for block in re.split(r"\n(?=\S)", (ROOT / name).read_text().strip())[1:]:
+            pin, *hashes = block.split(" \\\n")
+            found.append(pin)
+            assert hashes
+            assert all(re.fullmatch(r" +--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
+    assert sorted(found) == sorted(pinned)
+    setup = (ROOT / "requirements.txt").read_text()
+    assert all(f"\n{name}==" in setup for name in ("hatchling", "editables", "pytest", "transformers"))
+    assert "--require-hashes" in (ROOT / "Makefile").read_text()
+
+
 def test_the_workflow_runs_what_we_run():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert {"run": ".ci/run"} in workflow["jobs"]["run"]["steps"]

@@ -180,6 +180,10 @@ class Example:
         )
 
 
+def _short(text: str, most: int = 200) -> str:
+    return repr(text) if len(text) <= most else f"{text[:most]!r}…"
+
+
 def find_span(text: str, word: str) -> Span:
     """Where a word stands in a text, as a whole word; it must stand there exactly once.
 
@@ -192,11 +196,11 @@ def find_span(text: str, word: str) -> Span:
     before, after = (r"(?<!\w)" if re.match(r"\w", word) else ""), (r"(?!\w)" if re.search(r"\w\Z", word) else "")
     found = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
     if not found:
-        raise BadInput(f"{word!r} does not stand in the text {text!r}: check its spelling and case.")
+        raise BadInput(f"{word!r} does not stand in the text {_short(text)}: check its spelling and case.")
     if len(found) > 1:
-        places = ", ".join(str(start) for start, _ in found)
+        places = ", ".join(str(start) for start, _ in found[:8]) + (", …" if len(found) > 8 else "")
         raise BadInput(
-            f"{word!r} stands {len(found)} times in the text {text!r} (at {places}): mark it by its offsets with"
+            f"{word!r} stands {len(found)} times in the text {_short(text)} (at {places}): mark it by its offsets with"
             " Example(text=..., keys=...), or write the text with a Draft."
         )
     return found[0]

@@ -46,6 +46,7 @@ class Between(NamedTuple):
 
 AtLeast = Between  # as ``AtLeast(1)``: the name for a range without an end
 Count = Annotated[int, AtLeast(1)]
+Prompts = Annotated[int, Between(1, 1_000_000)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
 

@@ -6,7 +6,8 @@ page is drawn from, in a folder if one is named. Files in reading order:
 - What verbs share: `prompts` (a task through a model, in batches; a prompt that several contrasts label runs once; what
   a result was made from).
 - Features from contrasts: `find` (which heads), `decompose` (their features) by way of `fit_folder` (sums, and where
-  they are kept), and `fit` (what it gives, read back, and shards merged).
+  they are kept), `neighbours` (whether a file's prompts depend on each other) and `fit` (what it gives, read back, and
+  shards merged).
 - What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``.

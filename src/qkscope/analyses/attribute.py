@@ -19,6 +19,7 @@ from qkscope.analyses.swap import default_features
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
@@ -106,7 +107,7 @@ def attribute(
     )
     captured = scope.capture_inputs(encoded.inputs, places=places, heads=[head], space=space)
     ids = encoded.inputs["input_ids"][0, : query + 1].tolist()
-    texts = [scope.tokenizer.decode([i]) for i in ids] if scope.tokenizer else [str(i) for i in ids]
+    texts = token_texts(scope, ids)
     found, reverse = split_logits(captured, head, chosen, split), split_logits(captured, head, chosen, reverse=True)
     rows = token_rows(captured, head, found, texts)
     best = max(range(len(rows)), key=lambda i: rows[i]["attention"])

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from qkscope.analyses import prompts
 from qkscope.analyses.fit import Fit, fit_of, merge_together
 from qkscope.analyses.fit_folder import ContrastSums, FitJob, asked_of, checked_contrasts, read_sums, task_file
+from qkscope.analyses.neighbours import neighbour_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -118,6 +119,8 @@ def decompose(
             made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
             sums = {name: one[name] for name in names for one in made if name in one}
         if share is None:
+            noted = [*about.get("notes", ()), *neighbour_notes(scope, task, units, chosen, options)]
+            about = {**about, "notes": noted} if noted else about
             fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
             if show is not None:
                 show(fit)

@@ -25,6 +25,7 @@ from qkscope.capture.inputs import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
+from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
@@ -125,7 +126,7 @@ def swap_downstream(
     job = (job or Job()).begin(scope, list(units), **asked)
     pieces = job.stream("answers", pairs.batches, run, progress)
     tokens = dict.fromkeys(token for piece in pieces for token in piece["tokens"])
-    shown = dict.fromkeys(str(scope.tokenizer.decode([t]) if scope.tokenizer else t) for t in tokens)
+    shown = dict.fromkeys(token_texts(scope, [token])[0] for token in tokens)
     clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
     table: list[dict[str, Any]] = []
     for (kind, group), values in zip(cases, edited, strict=True):

@@ -9,6 +9,7 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Prompts, checked_call, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -39,10 +40,10 @@ class Ranking(Result):
     """Heads, best first."""
 
     def above(self, threshold: float = THRESHOLD, by: str = "accuracy") -> list[Head]:
-        """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
+        """Heads above chance whose score is at least the threshold, best first; an empty list is an answer too."""
         if not 0 <= threshold <= 1:
             raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
-        return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
+        return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold and above_chance(row)]
 
     def top(self, by: str = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""
@@ -52,9 +53,20 @@ class Ranking(Result):
         return sorted(rows, key=lambda row: -row[by])
 
 
+def above_chance(row: Mapping[str, Any]) -> bool:
+    """Whether a head prefers the right key more often than chance does."""
+    return row["accuracy"] > row["chance"]
+
+
+def no_head(threshold: float, best: Mapping[str, Any], by: str = "accuracy") -> tuple[str, str]:
+    """Say that no head reaches a threshold, and give the best score with digits enough to see it."""
+    digits = next((i for i in range(9) if f"{best[by]:.{i}%}" != f"{threshold:.{i}%}"), 9)
+    return f"No head reaches {threshold:.0%}: ", f"{best[by]:.{digits}%}"
+
+
 @checked_call
 def find_heads(
-    scope: Scope, task: Task, n: int = 256, *, batch_size: int = 32, progress: bool | None = None
+    scope: Scope, task: Task, n: Prompts = 256, *, batch_size: int = 32, progress: bool | None = None
 ) -> Ranking:
     """Score every head on ``n`` prompts of the task that are used for nothing else.
 
@@ -108,9 +120,9 @@ def find_heads(
         "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
     )
     about = made_from(scope, task)
-    none = f"No head reaches {THRESHOLD:.0%}: " if best["accuracy"] < THRESHOLD else ""
+    none, score = no_head(THRESHOLD, best) if best["accuracy"] < THRESHOLD else ("", f"{best['accuracy']:.0%}")
     answer = (
-        f"{none}{best['head']} prefers the right key in {best['accuracy']:.0%} of {best['n']} prompts (95% interval "
+        f"{none}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
     return Ranking(

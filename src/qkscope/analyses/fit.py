@@ -170,7 +170,8 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
     asked: Any = written.provenance.get("asked", {})
     cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
     fit = fit_of(sums, task, made_from(scope, task, job["space"]), **cut)
-    return replace(fit, seconds=written.seconds, provenance=written.provenance, kept_in=folder)
+    kept: Any = {"answer": written.answer, "seconds": written.seconds, "provenance": written.provenance}
+    return replace(fit, **kept, kept_in=folder)
 
 
 def fit_of(
@@ -255,7 +256,7 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
     kinds: dict[Verdict, str] = {
         "interaction": "what tells the keys apart depends on what is asked",
-        "mean only": "the keys differ alike, whatever is asked",
+        "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
         "not above null": "nothing is above chance",
     }
     found = [f"in {counts[v]} {words} ({_named(rows, v)})" for v, words in kinds.items() if counts[v]]

@@ -23,6 +23,7 @@ from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.capture.files import cache_dir
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
+from qkscope.capture.tokens import token_texts
 from qkscope.capture.weights import head_weights
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
@@ -285,7 +286,7 @@ def relative_attention(
             f"{head} does not see token {slot} from token {at}, or sees no other: ask about a key inside its window."
         )
     ids = inputs["input_ids"][0, [at, slot]].tolist()
-    shown = [scope.tokenizer.decode([i]) if scope.tokenizer else str(i) for i in ids]
+    shown = [token_texts(scope, [i])[0] for i in ids]
     values = {name: float(value) for name, value in found.values(draws, seed, [0]).items()}
     summary = {
         "head": str(head), "query": at, "key": slot, "query_token": shown[0], "key_token": shown[1], **values,

@@ -6,8 +6,11 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 Token = Literal["first", "last"]
 
 _SENTINEL = "qkscope content"
+_PLAIN = "ask without chat (no --chat, chat=False)"
+_SECONDS, _ADDED = 5, 1 << 20  # that a chat template may take, and characters that it may add to a prompt
 _CHUNK = 256
 
 
@@ -235,23 +240,31 @@ class Encoder:
         if not chat:
             return text, 0
         if not getattr(self.tokenizer, "chat_template", None):
-            raise BadInput("this tokenizer has no chat template: encode with chat=False.")
+            raise BadInput(f"this tokenizer has no chat template: {_PLAIN}.")
         if self._frame is None:
             before, found, after = self._template(_SENTINEL).partition(_SENTINEL)
             if not found or _SENTINEL in after:
-                raise BadInput("this chat template does not hold the prompt exactly once: encode with chat=False.")
+                raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
             self._frame = before, after
         before, after = self._frame
         rendered = self._template(text)
         for content, cut in ((text, 0), (text.strip(), len(text) - len(text.lstrip()))):  # some templates trim
             if rendered == before + content + after:
                 return rendered, len(before) - cut
-        raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: use chat=False.")
+        raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}.")
 
     def _template(self, content: str) -> str:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": content}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            with deadline(_SECONDS):
+                found = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (Exception, TooLong) as error:  # it is a program from elsewhere: whatever it raises is its own fault
+            why = f"takes more than {_SECONDS} s" if isinstance(error, TooLong) else f"fails with {error!r:.200}"
+            raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.") from None
+        if len(found) > len(content) + _ADDED:
+            raise BadInput(f"this chat template makes {len(found):,} characters of {len(content):,}: {_PLAIN}.")
+        return found
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
@@ -327,6 +340,31 @@ def _trim(example: Example, span: Span) -> Span:
     if example.text is not None and (piece := example.text[start:stop]).strip():
         return start + len(piece) - len(piece.lstrip()), stop - len(piece) + len(piece.rstrip())
     return span
+
+
+class TooLong(BaseException):
+    """Raised inside a `deadline` when it is over; code in between that catches every Exception does not catch it."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Stop Python code of somebody else's after some time, in whatever thread it runs."""
+    lock, over, thread = threading.Lock(), False, threading.get_ident()
+
+    def stop() -> None:
+        with lock:
+            if not over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over = True
+        timer.cancel()
 
 
 def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:

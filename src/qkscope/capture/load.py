@@ -37,6 +37,8 @@ _CAUSES = {  # what the errors of a loader are called or say, and what that mean
     r"GatedRepoError": "{name} is gated: accept its licence on the hub and log in with `hf auth login`.",
     r"RepositoryNotFoundError|valid model identifier": "the hub has no model {name}: check the name, or give a folder "
     "or .gguf file.",
+    r"weights_only|UnpicklingError": "{name} is a pickle that holds more than tensors, which would run when read: "
+    "take its safetensors, or have it saved so.",
     r"trust_remote_code|custom code": "{name} brings its own code, which qkscope never runs: use a model transformers "
     "knows.",
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|ProxyError|[Cc]onnect": "{name} is not in the local cache and the "
@@ -165,7 +167,7 @@ def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     if dtype is None or dtype == "auto":
         return "auto"
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
     return found
 

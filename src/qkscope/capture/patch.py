@@ -20,8 +20,10 @@ from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.hooks import Hook
+from qkscope.kinds import checked_class
 
 
+@checked_class
 @dataclass(frozen=True, repr=False)
 class Edit:
     """Replacement values for one head; build it with `keys`, `queries` or `logits`.

@@ -176,7 +176,6 @@ def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
 def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
     check_kind(model)
-    model.eval()
     inputs = feed.short_inputs(model)
     implementation = model.config._attn_implementation
     calls = _calls(model, inputs, lambda call: check_honoured(implementation, call))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from qkscope.capture.inputs import text_config
 from qkscope.capture.projection import place_of
 from qkscope.capture.tap import Call
@@ -16,7 +18,11 @@ def refusal(model: Any, why: str) -> BadInput:
 
 
 def check_kind(model: Any) -> None:
-    """Refuse what cannot be fed: two stacks of layers, or neither ids nor pixels."""
+    """Refuse what cannot be watched or fed: compiled code, two stacks of layers, or neither ids nor pixels."""
+    if hasattr(model, "_orig_mod") or any(part._compiled_call_impl for part in model.modules()):
+        raise BadInput("compiled code cannot be looked into: give the model as it was before torch.compile.")
+    if model.dtype == torch.float64:
+        raise BadInput("a model in float64 is not looked into: load it with dtype float32, bfloat16 or float16.")
     read = model.main_input_name
     has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
     if getattr(model.config, "is_encoder_decoder", False) and has_decoder:

@@ -7,7 +7,7 @@ the attention calls, the pass ends after the deepest layer asked for, and the LM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import Shape, probe
 from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import ANEW, Call, tap
 from qkscope.capture.wrapped import unwrapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -138,13 +138,11 @@ class Scope(Shape):
         Parameters
         ----------
         model : PreTrainedModel, TransformerBridge or nnsight model
-            Switched to eval mode; otherwise left as it is. Wrapped ones are looked into beside, on their weights.
+            Left as it is; measured in eval mode. Wrapped ones are looked into beside, on their weights.
         tokenizer : optional
             Needed for examples that are text; that of the bridge or nnsight model, if not given.
-        name : str
-            What to call it in results.
-        check : bool
-            Whether to run the self-check.
+        name : what to call it in results.
+        check : whether to run the self-check.
 
         Examples
         --------
@@ -249,8 +247,7 @@ class Scope(Shape):
             Whether to return the log-sum-exp of the keys not named.
         logits : bool
             Whether to return next-token logits at the query (this runs the whole model).
-        chat, padding_side, token :
-            As in `encode`.
+        chat, padding_side, token : as in `encode`.
         shard : (int, int)
             ``(i, n)``: only every n-th batch of the fixed list, from the i-th on.
         progress : bool, optional
@@ -295,8 +292,7 @@ class Scope(Shape):
             From `encode`, or any keyword arguments of the model's forward (ids, pixels, ...).
         places : Places, optional
             Where to look; those of an `Encoding` batch, if not given.
-        heads, space, rest, logits :
-            As in `capture`.
+        heads, space, rest, logits : as in `capture`.
         edits : sequence of Edit or Hook
             Replacements that are in force during the run.
 
@@ -330,8 +326,7 @@ class Scope(Shape):
 
         Parameters
         ----------
-        inputs : dict
-            Keyword arguments of the model's forward.
+        inputs : keyword arguments of the model's forward.
         *visits : callable
             Get each `Call` in turn, before it runs; one that raises `Stop` ends the forward.
         rotary : bool
@@ -346,15 +341,19 @@ class Scope(Shape):
         >>> shapes
         [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
         """
-        with tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary, anatomy=self.facts.anatomy):
-            if logits_at is not None:
-                return logits_of(self.model, inputs, logits_at.row, logits_at.query)
-            forward(self.model.base_model, inputs)
-        return None
+        scores = None
+        with self._tap(*visits, rotary=rotary) as called:
+            if logits_at is None:
+                forward(self.model.base_model, inputs)
+            else:
+                scores = logits_of(self.model, inputs, logits_at.row, logits_at.query)
+        if not called:
+            raise BadInput(f"no layer called its attention, as they did when {ANEW}")
+        return scores
 
     @contextmanager
     def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
-        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like.
+        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like (in eval mode).
 
         Parameters
         ----------
@@ -370,8 +369,11 @@ class Scope(Shape):
         ...     torch.equal(model(**inputs).logits, plain)
         False
         """
-        with tap(self.model, Patch(edits, self).visit, layers=self.facts.layer_of, anatomy=self.facts.anatomy):
+        with self._tap(Patch(edits, self).visit):
             yield self.model
+
+    def _tap(self, *visits: Callable[[Call], None], rotary: bool = False) -> AbstractContextManager[list[int]]:
+        return tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary, anatomy=self.facts.anatomy)
 
     @torch.no_grad()
     def generate(
@@ -381,12 +383,10 @@ class Scope(Shape):
 
         Parameters
         ----------
-        inputs : Encoding or dict
-            A left-padded batch.
+        inputs : a left-padded batch.
         edits : sequence of Edit or Hook
             Positions are those of the batch.
-        max_new_tokens : int
-            How far to go.
+        max_new_tokens : how far to go.
 
         Examples
         --------

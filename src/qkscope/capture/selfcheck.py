@@ -27,7 +27,7 @@ from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.refused import refusal
 from qkscope.capture.spaces import SPACES, Space
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import Call, evaluated, tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 
@@ -80,6 +80,11 @@ def check_once(scope: Scope) -> None:
 @torch.no_grad()
 def check_model(scope: Scope) -> Check:
     """Check the tap on a model, or refuse the model with the fact that failed."""
+    with evaluated(list(scope.model.modules())):
+        return _check(scope)
+
+
+def _check(scope: Scope) -> Check:
     kind = scope.model.config.model_type
     inputs = short_inputs(scope.model, (9, 6), positions=scope.facts.takes_positions)
     places = _places(inputs, scope)

@@ -31,6 +31,7 @@ SERVED = ("sdpa", "eager")
 """Implementations the tap can delegate to: those whose mask says which keys a query sees."""
 
 _numbers = itertools.count()
+ANEW = "the Scope was made: make a new one of the model as it is, with Scope.from_model(model)."
 
 
 class Stop(Exception):
@@ -47,6 +48,19 @@ def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
             stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def evaluated(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode for the duration of a ``with`` block: no dropout. Each module's own mode is put back."""
+    training = [part for part in parts if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 @dataclass
@@ -173,6 +187,7 @@ def _read(module: nn.Module, implementation: str, args: tuple[Any, ...], kwargs:
 class Anatomy:
     """What the tap has to find in a model, found once: a walk through all modules takes as long as a few layers."""
 
+    parts: list[nn.Module]
     configs: dict[int, Any]
     files: frozenset[ModuleType]
     by_length: tuple[nn.Module, ...]
@@ -180,12 +195,13 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
-        """Configs that name an attention function, modelling files, and modules: those that rotate by the prompt's
+        """Its modules, configs that name an attention function, modelling files, modules that rotate by the prompt's
         length, and attention with code of its own.
         """
         parts = list(model.modules())
         configs = [part.config for part in parts if hasattr(part, "config")]
         return cls(
+            parts,
             {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
             frozenset(map(modelling_file, {type(part): part for part in parts}.values())),
             tuple(part for part in parts if depends_on_length(part)),
@@ -200,8 +216,10 @@ def tap(
     layers: Mapping[int, int] | None = None,
     rotary: bool = False,
     anatomy: Anatomy | None = None,
-) -> Iterator[None]:
-    """Show every attention call of a model to visitors, for the duration of a ``with`` block.
+) -> Iterator[list[int]]:
+    """Show every attention call of a model, in eval mode, to visitors, for the duration of a ``with`` block.
+
+    Yields the list of layers, which grows as they are called. A pass that leaves out one of `layers` is an error.
 
     Parameters
     ----------
@@ -218,14 +236,19 @@ def tap(
     anatomy : Anatomy, optional
         Of this model, where it was looked for before.
     """
-    calls = itertools.count()
+    called: list[int] = []
+    parts = list(model.modules())
+    if anatomy is not None and parts != anatomy.parts:
+        raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
     with ExitStack() as stack:
+        stack.enter_context(evaluated(parts))
         stack.enter_context(rows_rotate_alone(anatomy.by_length))
         heard: list[Rotary | Turned] = stack.enter_context(record_rotary(anatomy.files)) if rotary else []
 
         def show(call: Call) -> None:
-            call.layer = next(calls) if layers is None else layers[id(call.module)]
+            call.layer = len(called) if layers is None else layers[id(call.module)]
+            called.append(call.layer)
             call.rotary = heard_rotary(heard, call.q)  # none in a layer without rotation
             heard.clear()
             for visit in visits:
@@ -238,10 +261,14 @@ def tap(
             stack.enter_context(_watch(anatomy.own, show, passes))
         else:
             stack.enter_context(_interface(model, anatomy.configs, show, passes))
+        expected = list((layers or {}).values())  # in the order in which they are called
         try:
-            yield
+            yield called
         except Stop as stop:
             stop.__traceback__ = None  # its frames hold the layer's tensors, in a cycle until the collector comes by
+            expected = expected[: expected.index(called[-1]) + 1] if called and expected else []
+        if called and (silent := set(expected) - set(called)):
+            raise BadInput(f"layer {min(silent)} did not call its attention, as it did when {ANEW}")
 
 
 def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
@@ -291,6 +318,8 @@ def _interface(
 
     masks = ALL_MASK_ATTENTION_FUNCTIONS
     implementation = before[id(model.config)]
+    if implementation.startswith("qkscope_"):
+        raise BadInput("this model is being watched already: let the other thread, or the block around it, end first.")
     if implementation not in SERVED:
         raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
     try:

@@ -69,12 +69,18 @@ def token_texts(scope: Scope, ids: Sequence[int]) -> list[str]:
     at = 0
     while at < len(ids):
         end = at + 1
-        text = scope.tokenizer.decode(ids[at:end])
+        text = _decoded(scope.tokenizer, ids[at:end])
         while text.endswith("�") and end < len(ids) and end - at < 8:
             end += 1
-            text = scope.tokenizer.decode(ids[at:end])
+            text = _decoded(scope.tokenizer, ids[at:end])
         if text.endswith("�"):  # no character after all
             end, text = at + 1, PIECE
         texts += [text, *[""] * (end - at - 1)]
         at = end
     return texts
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a text begins."""
+    text, first = tokenizer.decode(ids), tokenizer.convert_ids_to_tokens(ids[0])
+    return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text

@@ -40,7 +40,7 @@ def heads(
     made.choose(n)
     if not 0 <= threshold <= 1:
         raise BadInput(f"--threshold is a share from 0 to 1, but got {threshold}.")
-    from qkscope.analyses.find import SCORES, THRESHOLD, find_heads
+    from qkscope.analyses.find import SCORES, THRESHOLD, above_chance, find_heads, no_head
 
     if by not in SCORES:
         raise BadInput(f"--by is one of {', '.join(SCORES)}, but got {by!r}.")
@@ -54,12 +54,10 @@ def heads(
     if as_json:
         return
     best = ranking.top(by)
-    found = [row for row in best if row[by] >= threshold]
+    found = [row for row in best if row[by] >= threshold and above_chance(row)]
     if not found and (threshold, by) != (THRESHOLD, "accuracy"):  # else the answer says so
-        shell.say(
-            f"No head reaches {threshold:.0%}: the best is {best[0]['head']} with {best[0][by]:.0%}, and chance is "
-            f"{best[0]['chance']:.0%}."
-        )
+        none, score = no_head(threshold, best[0], by)
+        shell.say(f"{none}the best is {best[0]['head']} with {score}, and chance is {best[0]['chance']:.0%}.")
     shell.print_tables("heads", {"heads": best if everything else found}, everything)
     named = ",".join(row["head"] for row in (found or best)[:2])
     where: Any = {"model": model, "device": device, "dtype": dtype}

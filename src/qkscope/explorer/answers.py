@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.one import ATTENDED, Asked, PromptTrace
+from qkscope.analyses.trace.verdicts import FEW, no_sum
 from qkscope.analyses.why.parts import part_rows
 from qkscope.explorer.features import Features
 from qkscope.explorer.looked import Looked
@@ -81,7 +83,7 @@ class Answer:
 
     def _parts(self) -> list[dict[str, Any]]:
         """The one table of every split: by writers, by singular vectors, by features."""
-        made = [] if self.trace is None else part_rows(self.trace)
+        made = [] if self.trace is None or self._wrong else part_rows(self.trace)
         return [{name: row[name] for name in ("by", "side", "part", "value", "share")} for row in made]
 
     def _features(self) -> list[dict[str, Any]]:
@@ -123,7 +125,14 @@ class Answer:
         )
         return said
 
+    @cached_property
+    def _wrong(self) -> str | None:
+        one = self.trace
+        return None if one is None else no_sum(one.head, one.error, self.looked.scope.model.dtype)
+
     def _wrote(self, trace: PromptTrace, share: float) -> dict[str, str]:
+        if self._wrong:
+            return {"wrote": self._wrong}
         marginals, total, named = trace.marginals(), trace.total, {}
         for side in ("key", "query"):
             best = trace.strongest(side, 2)
@@ -137,8 +146,8 @@ class Answer:
         verdict = self.what_if.judge(changes, after, beside)
         cut = " and ".join(change.writer for change in changes)
         said["test"] = (
-            f"With {cut} cut from the key the attention goes from {share:.0%} to {after:.0%}; with other writers of"
-            f" their layers to {sum(beside) / len(beside):.0%}: {verdict}."
+            f"With {cut} cut from the key the attention goes from {share:.0%} to {after:.0%}; with {len(beside)} other"
+            f" sets of writers like them to {sum(beside) / len(beside):.0%}: {verdict}."
         )
         said["verdict"] = verdict
         return said
@@ -225,6 +234,7 @@ _MEANS = {
     "supported": "Supported: it does more than they do.",
     "not here": "Not here: it takes less than a quarter of the attention away, or no more than random ones do.",
     "vacuous": "Vacuous: a whole key carries all that the head sees of a token, so this shows nothing about it.",
+    "untested": f"Untested: there are fewer than {FEW} different random ones to compare it with.",
     "unattended": "The head hardly looks there, so there is nothing to take away.",
 }
 _HIDDEN = {

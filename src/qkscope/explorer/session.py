@@ -24,6 +24,7 @@ from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.why import why
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
+from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.explorer.answers import Answer
 from qkscope.explorer.features import FITTED_ON, Features
@@ -246,10 +247,12 @@ class Session:
         runs = [one.softmax(-1) for one in logits]
         best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(min(shown, len(p))).indices.tolist()))
         best.sort(key=lambda i: -max(float(p[i]) for p in runs))
-        assert self.scope.tokenizer is not None
-        decode = self.scope.tokenizer.decode
         return [
-            {"token": decode([i]), "before": float(runs[0][i]), "after": float(runs[-1][i]) if len(runs) > 1 else None}
+            {
+                "token": token_texts(self.scope, [i])[0],
+                "before": float(runs[0][i]),
+                "after": float(runs[-1][i]) if len(runs) > 1 else None,
+            }
             for i in best[:shown]
         ]
 

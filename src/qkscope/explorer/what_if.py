@@ -19,8 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.trace.one import PromptTrace, verdict
+from qkscope.analyses.trace.one import PromptTrace
 from qkscope.analyses.trace.rows import addresses_of
+from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.pick import Capture
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
@@ -145,17 +146,20 @@ class WhatIf:
         if all(change.kind == "remove" for change in changes):
             return self._hidden_elsewhere(draws)
         layers = [] if self.trace is None else addresses_of(self.trace.writers)
-        made: list[Row] = []
+        made: dict[object, Row] = {}  # by what was drawn: of few writers alike, many draws are one
         for draw in range(draws):
-            writers = {}
+            writers: dict[str, list[int]] = {}
             for side in ("query", "key"):
                 chosen = self._writers(changes, side)
                 seed = derived_seed(_SEED, "cut", side, len(chosen), draw)  # the draws that `why` puts beside a cut
-                writers[side] = draw_alike(chosen, layers, seed)
+                writers[side] = draw_alike(chosen, layers, seed, FEW)
             swaps = [self._drawn(change, draw) for change in changes if change.kind == "swap"]
             hidden = any(change.kind == "remove" for change in changes)
-            made.append((self.head, self._logits(writers, [one for one in swaps if one], hidden)))
-        return made
+            drawn = [tuple(sorted(own)) for own in writers.values()], [one and one[0] for one in swaps]
+            name = draw if any(change.features for change in changes) else str(drawn)
+            if name not in made:
+                made[name] = self.head, self._logits(writers, [one for one in swaps if one], hidden)
+        return list(made.values())
 
     def _drawn(self, change: Change, draw: int) -> tuple[int, Projector] | None:
         """Another subspace of its rank; of whole keys, another token."""
@@ -183,10 +187,10 @@ class WhatIf:
     # ------------------------------------------------------------------ is it so
 
     def judge(self, changes: Sequence[Change], after: float, beside: Sequence[float]) -> str:
-        """What the attention says: supported, not here, vacuous or unattended; of a hidden key, nothing."""
+        """What the attention says: a `verdict`, or vacuous; of a hidden key, nothing."""
         if any(change.kind == "remove" for change in changes):
             return ""
         swaps = [change for change in changes if change.kind == "swap"]
         if any(int(self._projector(change).rank) >= self.rows.d_head for change in swaps):
             return "vacuous"
-        return verdict(float(self.attention[self.key]), after, torch.tensor(list(beside) or [1.0]))
+        return verdict(float(self.attention[self.key]), after, torch.tensor(list(beside)))

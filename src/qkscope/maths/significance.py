@@ -221,6 +221,39 @@ def clustered_bootstrap(
     return low, high
 
 
+def lag_one(
+    q: Float[Tensor, "b h d"], keys: Float[Tensor, "b h e"], unit: Int[Tensor, " b"], seed: int = 0, draws: int = 999
+) -> tuple[float, float]:
+    """How far what units add to ΔC, ``Σ q kᵀ`` over a unit's rows, is like what the next unit adds, and its p-value.
+
+    Parameters
+    ----------
+    q, keys : of each row; the keys' sum with the weights that it has in ΔC. Every head counts alike.
+    unit : of each row; units stand in the order of their numbers.
+    seed, draws : of the random orders beside it.
+
+    Examples
+    --------
+    >>> walk = torch.randn(200, 1, 4, generator=torch.Generator().manual_seed(0)).cumsum(0)
+    >>> correlation, p = lag_one(torch.ones(200, 1, 1), walk, torch.arange(200))
+    >>> correlation > 0.8, p
+    (True, 0.001)
+    """
+    numbers, place = unit.unique(return_inverse=True)
+    count = len(numbers)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    for head in range(q.shape[1]):
+        rows = (q[:, head] @ q[:, head].T).double() * (keys[:, head] @ keys[:, head].T).double()
+        own = torch.zeros(count, len(q), dtype=torch.float64).index_add_(0, place, rows)
+        own = torch.zeros(count, count, dtype=torch.float64).index_add_(1, place, own)
+        own = own - own.mean(0) - own.mean(1, keepdim=True) + own.mean()
+        gram += own / own.trace().clamp_min(torch.finfo(torch.float64).tiny)
+    generator = torch.Generator().manual_seed(seed)
+    orders = torch.stack([torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(draws))])
+    sums = gram[orders[:, :-1], orders[:, 1:]].sum(1)
+    return float(sums[0] / gram.trace()), float((sums >= sums[0]).sum()) / (draws + 1)
+
+
 def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's 95% interval of a proportion of independent trials.
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from qkscope.runs.store import read_tensors, write_tensors
 
 Side = Literal["query", "key"]
 Rank = int | Literal["energy", "null"]
+_ORTHONORMAL = 1e-3  # rounding in single precision stays far below
 
 
 @checked_class
@@ -70,6 +72,17 @@ class Subspace:
             raise BadInput(
                 f"U, S and V have shapes {', '.join(map(str, shapes))}{where}: U and V are (d, m), and S is (m)."
             )
+        for name, x in (("U", self.U), ("V", self.V)):
+            off = (x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max() if x.numel() else 0.0
+            if not float(off) <= _ORTHONORMAL:
+                raise BadInput(
+                    f"the columns of {name} are not orthonormal{where} (off by {float(off):.2g}): make them so with"
+                    " torch.linalg.qr, or fit with Subspace.from_delta."
+                )
+        if not bool((self.S.isfinite() & (self.S >= 0)).all()) or bool(
+            (self.S.diff() > _ORTHONORMAL * self.S[:1]).any()
+        ):
+            raise BadInput(f"singular values{where} are finite, at least 0 and in falling order: give S so.")
         if self.rank < 1:
             raise BadInput(f"rank must be at least 1, but is {self.rank}{where}: there is no subspace to speak of.")
         if self.rank > len(self.S):

@@ -12,7 +12,7 @@ token among them, stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,10 +117,11 @@ Address = tuple[str, int]
 """Of which kind a writer is, and in which layer."""
 
 
-def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int) -> list[int]:
+def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int, least: int = 1) -> list[int]:
     """Other writers at random, one for each chosen: of its kind and layer, or of the nearest where there are too few.
 
-    A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in.
+    A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in, and for a head where
+    there are fewer than ``least`` others.
 
     >>> heads = [("L", 0), ("L", 0), ("L", 0), ("M", 0), ("M", 1)]
     >>> draw_alike([0, 3], heads, seed=0)[1]
@@ -134,10 +135,19 @@ def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int) -
         same = [c for c in free if addresses[c][0] == kind] or free
         if not same:
             break
-        far = sorted(abs(addresses[c][1] - layer) for c in same)[: _NEAREST if kind != "L" else 1][-1]
+        far = sorted(abs(addresses[c][1] - layer) for c in same)[: least if kind == "L" else _NEAREST][-1]
         alike = [c for c in same if abs(addresses[c][1] - layer) <= far]
         drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
     return drawn
+
+
+def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, list[int]]]:
+    """The different sets of writers (by side) among some draws: of few writers alike, many draws are one set.
+
+    >>> different([{"key": [1, 2]}, {"key": [2, 1]}, {"key": [1, 3]}])
+    [{'key': [2, 1]}, {'key': [1, 3]}]
+    """
+    return list({tuple((side, *sorted(own)) for side, own in one.items()): one for one in draws}.values())
 
 
 def edge_masks(

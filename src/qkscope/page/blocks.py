@@ -22,7 +22,7 @@ _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
 _CONTROLS = {"random": "random, as {}", "key_pca": "key PCA, as {}", "cov_qk": "Cov q Cov k, as {}", "sham": "sham, {}"}
 _VERDICTS = {
-    "interaction": "depends on what is asked", "mean only": "the same whatever is asked",
+    "interaction": "depends on what is asked", "mean only": "not shown to depend on what is asked",
     "not above null": "not above chance", "untested": "could not be tested",
 }  # fmt: skip
 _COMMANDS = ("atlas", "cards")  # blocks that say how to go on, which takes the model's name

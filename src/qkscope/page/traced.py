@@ -137,7 +137,7 @@ def parts(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     """One logit, split in each way there is."""
     words = (
         "The logit of the key over the mean of the other tokens in sight, split. Each bar begins where the one above it"
-        " ends; the last one is the logit. A writer is the embedding, a head (L16H0) or the MLP of a layer (M13)."
+        " ends; the last one is the logit. A writer is the embedding, a head (L0H0) or the MLP of a layer (M0)."
         " Rest: all parts that are not named."
     )
     there = {f"{row['by']} {row['side']}" for row in rows}

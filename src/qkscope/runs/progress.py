@@ -76,15 +76,16 @@ def clear() -> None:
 
 
 @contextmanager
-def doing(step: str) -> Iterator[None]:
+def doing(step: str, shown: bool | None = None) -> Iterator[None]:
     """Name what runs inside: the line begins with it.
 
     Parameters
     ----------
     step : in a few words, as ``fitting L18H6``.
+    shown : as in `counting`.
     """
     _LINE.steps.append(step)
-    tell(f"{step} ...")
+    tell(f"{step} ...", shown)
     try:
         yield
     finally:
@@ -112,7 +113,7 @@ def counting(total: int, what: str = "examples", shown: bool | None = None) -> I
         nonlocal done
         done += count
         left = (time.monotonic() - started) / max(done, 1) * (total - done)
-        tell(_named(f"{done:,} of {total:,} {what}, {in_words(left)} left"), shown)
+        tell(_named(f"{done:,} of {total:,} {what}, " + (f"{in_words(left)} left" if left else "all done")), shown)
 
     try:
         yield advance

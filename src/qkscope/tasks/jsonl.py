@@ -33,11 +33,11 @@ from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Span, find_span
 from qkscope.kinds import checked_call
 from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, checked_name
+from qkscope.tasks.texts import read_plain
 
 log = logging.getLogger(__name__)
 
 _FIELDS = {"prompt", "query", "keys", "group", "use", "answers"}
-_LARGEST = 1 << 30  # bytes: some millions of lines
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -214,19 +214,10 @@ def _lines(path: Path) -> list[str]:
     shown = str(path).encode("utf-8", "backslashreplace").decode()
     _need(shown == str(path), f"the name of {shown} is not UTF-8: rename the file.")
     try:
-        plain = path.is_file() or path.is_dir() or not path.exists()
-        _need(plain, f"{path} is not a plain file: name a file with one JSON object per line.")  # a pipe may never end
-        size = path.stat().st_size
-        _need(size <= _LARGEST, f"{path} has {size:,} bytes, more than the {_LARGEST:,} of a task: take fewer lines.")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_plain(path, "a file with one JSON object per line").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
         raise BadInput(f"{path}, line {number} is not UTF-8: save the file as UTF-8 text.") from None
-    except BadInput:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"{path} cannot be read ({reason}): name a file with one JSON object per line.") from None
     return re.split(r"\r\n|\n|\r", text)
 
 

@@ -26,6 +26,7 @@ FEW = 12
 """Files under which they are cut into sections: `sides.split` needs as many documents."""
 _SECTIONS = 32  # of all the files, then
 _LEAST_SECTION = 1000  # characters
+_LARGEST = 1 << 30  # bytes of a file
 _KINDS = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken for text
 
 _NOT_LIBRARY = re.compile(r"tests?|idlelib|lib2to3|turtledemo|ensurepip|distutils|encodings|pydoc_data|\w+-packages")
@@ -153,11 +154,24 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
+def read_plain(path: Path, wanted: str, largest: int = _LARGEST) -> bytes:
+    """The bytes of a plain file that is no larger than so: a pipe or a device may never end."""
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BadInput(f"{path} is not a plain file: name {wanted}.")
+        if (size := path.stat().st_size) > largest:
+            raise BadInput(f"{path} has {size:,} bytes, more than the {largest:,} that are read: take a part of it.")
+        return path.read_bytes()
+    except BadInput:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"{path} cannot be read ({reason}): name {wanted}.") from None
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): name a text file or a folder of them.") from None
+        return re.sub("\r\n?", "\n", read_plain(path, "a text file or a folder of them").decode())
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not text in UTF-8: convert it, or name another file.") from None
 

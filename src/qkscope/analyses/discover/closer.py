@@ -23,6 +23,7 @@ from qkscope.analyses.names.study import Study
 from qkscope.attention import AttentionRows
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
+from qkscope.capture.tokens import token_texts
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths.bases import checked_svd
@@ -254,8 +255,7 @@ def token_text(study: Study, token: int) -> str:
     """A token as text on one line; any for no token."""
     if token < 0:
         return "any"
-    tokenizer = study.text.scope.tokenizer
-    return (tokenizer.decode([token]) if tokenizer else str(token)).replace("\n", "\\n")
+    return token_texts(study.text.scope, [token])[0].replace("\n", "\\n")
 
 
 def pair_rows(study: Study, h: int, rows: Rows) -> list[dict[str, Any]]:

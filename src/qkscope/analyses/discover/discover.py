@@ -34,6 +34,7 @@ from qkscope.maths.factors import MEAN
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.swap import Condition, Method
 from qkscope.runs.job import Job
+from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Task, Unit
@@ -110,7 +111,8 @@ def discover(
     tables = study.tables() | {name: [] for name in _TABLES}
     singular, arrays = _singular(scope, chosen), dict[str, Tensor]()
     for h, head in enumerate(chosen):
-        made = job.once(f"head {head}", partial(_closer, study, h, singular, changes, sizes, draws))
+        with doing(f"testing {head} ({h + 1} of {len(chosen)} heads)", progress):
+            made = job.once(f"head {head}", partial(_closer, study, h, singular, changes, sizes, draws))
         for name in _TABLES:
             tables[name] += made[name]
         if made["basis"] is not None:

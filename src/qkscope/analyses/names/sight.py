@@ -18,7 +18,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Count, checked_class
+from qkscope.kinds import Count, Prompts, checked_class
 from qkscope.tasks.sides import LENGTH, Passage
 
 PASSAGES, TESTED = 192, 64  # passages to fit on, and to test on
@@ -40,8 +40,8 @@ class Options:
     progress : whether to say how far it is; if not given, where stderr is a terminal.
     """
 
-    n: Count = PASSAGES
-    test: Count = TESTED
+    n: Prompts = PASSAGES
+    test: Prompts = TESTED
     length: Count = LENGTH
     batch_size: Count = 16
     seed: int = 0

@@ -346,14 +346,13 @@ def _count(tokens: dict[tuple[Side, int], Counter[int]], side: Side, ids: Tensor
 def _source_rows(
     found: Counter[int | str], total: float, tokens: Mapping[int, Counter[int]], reader: Reader, width: int
 ) -> list[dict[str, Any]]:
-    tokenizer = reader.scope.tokenizer
     largest = sorted(found, key=lambda at: -abs(found[at]))[:width]
     rows = []
     for at in largest:
         text, often = str(at), None
         if isinstance(at, int) and at in tokens:
             (token, count), *_ = tokens[at].most_common(1)
-            text = tokenizer.decode([token]) if tokenizer else str(token)
+            text = token_texts(reader.scope, [token])[0]
             often = count / tokens[at].total()
         offset = at if isinstance(at, int) else None
         rows.append({"token": text, "frequency": often, "offset": offset, "share": found[at] / total})

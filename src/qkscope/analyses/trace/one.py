@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
+from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding
 from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.pick import Places
@@ -28,9 +29,10 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.maths.writers import draw_alike, first_by
+from qkscope.maths.writers import different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)
+_SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
 _SLOTS = 256  # tokens whose writers are held at once
 
 
@@ -293,9 +295,14 @@ class PromptTrace:
         return self._row(dict(zip(moved, turned, strict=True)))
 
     def strongest(self, side: str, size: int) -> list[int]:
-        """The writers that speak most for the key, biases aside; those against it are no reason to look there."""
+        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
+
+        Those against the key are no reason to look there, and one that gives next to nothing is none either.
+        """
         values = self.marginals()[side]
-        return [i for i in first_by(values, size, signed=True) if float(values[i]) > 0]
+        first = first_by(values, size, signed=True)
+        least = max(_SECOND * float(values[first[0]]), 0.0) if first else 0.0
+        return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
@@ -308,16 +315,14 @@ class PromptTrace:
                 if any(len(own) < size for own in chosen.values()):
                     continue
                 row = self.cut(chosen)
-                beside = [
-                    self.cut(
-                        {
-                            one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw))
-                            for one, own in chosen.items()
-                        }
-                    )
+                alike = different(
+                    {
+                        one: draw_alike(own, layers, derived_seed(seed, "cut", one, size, draw), FEW)
+                        for one, own in chosen.items()
+                    }
                     for draw in range(draws)
-                ]
-                random = torch.stack([other[self.key] for other in beside])
+                )
+                random = torch.stack([self.cut(other)[self.key] for other in alike])
                 top = max(self.others, key=lambda i: float(row[i]))
                 made.append({
                     "head": str(self.head), "side": side, "k": size,
@@ -325,7 +330,7 @@ class PromptTrace:
                     "before": float(self.attention[self.key]), "after": float(row[self.key]),
                     "random": float(random.mean()), "random_low": float(random.min()),
                     "random_high": float(random.max()), "first": float(row[0]), "top": top,
-                    "top_token": self.asked.tokens[top], "draws": draws,
+                    "top_token": self.asked.tokens[top], "draws": draws, "sets": len(alike),
                     "verdict": self._verdict(float(row[self.key]), random),
                 })  # fmt: skip
         return made
@@ -374,18 +379,3 @@ class PromptTrace:
              "logit": logits[i]}
             for i in self.seen
         ]  # fmt: skip
-
-
-def verdict(before: float, after: float, random: Float[Tensor, " draws"]) -> str:
-    """Whether cutting writers took the attention away: ``supported``, ``not here``, or ``unattended`` before any cut.
-
-    Supported is what takes away more than a quarter of it, and more than any of the random cuts.
-
-    >>> others = torch.tensor([0.7, 0.8])
-    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others)
-    ('supported', 'not here', 'unattended')
-    """
-    if before < ATTENDED:
-        return "unattended"
-    falls = before - after > 0.25 * before
-    return "supported" if falls and after < float(random.min()) else "not here"

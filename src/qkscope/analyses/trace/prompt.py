@@ -15,6 +15,7 @@ from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import ATTENDED, SIDES
+from qkscope.analyses.trace.verdicts import controls_of, named_cut
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader, Recorded
 from qkscope.examples import Example
@@ -80,23 +81,24 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
         )
         for side in SIDES
     }
-    cut = next(row for row in cuts if row["side"] == "key" and row["k"] == min(2, max(r["k"] for r in cuts)))
-    cancel = says_cancels(one.writer_rows())
-    return (
-        f"{where}. Its key is written by {named['key']}, its query by {named['query']}.{cancel} With {cut['writers']}"
-        f" cut from the key, the attention there is {cut['after']:.0%} (others like them: {cut['random']:.0%}):"
-        f" {cut['verdict']}."
-    )
+    said = f"{where}. Its key is written by {named['key']}, its query by {named['query']}."
+    said += says_cancels(one.writer_rows())
+    if (cut := named_cut(cuts)) is not None:
+        said += (
+            f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
+            f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
+        )
+    return said
 
 
-_READERS: WeakKeyDictionary[Scope, tuple[tuple[int, ...], Reader]] = WeakKeyDictionary()
+_READERS: WeakKeyDictionary[Scope, tuple[str, Reader]] = WeakKeyDictionary()
 
 
 def reader_of(scope: Scope) -> Reader:
     """A reader of all heads, kept as long as the model's weights are what they were."""
-    versions = tuple(parameter._version for parameter in scope.model.parameters())
-    if scope not in _READERS or _READERS[scope][0] != versions:
-        _READERS[scope] = versions, Reader(scope, scope.heads())
+    weights = scope.weights_hash
+    if scope not in _READERS or _READERS[scope][0] != weights:
+        _READERS[scope] = weights, Reader(scope, scope.heads())
     return _READERS[scope][1]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from qkscope.analyses.prompts import with_notes
 from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
 from qkscope.analyses.trace.rows import ATTENDED, Tally
+from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
@@ -153,4 +154,5 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
     names = ("whole", "sources", "graph", "prompt")  # the first shard's
     more = {name: [dict(row) for shard in shards for row in shard.tables.get(name, ())] for name in names}
     about = {name: value for name, value in made[0].items() if name != "tally"} | {"shard": [0, 1]}
-    return trace_result(asked, tallies, more, about, shards[0].seed, shards[0].experiment.partition("/")[2])
+    found = trace_result(asked, tallies, more, about, shards[0].seed, shards[0].experiment.partition("/")[2])
+    return that_sum(found, about["dtype"])

@@ -25,6 +25,7 @@ from qkscope.analyses.trace.many import Texts, trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
 from qkscope.analyses.trace.result import FeatureTrace, Trace, trace_result
 from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
+from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.capture.scope import Scope
 from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
@@ -140,7 +141,7 @@ def trace(
     else:
         _refuse("texts", query=query, key=key, versus=versus, chat=chat)
         found = Trace(**trace_many(scope, what, heads, n, **many))
-    return replace(found, seconds=time.perf_counter() - start)
+    return replace(that_sum(found, scope.model.dtype), seconds=time.perf_counter() - start)
 
 
 def _checked_heads(scope: Scope, head: Any) -> list[Head]:

@@ -21,12 +21,13 @@ from torch import Tensor
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
 from qkscope.analyses.trace.rows import addresses_of
+from qkscope.analyses.trace.verdicts import FEW
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.maths.singular import singular_coordinates
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.writers import draw_alike
+from qkscope.maths.writers import different, draw_alike
 
 SHOWN = 8  # parts of each split that are named; the others are its rest
 REST = "rest"
@@ -95,8 +96,9 @@ def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed:
     here, there = one.key_parts([one.key, other])
     away = there - here
     before, after = one.attention, swapped(one, other, away[chosen].sum(0))
-    alike = [draw_alike(chosen, layers, derived_seed(seed, "swap", draw)) for draw in range(draws)]
-    beside = torch.stack([swapped(one, other, away[drawn].sum(0))[other] for drawn in alike])
+    seeds = [derived_seed(seed, "swap", draw) for draw in range(draws)]
+    alike = different({"key": draw_alike(chosen, layers, own, FEW)} for own in seeds)
+    beside = torch.stack([swapped(one, other, away[drawn["key"]].sum(0))[other] for drawn in alike])
     gained, random = float(after[other] - before[other]), float((beside - before[other]).max())
     total = float(before[one.key] + before[other])
     verdict = "supported" if gained > max(random, 0.25 * total) else "not here"
@@ -104,12 +106,14 @@ def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed:
         verdict = "unattended"
     elif len(chosen) >= len(layers):
         verdict = "vacuous"
+    elif len(alike) < FEW:
+        verdict = "untested"
     return {
         "head": str(one.head), "writers": ", ".join(one.writers[i] for i in chosen), "key": one.key, "other": other,
         "other_token": one.asked.tokens[other],
         "key_before": float(before[one.key]), "key_after": float(after[one.key]),
         "other_before": float(before[other]), "other_after": float(after[other]), "random": float(beside.mean()),
-        "random_high": float(beside.max()), "draws": draws, "verdict": verdict,
+        "random_high": float(beside.max()), "draws": draws, "sets": len(alike), "verdict": verdict,
     }  # fmt: skip
 
 

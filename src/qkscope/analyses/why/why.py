@@ -18,6 +18,7 @@ from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.trace.edges import says_cancels
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
 from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut, no_sum
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import REST, other_token, part_rows, swap_row
 from qkscope.capture.scope import Scope
@@ -136,10 +137,14 @@ def check_space(space: str) -> None:
 
 
 def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int) -> Told:
+    check = [{"head": str(one.head), "sum_error": one.error, "logit": one.total}]
+    pushed = output.rows(one)
+    if (wrong := no_sum(one.head, one.error, one.reader.scope.model.dtype)) is not None:
+        lines = [_where(one), _does(pushed)]
+        return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
     cuts = one.cut_rows(draws, seed)
     other = other_token(one)
     swaps = [swap_row(one, other, draws=draws, seed=seed)] if other is not None and cuts else []
-    pushed = output.rows(one)
     drawn = one.graph(depth) if one.against else None
     tables = {
         "attention": one.token_rows(),
@@ -150,10 +155,10 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "output": pushed,
         "graph": [] if drawn is None else drawn.rows,
         "prompt": [] if drawn is None else drawn.prompt,
-        "check": [{"head": str(one.head), "sum_error": one.error, "logit": one.total}],
+        "check": check,
     }
     tested = _is_it_so(cuts, swaps) if float(one.attention[one.key]) >= ATTENDED else []
-    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _LEGEND]
+    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _legend(one)]
     return _answer(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
 
 
@@ -179,7 +184,7 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
         return f"{asking} gives {attention:.0%} to the first token, which draws attention whatever it says."
     if abs(one.total) < _LEVEL:
         return f"{asking} attends to {_token(one, one.key)}, {attention:.0%}, as to other tokens: nothing matched."
-    cut = _cut(cuts)
+    cut = named_cut(cuts)
     if cut is None:
         return (
             f"{asking} attends to {_token(one, one.key)}, {attention:.0%}: only the embedding writes before this head."
@@ -193,6 +198,8 @@ def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
         return f"{where}, {part}for what {named} wrote there: without that {left}."
     if cut["verdict"] == "vacuous":
         return f"{where}. {named} gave most to its key; there is no other token to test that with."
+    if cut["verdict"] == "untested":
+        return f"{where}. {named} gave most to its key: without that {left}. It is untested: {few_controls(cut)}."
     return f"{where}. {named} gave most to its key, but without that {left}: they do not hold it there."
 
 
@@ -202,10 +209,13 @@ def _where(one: PromptTrace) -> str:
     return f"Where it looks: {keys}; the first token has {float(one.attention[0]):.0%}."
 
 
-_LEGEND = (
-    "L16H0 is a head, M9 the MLP of layer 9. Cut: a part takes its mean over the other tokens. Supported: that takes"
-    " more than a quarter away, and more than any random writers do."
-)
+def _legend(one: PromptTrace) -> str:
+    return (
+        f"{one.head} is head {one.head.index} of layer {one.head.layer}, M0 the MLP of layer 0. Cut: a part takes its"
+        " mean over the other tokens. Supported: that takes more than a quarter away, and more than any random writers"
+        " do."
+    )
+
 
 _WAYS = (
     ("writers", "key", "writers of the key"), ("writers", "query", "writers of the query"),
@@ -253,25 +263,20 @@ def _written(one: PromptTrace, graph: Sequence[Mapping[str, Any]]) -> str:
     return f"Who wrote it: {'; '.join(said)}." if said else ""
 
 
-def _cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
-    own = [row for row in cuts if row["side"] == side and row["k"] <= 2]
-    return max(own, key=lambda row: row["k"]) if own else None
-
-
 def _is_it_so(cuts: Sequence[Mapping[str, Any]], swaps: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for side in ("key", "query"):
-        cut = _cut(cuts, side)
+        cut = named_cut(cuts, side)
         if cut is not None:
             lines.append(
                 f"Is it so: {cut['writers']} cut from the {side}: {cut['before']:.0%} to {cut['after']:.0%}"
-                f" ({cut['draws']} random ones like them: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
+                f" ({controls_of(cut)}: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
                 f" {cut['verdict']}."
             )
     for row in swaps:
         lines.append(
             f"Is it so: the same parts of the key exchanged with {row['other_token']!r} (token {row['other']}):"
-            f" attention there {row['other_before']:.0%} to {row['other_after']:.0%} (random at most"
+            f" attention there {row['other_before']:.0%} to {row['other_after']:.0%} ({controls_of(row)}: at most"
             f" {row['random_high']:.0%}): {row['verdict']}."
         )
     return lines

@@ -1,0 +1,86 @@
+"""What an answer may say: nothing of parts that do not sum to their logit, and of a cut only beside enough controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.trace.rows import ATTENDED
+from qkscope.runs.result import Result
+
+Traced = TypeVar("Traced", bound=Result)
+
+FEW = 5
+"""Different control sets under which nothing is tested."""
+
+_HALF, _SINGLE = 2e-2, 1e-3  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+_MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
+
+
+def no_sum(head: object, error: float, dtype: object) -> str | None:
+    """Say that a head's parts do not sum to its logit, where they miss it by more than rounding does.
+
+    >>> no_sum("L1H0", 1e-6, "torch.float32"), no_sum("L1H0", 7e-3, "torch.bfloat16")
+    (None, None)
+    """
+    allowed = _HALF if str(dtype).endswith("float16") else _SINGLE
+    if error <= allowed:
+        return None
+    return (
+        f"The parts of {head} do not sum to its logit (they miss it by {error:.1g} of the largest part, and {allowed:g}"
+        " is allowed), so no writers, shares or cuts of it are given: its query or key is changed here in a way that"
+        " the split does not know; take a shorter prompt, or another head."
+    )
+
+
+def that_sum(found: Traced, dtype: object) -> Traced:
+    """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
+    said = {row["head"]: no_sum(row["head"], row["sum_error"], dtype) for row in found.tables["check"]}
+    wrong = {head: why for head, why in said.items() if why is not None}
+    if not wrong:
+        return found
+    kept = {
+        name: rows if name in _MEASURED else [row for row in rows if row["head"] not in wrong]
+        for name, rows in found.tables.items()
+    }
+    others = "" if len(wrong) == len(said) else f" The tables hold the other {len(said) - len(wrong)} heads."
+    return replace(found, answer=" ".join(wrong.values()) + others, tables=kept)
+
+
+def named_cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
+    """The row of cuts whose writers an answer names: of two, or of one where no second gives much."""
+    own = [row for row in cuts if row["side"] == side and row["k"] <= 2]
+    return max(own, key=lambda row: row["k"]) if own else None
+
+
+def controls_of(row: Mapping[str, Any]) -> str:
+    """Name the random writers beside a cut or a swap, and how many different sets of them there were."""
+    kinds = "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
+    return f"{row['sets']} different sets of random {kinds}" if row["sets"] > 1 else f"the one other set of {kinds}"
+
+
+def few_controls(row: Mapping[str, Any]) -> str:
+    """Why a cut is untested."""
+    return f"different sets of writers like that: {row['sets']}, and {FEW} are needed"
+
+
+def verdict(before: float, after: float, random: Float[Tensor, " sets"]) -> str:
+    """Whether cutting writers took the attention away: ``supported``, ``not here``, or ``unattended`` before any cut.
+
+    Supported is what takes away more than a quarter of it, and more than any of the random cuts; with fewer than
+    `FEW` different ones of these it is ``untested``.
+
+    >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
+    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
+    ('supported', 'not here', 'unattended', 'untested')
+    """
+    if before < ATTENDED:
+        return "unattended"
+    if len(random) < FEW:
+        return "untested"
+    falls = before - after > 0.25 * before
+    return "supported" if falls and after < float(random.min()) else "not here"

@@ -1,0 +1,130 @@
+"""What answers say: no more writers than wrote, how many controls there were, no threshold reached by rounding."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import qkscope as qk
+from planted_model import READER, planted
+from qkscope.analyses.find import no_head
+from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.capture.tokens import token_texts
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.maths.writers import different, draw_alike
+from qkscope.runs import progress
+
+PROMPT = "hat jam cat pen hat jam"
+
+
+@pytest.fixture(scope="module")
+def nano() -> qk.Scope:
+    return qk.Scope.load("nano:mixed", check=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_writer_is_named_where_one_has_everything(seed):
+    writer, prompt = Head(seed % 2, seed % 3), "Words: hat jam kettle bell hat jam"
+    scope = planted({writer: 0.3}, seed)
+    found = qk.why(scope, prompt, READER)
+    key = [row for row in found.tables["cuts"] if row["side"] == "key"]
+    assert [(row["k"], row["writers"]) for row in key] == [(1, str(writer))]
+    assert f"Is it so: {writer} cut from the key" in str(found)
+    assert f"for what {writer} wrote there" in found.answer
+    assert re.search(rf"Its key is written by {writer} \(\d+%\), its query", qk.trace(scope, prompt, READER).answer)
+
+
+def test_controls_are_counted_once_each_and_few_of_them_test_nothing(nano):
+    found = qk.why(nano, PROMPT, "L1H0", draws=20)
+    one, two = (row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] <= 2)
+    assert (one["draws"], one["sets"], one["verdict"]) == (20, 3, "untested")  # layer 0 has three other heads
+    assert (two["sets"], two["verdict"]) == (1, "untested")
+    assert "(the one other set of heads: " in str(found)
+    assert "It is untested: different sets of writers like that: 1, and 5 are needed." in found.answer
+    deeper = qk.why(nano, PROMPT, "L2H3", draws=20)
+    for row in (*deeper.tables["cuts"], *deeper.tables.get("swaps", ())):
+        assert row["sets"] <= row["draws"]
+        assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in ("unattended", "vacuous")
+
+
+def test_few_heads_in_a_layer_are_joined_by_those_of_the_next():
+    addresses = [("L", 0)] * 4 + [("L", 1)] * 4
+    near = {draw_alike([0], addresses, seed)[0] for seed in range(60)}
+    wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
+    assert (near, wide) == ({1, 2, 3}, set(range(1, 8)))
+    assert len(different({"key": draw_alike([0, 1], addresses, seed)} for seed in range(20))) == 1
+
+
+def test_a_verdict_needs_five_controls():
+    controls = torch.full((FEW,), 0.9)
+    assert verdict(0.9, 0.1, controls) == "supported"
+    assert verdict(0.9, 0.1, controls[1:]) == "untested"
+
+
+@pytest.mark.parametrize(("score", "shown"), [(0.297, "29.7%"), (0.2998, "29.98%"), (0.25, "25%")])
+def test_no_head_reaches_what_it_equals(score, shown):
+    assert no_head(0.3, {"accuracy": score}) == ("No head reaches 30%: ", shown)
+
+
+def test_heads_below_chance_are_not_above_a_threshold(nano):
+    ranking = qk.find_heads(nano, qk.tasks.ioi(seed=0), n=16, progress=False)
+    chance = ranking.tables["heads"][0]["chance"]
+    assert any(0.1 <= row["accuracy"] <= chance for row in ranking.tables["heads"])
+    scores = {row["head"]: row["accuracy"] for row in ranking.tables["heads"]}
+    assert all(scores[str(head)] > chance for head in ranking.above(0.1))
+
+
+def test_tokens_of_sentencepiece_keep_their_blank(nano):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "▁Mary": 1, "▁gave": 2, "n": 3, "▁": 4}
+    made = Tokenizer(models.Unigram([(token, -float(i)) for token, i in vocabulary.items()], 0, False))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    scope = qk.Scope(nano.model, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
+    assert scope.tokenizer.decode([1]) == "Mary"
+    assert token_texts(scope, [1, 2, 3]) == [" Mary", " gave", "n"]
+
+
+def test_the_legend_names_a_head_of_this_model(nano):
+    found = qk.why(nano, PROMPT, "L1H0")
+    named = set(re.findall(r"L(\d+)H\d+", str(found)))
+    assert all(int(layer) < nano.n_layers for layer in named)
+
+
+def test_progress_never_says_that_nothing_is_left_and_goes_on(capsys):
+    with progress.counting(2, shown=True) as advance:
+        for _ in range(2):
+            progress._LINE.said = float("-inf")
+            advance(1)
+    said = capsys.readouterr().err
+    assert "0 s left" not in said.split("2 of 2")[1]
+    assert "all done" in said
+
+
+def test_discover_names_the_head_it_tests(nano, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_REFRESH", 0.0)
+    qk.discover(nano, qk.tasks.induction(), "L1H1", 200, test=60, sizes=[], changes=0, progress=True)
+    assert "testing L1H1 (1 of 1 heads)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"U": torch.ones(24, 3) * 5}, "columns of U are not orthonormal"),
+        ({"V": torch.eye(24)[:, :3] * 1.01}, "columns of V are not orthonormal"),
+        ({"U": torch.full((24, 3), float("nan"))}, "columns of U are not orthonormal"),
+        ({"S": torch.tensor([3.0, float("nan"), 1.0])}, "finite, at least 0 and in falling order"),
+        ({"S": torch.tensor([3.0, -1.0, -2.0])}, "finite, at least 0 and in falling order"),
+        ({"S": torch.tensor([1.0, 2.0, 0.5])}, "finite, at least 0 and in falling order"),
+    ],
+)
+def test_a_subspace_has_orthonormal_columns_and_falling_values(change, said):
+    right = {"U": torch.eye(24)[:, :3], "S": torch.tensor([3.0, 2.0, 1.0]), "V": torch.eye(24)[:, 3:6]}
+    assert qk.Subspace(**right, rank=2).rank == 2
+    with pytest.raises(BadInput, match=said):
+        qk.Subspace(**(right | change), rank=2)

@@ -1,0 +1,63 @@
+"""Parts that do not sum to their logit are not shown as an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import qkscope as qk
+from qkscope.analyses.trace.verdicts import no_sum
+
+LENGTH = 12
+PROMPT = "hat jam cat pen cup hat jam cat pen cup hat jam cat pen cup hat"
+
+
+class Rescaled(nn.Linear):
+    """Queries rescaled by a number that depends on themselves, from some length on: no norm explains it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().forward(x)
+        return q if x.shape[1] < LENGTH else q * (0.5 + q.abs().mean(-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def broken() -> qk.Scope:
+    model = qk.Scope.load("nano:mixed", check=False).model
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.__class__ = Rescaled
+    loaded = qk.Scope.load("nano:mixed", check=False)
+    return qk.Scope.from_model(model, loaded.tokenizer, name="rescaled")  # passes every check, on its short prompts
+
+
+def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
+    found = qk.why(broken, PROMPT, "L1H0", draws=2)
+    assert found.tables["check"][0]["sum_error"] > 1e-3
+    assert found.answer.startswith("The parts of L1H0 do not sum to its logit")
+    assert set(found.tables) == {"said", "attention", "output", "check"}
+    assert "written" not in str(found)
+    assert "%" in found.tables["said"][0]["line"]  # where it looks was measured
+
+
+def test_why_is_as_ever_below_that_length(broken):
+    short = qk.why(broken, "hat jam cat hat", "L1H0", draws=2)
+    assert {"writers", "cuts"} <= set(short.tables)
+
+
+@pytest.mark.parametrize("heads", ["L1H0", "L1H0,L2H3", "all"])
+@pytest.mark.parametrize("what", ["prompt", "task", "texts"])
+def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
+    asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0), "texts": [PROMPT] * 4}[what]
+    found = qk.trace(broken, asked, heads, 4, draws=2, whole=False, progress=False)
+    wrong = [row["head"] for row in found.tables["check"] if row["sum_error"] > 1e-3]
+    assert "L1H0" in wrong
+    assert "do not sum" in found.answer
+    for name in ("writers", "pairs", "cuts", "edges", "graph", "sources", "heads"):
+        assert not [row for row in found.tables.get(name, ()) if row["head"] in wrong]
+
+
+def test_the_rule_knows_the_precision():
+    assert no_sum("L1H0", 5e-3, torch.bfloat16) is None
+    assert no_sum("L1H0", 3e-2, torch.float16) is not None
+    assert no_sum("L1H0", 2e-3, torch.float32) is not None
+    assert no_sum("L1H0", float("nan"), torch.float32) is not None
