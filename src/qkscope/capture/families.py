@@ -16,20 +16,20 @@ k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any, TypedDict
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from qkscope.capture.inputs import input_device, model_pad_id, pad_rows, short_ids, short_inputs
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
+from qkscope.capture.small import TABLE, loud_model, small_config
 from qkscope.capture.tap import Call, Stop
 from qkscope.capture.weights import head_weights
 from qkscope.capture.writers import Reader, Recorded
@@ -37,34 +37,39 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call
 
-_TABLE = tomllib.loads(files("qkscope.capture").joinpath("families.toml").read_text("utf-8"))
 _HEADS: dict[str, Any] = {
     "masked": transformers.AutoModelForMaskedLM, "image": transformers.AutoModelForImageClassification,
     "image_text": transformers.AutoModelForImageTextToText, "sequence": transformers.AutoModelForSeq2SeqLM,
 }  # fmt: skip
 
 
-def _settings(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row of the table comes to: sizes, the parts that it takes over, and its own."""
-    taken = [{} if row.get("alone") else _TABLE["sizes"], *(_TABLE["parts"][name] for name in row.get("is", ()))]
-    own = {name: value for name, value in row.items() if name not in ("alone", "is", "kind", "beside")}
-    return {name: value for part in (*taken, own) for name, value in part.items()}
+def _rows() -> dict[str, dict[str, Any]]:
+    """Rows of the table, then every other type of causal model; one that stands there with another head comes again."""
+    rows = dict(TABLE["families"])
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        again = rows.get(family, {}).get("kind") == "masked"
+        rows.setdefault(f"{family} (decoder)" if again else family, {"type": family})
+    return rows
 
 
-FAMILIES: dict[str, dict[str, Any]] = {family: _settings(row) for family, row in _TABLE["families"].items()}
-"""Every family we try, in the order of the table, and what its tiny config sets."""
+FAMILIES: dict[str, dict[str, Any]] = _rows()
+"""Every family we try, in the order of the table, and what its tiny model sets besides small sizes."""
 
 
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The config of a family's tiny model; ``overrides`` replace the family's own settings."""
     if family not in FAMILIES:
         raise BadInput(f"no tiny model for the family {family!r}: choose one of {', '.join(FAMILIES)}.")
-    row, settings = _TABLE["families"][family], FAMILIES[family] | overrides
-    if row.get("kind") in ("masked", "image"):  # encoders know no KV heads and no cache
-        settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "use_cache")}
-    if "beside" in row:
-        settings = {"text_config": settings, **row["beside"]}
-    return transformers.AutoConfig.for_model(family, **settings)
+    row = FAMILIES[family]
+    parts = [TABLE["parts"][name] for name in row.get("is", ())]
+    own = {name: value for name, value in row.items() if name not in ("type", "is", "kind")}
+    settings = {name: value for part in (*parts, own, overrides) for name, value in part.items()}
+    config = transformers.AutoConfig.for_model(row.get("type", family))
+    if "kind" not in row and hasattr(config, "is_decoder"):  # BERT and its relatives look both ways unless told
+        settings = {"is_decoder": True, **settings}
+    if "text_config" in config.sub_configs:
+        settings = {"text_config": small_config(config.text_config, **settings).to_dict()}
+    return small_config(config, **settings)
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
@@ -85,18 +90,8 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
         In float32 and eval mode, with the head that gives ``logits`` (next token, masked token or image class).
     """
     config = tiny_config(family, **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = _HEADS.get(_TABLE["families"][family].get("kind"), transformers.AutoModelForCausalLM)
-        model = head.from_config(config, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            # Cohere's gains are [head, d_head]: a matrix is what does not begin as one number
-            is_matrix = weight.ndim > 1 and bool((weight != weight.flatten()[0]).any())
-            weight.copy_(0.2 * noise if is_matrix else weight + 0.4 * noise)
-    return model
+    head = _HEADS.get(FAMILIES[family].get("kind", ""), transformers.AutoModelForCausalLM)
+    return loud_model(head.from_config, config, seed)
 
 
 class FamilyRow(TypedDict):

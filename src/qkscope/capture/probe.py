@@ -220,7 +220,7 @@ def _calls(
 
     try:
         with tap(model, visit, rotary=True):
-            model.base_model(**inputs)
+            feed.forward(model.base_model, inputs)
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence

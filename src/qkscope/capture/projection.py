@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from qkscope.capture.inputs import forward_arguments, short_inputs
+from qkscope.capture.inputs import forward, forward_arguments, short_inputs
 from qkscope.capture.tap import Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 
@@ -147,7 +147,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, L
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
     with torch.no_grad(), cleared(hooks, stop), tap(model, visit):
-        model.base_model(**_one_token(model))
+        forward(model.base_model, _one_token(model))
     if not qk_norms:
         raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
 
