@@ -84,7 +84,8 @@ def _trust(scope: Scope, check: Check) -> None:
     """Keep of a model's padding sides and spaces those that passed."""
     layers = scope.facts.layers
     if check.frame:
-        why: dict[Space, str] = {"query_frame": f"beyond a length that the config names, {check.frame}"}
+        reason = f"beyond a length that its config names, {check.frame}"
+        why: dict[Space, str] = {"pre_rope": reason, "query_frame": reason}  # so a trace reads its own code instead
         layers = tuple(replace(one, refusals=why | one.refusals) if one.offset is not None else one for one in layers)
     scope.facts = replace(scope.facts, sides=tuple(check.sides), layers=layers)
 

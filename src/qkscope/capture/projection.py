@@ -270,11 +270,8 @@ def _gain_names(norm: nn.Module) -> list[str]:
 
 def _one_token(model: PreTrainedModel) -> dict[str, Any]:
     inputs: dict[str, Any] = short_inputs(model, lengths=(1,))
-    accepted = forward_arguments(model.base_model)
-    if "position_ids" in accepted and "input_ids" in inputs:
+    if "position_ids" in forward_arguments(model.base_model) and "input_ids" in inputs:
         inputs["position_ids"] = torch.full_like(inputs["input_ids"], 7)  # any position that has a rotation to see
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
     return inputs
 
 

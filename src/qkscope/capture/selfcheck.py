@@ -71,7 +71,8 @@ class Check:
 def check_at(scope: Scope, length: int, strict: bool = True) -> Check:
     """Check the tap on prompts of so many tokens, or refuse the model with the fact that failed.
 
-    Where the check is not strict, a padding side and the query's frame may be wrong: the outcome says so.
+    One side on which prompts cannot be padded is left out of the outcome. Where the check is not strict, so are both,
+    and the query's frame.
     """
     kind = scope.model.config.model_type
     inputs = short_inputs(scope.model, (length, length - 3), positions=scope.facts.takes_positions)
@@ -101,10 +102,10 @@ def check_at(scope: Scope, length: int, strict: bool = True) -> Check:
     if "input_ids" not in inputs:
         return Check(output_error, attention_error, 0.0, effect, scope.facts.sides, length)
     padding_error, wrong, frame = _check_batches(scope, length)
-    for why in (*wrong.values(), frame):
-        if strict and why:
-            raise refusal(scope.model, why)
     sides = tuple(side for side in scope.facts.sides if side not in wrong)
+    reasons = [*([] if sides else wrong.values()), *([frame] if frame else [])]
+    if strict and reasons:
+        raise refusal(scope.model, reasons[0])
     return Check(output_error, attention_error, padding_error, effect, sides, length, frame)
 
 

@@ -61,7 +61,7 @@ def small_config(config: Any, **settings: Any) -> Any:
         fields.pop(name, None)
     if "max_position_embeddings" in named_lengths(config):  # dynamic RoPE changes beyond it
         fields["max_position_embeddings"] = 16
-    return type(config)(**fields | settings)
+    return type(config)(**fields | {config.attribute_map.get(name, name): value for name, value in settings.items()})
 
 
 def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +82,8 @@ def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = min(value, len(kept))
         else:
             small[name] = _smaller(name, value)
+    if "attention_types" in small:  # GPT-Neo says it twice
+        small["attention_types"] = [[small.pop("attention_layers"), 1]]
     if "kv_lora_rank" in fields:  # latent attention has no groups
         small["num_key_value_heads"] = small["num_attention_heads"]
     return small

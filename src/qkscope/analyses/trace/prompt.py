@@ -89,15 +89,19 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
     )
 
 
-_READERS: WeakKeyDictionary[Scope, tuple[tuple[int, ...], Reader]] = WeakKeyDictionary()
+_READERS: WeakKeyDictionary[Scope, tuple[tuple[int, ...], dict[int, Reader]]] = WeakKeyDictionary()
 
 
-def reader_of(scope: Scope) -> Reader:
-    """A reader of all heads, kept as long as the model's weights are what they were."""
+def reader_of(scope: Scope, head: Head | None = None) -> Reader:
+    """A reader of all heads as wide as one (the last, if none is named), kept as long as the model's weights are."""
     versions = tuple(parameter._version for parameter in scope.model.parameters())
     if scope not in _READERS or _READERS[scope][0] != versions:
-        _READERS[scope] = versions, Reader(scope, scope.heads())
-    return _READERS[scope][1]
+        _READERS[scope] = versions, {}
+    layers, kept = scope.facts.layers, _READERS[scope][1]
+    width = layers[(head or scope.heads()[-1]).layer].d_head
+    if width not in kept:
+        kept[width] = Reader(scope, [one for one in scope.heads() if layers[one.layer].d_head == width])
+    return kept[width]
 
 
 class Probe:
@@ -118,16 +122,18 @@ class Probe:
 
     def __init__(self, scope: Scope, prompt: str | Example, chat: bool = False) -> None:
         self.scope, self.prompt, self.chat, self.reader = scope, prompt, chat, reader_of(scope)
-        self._runs: dict[int, tuple[Asked, Recorded]] = {}
+        self._runs: dict[tuple[int, Reader], tuple[Asked, Recorded]] = {}
 
-    def run(self, query: int | None = None) -> tuple[Asked, Recorded]:
+    def run(self, query: int | None = None, reader: Reader | None = None) -> tuple[Asked, Recorded]:
         """The prompt with one token asking: the last one, where none is named."""
-        asked = Asked.of(self.scope, self.prompt, query, self.chat)
-        if asked.query not in self._runs:
-            self._runs[asked.query] = asked, self.reader.record(asked.inputs, asked.places)
-        return self._runs[asked.query]
+        asked, reader = Asked.of(self.scope, self.prompt, query, self.chat), reader or self.reader
+        if (asked.query, reader) not in self._runs:
+            self._runs[asked.query, reader] = asked, reader.record(asked.inputs, asked.places)
+        return self._runs[asked.query, reader]
 
     def head(self, head: str | Head, query: int | None = None, key: int | None = None) -> PromptTrace:
         """One head, asked from one token about another; see `PromptTrace`."""
-        asked, found = self.run(query)
-        return PromptTrace(self.reader, found, asked, self.scope.check(head), key)
+        one = self.scope.check(head)
+        reader = reader_of(self.scope, one)
+        asked, found = self.run(query, reader)
+        return PromptTrace(reader, found, asked, one, key)
