@@ -122,7 +122,7 @@ def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
             return None
 
     if _reads_text(scope.model):
-        found = tried("no comparison", lambda: _attention_error(scope))
+        found = tried("no comparison", lambda: _attention_error(scope, row["family"]))
         error, row["length"] = max(error, found or 0.0), max(row["length"] or 0, LENGTHS[0])
     splits = tried("no trace", lambda: [trace_error(scope, side) for side in scope.facts.sides or (None,)])
     row["max_error"], row["trace_error"] = error, splits and max(splits)
@@ -136,12 +136,12 @@ def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
 
 
 @torch.no_grad()
-def _attention_error(scope: Scope) -> float:
+def _attention_error(scope: Scope, family: str) -> float:
     """Attention of prompts in padded batches against what transformers reports of each prompt alone, run eagerly."""
     rows = short_ids(scope.model, LENGTHS)
-    plain = copy.deepcopy(scope.model)
-    plain.set_attn_implementation("eager")
-    alone = [_reported(scope, plain, ids[None].to(scope.device)) for ids in rows]
+    alone = [
+        _reported(scope, family, ids[None]) for ids in rows
+    ]  # each by a model of its own: dynamic RoPE keeps lengths
     prompts = [Example(ids=tuple(ids.tolist()), queries=tuple((i, i + 1) for i in range(len(ids)))) for ids in rows]
     worst = 0.0
     for side in scope.facts.sides or (None,):
@@ -162,16 +162,18 @@ def _attention_error(scope: Scope) -> float:
     return worst
 
 
-def _reported(scope: Scope, plain: Any, ids: Tensor) -> dict[int, Tensor]:
+def _reported(scope: Scope, family: str, ids: Tensor) -> dict[int, Tensor]:
     """Attention by layer, as a model reports it; some report it of every layer, others of those with heads alone."""
-    found = [
-        one[0] for one in forward(plain, {"input_ids": ids, "output_attentions": True}).attentions if one is not None
-    ]
+    plain = tiny_model(family, attn_implementation="eager")
+    if plain.config._attn_implementation != "eager":  # its text part alone was told
+        plain.set_attn_implementation("eager")
+    attentions = forward(plain, {"input_ids": ids, "output_attentions": True}).attentions
+    found = [one[0] for one in attentions if one is not None]
     layers = [i for i, layer in enumerate(scope.facts.layers) if layer.n_heads]
     if len(found) == scope.n_layers:
         found = [found[i] for i in layers]
     if len(found) != len(layers):
-        raise BadInput(f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared.")
+        raise ValueError(f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared")
     return dict(zip(layers, found, strict=True))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VERSION = 3
-_SHORT, _BEYOND = 9, 21  # tokens of a prompt, and so many beyond a length
+_SHORT, _BEYOND = 9, 33  # tokens of a prompt, and so many beyond a length
 _LONGEST = 64  # a longer length is made short in a small copy
 
 

@@ -127,7 +127,8 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, L
     stop = Stop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[module] = (args, kwargs)
+        cache = {"past_key_values": None} if "past_key_values" in kwargs else {}  # each call again would add to it
+        inputs[module] = (args, kwargs | cache)
 
     def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):

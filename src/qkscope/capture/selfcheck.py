@@ -235,12 +235,11 @@ def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor |
 
 def _check_batches(scope: Scope, length: int) -> tuple[float, dict[PaddingSide, str], str]:
     """The largest error of attention in padded batches; what is wrong on which side; what in the query's frame."""
-    keys = tuple(Key((i, i + 1)) for i in range(3))
     start = () if scope.encoder.first is None else (scope.encoder.first,)  # or it would be said to be missing
-    prompts = [
-        Example(ids=(*start, *ids[len(start) :]), queries=tuple((i, i + 1) for i in range(2, len(ids))), keys=keys)
-        for ids in map(Tensor.tolist, short_ids(scope.model, (length, length - 4)))
-    ]
+    prompts = []
+    for ids in map(Tensor.tolist, short_ids(scope.model, (length, length - 4))):
+        every = tuple((i, i + 1) for i in range(len(ids)))
+        prompts.append(Example(ids=(*start, *ids[len(start) :]), queries=every, keys=tuple(map(Key, every))))
     singles = [scope.encode([prompt]) for prompt in prompts]
     alone = [_Single.of(scope, encoded) for encoded in singles]
     worst, frame = 0.0, ""
@@ -292,7 +291,7 @@ def _difference(scope: Scope, captures: _Captures, alone: _Captures, example: in
             groups = batch.kv_of_head[slots].unique()
             for what, ours, theirs in (
                 ("queries", batch.q[rows][:, slots], own.q[:, slots]),
-                ("keys", batch.k[rows][:, groups], own.k[:, groups]),
+                ("keys", batch.k[rows][:, groups, : own.k.shape[2]], own.k[:, groups]),
             ):
                 off = _apart(ours, theirs)
                 if not off <= (5e-2 if _is_half(scope) else 1e-3):
@@ -323,7 +322,7 @@ def _padding_error(scope: Scope, captures: _Captures, single: _Single, example: 
         if space == _OWN and slots:
             # in half precision the model rounds its logits and we do not: there it is our own rows
             theirs = own.attention() if _is_half(scope) else _reported(own, single.attentions)
-            ours = batch.attention()[batch.example == example]
+            ours = batch.attention()[batch.example == example, :, : theirs.shape[-1]]
             errors.append((ours - theirs)[:, slots])
     return _largest(errors)
 

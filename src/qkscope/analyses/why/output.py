@@ -111,14 +111,11 @@ class Output:
     @cached_property
     def _straight(self) -> Float[Tensor, "v d"] | None:
         """What a part of the residual stream adds to the logits, the last norm held; None where that is not seen."""
-        head, last = self.scope.model.get_output_embeddings(), self.seen.last
-        stream = self.seen.stream
+        head, last, stream = self.scope.model.get_output_embeddings(), self.seen.last, self.seen.stream
         if head is None or last is None or stream is None:
             return None
         # a norm that reads the residual stream and that the LM head reads: neither has to be there
-        ends = [
-            m for m, out in self.seen.gave.items() if _alike(out, last) and _alike(self.seen.given[m], self.seen.stream)
-        ]
+        ends = [m for m, out in self.seen.gave.items() if _alike(out, last) and _alike(self.seen.given[m], stream)]
         if not ends:
             return None
         own = self.reader.taken_apart(ends[0], stream[None])
