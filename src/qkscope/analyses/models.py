@@ -139,9 +139,7 @@ def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
 def _attention_error(scope: Scope, family: str) -> float:
     """Attention of prompts in padded batches against what transformers reports of each prompt alone, run eagerly."""
     rows = short_ids(scope.model, LENGTHS)
-    alone = [
-        _reported(scope, family, ids[None]) for ids in rows
-    ]  # each by a model of its own: dynamic RoPE keeps lengths
+    alone = [_reported(scope, family, ids[None]) for ids in rows]
     prompts = [Example(ids=tuple(ids.tolist()), queries=tuple((i, i + 1) for i in range(len(ids)))) for ids in rows]
     worst = 0.0
     for side in scope.facts.sides or (None,):
@@ -165,8 +163,7 @@ def _attention_error(scope: Scope, family: str) -> float:
 def _reported(scope: Scope, family: str, ids: Tensor) -> dict[int, Tensor]:
     """Attention by layer, as a model reports it; some report it of every layer, others of those with heads alone."""
     plain = tiny_model(family, attn_implementation="eager")
-    if plain.config._attn_implementation != "eager":  # its text part alone was told
-        plain.set_attn_implementation("eager")
+    plain.set_attn_implementation("eager")  # of a text part too; Falcon can be told only when it is built
     attentions = forward(plain, {"input_ids": ids, "output_attentions": True}).attentions
     found = [one[0] for one in attentions if one is not None]
     layers = [i for i, layer in enumerate(scope.facts.layers) if layer.n_heads]

@@ -9,6 +9,7 @@ k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = _rows()
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The config of a family's tiny model; ``overrides`` replace the family's own settings."""
     if family not in FAMILIES:
-        raise BadInput(f"no tiny model for the family {family!r}: choose one of {', '.join(FAMILIES)}.")
+        close = " or ".join(get_close_matches(family, FAMILIES)) or "llama"
+        raise BadInput(f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names all.")
     row = FAMILIES[family]
     parts = [TABLE["parts"][name] for name in row.get("is", ())]
     own = {name: value for name, value in row.items() if name not in ("type", "is", "kind")}
