@@ -122,7 +122,7 @@ def trace_error(scope: Scope, side: PaddingSide | None = None) -> float:
     heads = [head for head in scope.heads() if head.layer > 0]
     if not heads:
         raise BadInput(f"{scope.name} cannot be traced: only the embedding writes before its heads.")
-    inputs, places = _batch(scope, side)
+    inputs, places = _batch(scope, side, LENGTHS)
     widths = {scope.facts.layers[head.layer].d_head for head in heads}
     errors = []
     for width in sorted(widths):
@@ -133,20 +133,22 @@ def trace_error(scope: Scope, side: PaddingSide | None = None) -> float:
     return max(errors)
 
 
-def _batch(scope: Scope, side: PaddingSide | None = None) -> tuple[dict[str, Tensor], Places]:
+def _batch(
+    scope: Scope, side: PaddingSide | None = None, lengths: tuple[int, ...] = (9, 7)
+) -> tuple[dict[str, Tensor], Places]:
     """Two prompts, padded where they can be, or two images; each asks from its last token."""
     model, sides = scope.model, scope.facts.sides
     if model.main_input_name == "pixel_values":
-        inputs, tokens = short_inputs(model, LENGTHS), []
+        inputs, tokens = short_inputs(model, lengths), []
 
         def count(call: Call) -> None:
             tokens.append(call.k.shape[2])
             raise Stop
 
         scope.watch(inputs, count)
-        mask = torch.ones(len(LENGTHS), tokens[0], device=input_device(model))
+        mask = torch.ones(len(lengths), tokens[0], device=input_device(model))
     else:
-        rows = short_ids(model, LENGTHS if sides else (LENGTHS[0],) * len(LENGTHS))
+        rows = short_ids(model, lengths if sides else lengths[:1] * len(lengths))
         inputs = pad_rows(rows, model_pad_id(model) or 0, side or (*sides, "left")[0], scope.facts.takes_positions)
         inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
         mask = inputs["attention_mask"]

@@ -56,22 +56,23 @@ def _is_count(value: Any) -> bool:
 
 def small_config(config: Any, **settings: Any) -> Any:
     """A config of the same class with small sizes and lengths; ``settings`` replace what came out."""
-    fields = _small(config.to_dict())
+    settings = {config.attribute_map.get(name, name): value for name, value in settings.items()}
+    fields = _small(config.to_dict(), next((n for name, n in settings.items() if _DEPTH.fullmatch(name)), None))
     for name in _DERIVED:
         fields.pop(name, None)
     if "max_position_embeddings" in named_lengths(config):  # dynamic RoPE changes beyond it
         fields["max_position_embeddings"] = 16
-    return type(config)(**fields | {config.attribute_map.get(name, name): value for name, value in settings.items()})
+    return type(config)(**fields | settings)
 
 
-def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _small(fields: Mapping[str, Any], layers: int | None = None) -> dict[str, Any]:
     depth = next((value for name, value in fields.items() if _DEPTH.fullmatch(name) and _is_count(value)), 0)
     by_layer = {name: there for name, value in fields.items() if (there := _by_layer(value, depth)) is not None}
     first: dict[str, int] = {}
     for i, kind in enumerate(zip(*by_layer.values(), strict=True)):
         first.setdefault(json.dumps(kind, default=str), i)
     some = [*first.values(), *(i for i in range(depth) if i not in first.values())]
-    kept = sorted(some[: min(max(len(first), 2), _LAYERS)])
+    kept = sorted(some[: layers or min(max(len(first), 2), _LAYERS)])
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if name in by_layer:
