@@ -30,12 +30,12 @@ REASONS = ("refuted", "small model", "other setting", "not run here")
 def models(rows: list[dict]) -> None:
     """The families, supported ones first, with their limits."""
     lines = [
-        "| family | can be looked into | error of the attention | error of the trace | limits, or why not |",
-        "| --- | --- | --- | --- | --- |",
+        "| family | outcome | error of the attention | error of the trace | tokens | limits, or why not |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in sorted(rows, key=lambda row: not row["supported"]):
+    for row in sorted(rows, key=lambda row: ("wrong", "right", "refused", "not built").index(row["verdict"])):
         errors = ["" if row[name] is None else f"{row[name]:.1e}" for name in ("max_error", "trace_error")]
-        cells = [f"`{row['family']}`", "yes" if row["supported"] else "no", *errors, row["reason"]]
+        cells = [f"`{row['family']}`", row["verdict"], *errors, str(row["length"] or ""), row["reason"]]
         lines.append(f"| {' | '.join(cells)} |")
     _put(DOCS / "models.md", "families", "\n".join(lines))
 

@@ -8,11 +8,11 @@ import torch
 from folded import normalised_input, qk_norm_scale
 from qkscope import BadInput, Example, Scope
 from qkscope.analyses.relative import relative_attention, relative_rows, singular_basis
-from qkscope.capture.families import FAMILIES, tiny_model
+from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.tap import tap
 from qkscope.examples import Key
-from tiny_llama import tiny_batch
+from tiny_llama import SOME, tiny_batch
 
 NOT_SPLIT = {
     "mamba": "attention interface", "deepseek_v3": "normalised in parts", "hunyuan_v1_dense": "after the",
@@ -21,7 +21,7 @@ NOT_SPLIT = {
     "gemma3n_text": "a layer before them",
     "mllama": "beside an image", "deberta-v2": "depends on the tokens", "t5": "encoder-decoder",
 }  # fmt: skip
-SPLIT = [family for family in FAMILIES if family not in NOT_SPLIT]
+SPLIT = [family for family in SOME if family not in NOT_SPLIT]
 
 
 def everywhere(model):

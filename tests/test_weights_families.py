@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from folded import normalised_input, qk_norm_scale
-from qkscope.capture.families import FAMILIES, tiny_model
+from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from tiny_llama import tiny_batch
+from tiny_llama import SOME, tiny_batch
 
 NOT_EVERY_LAYER = ["mamba", "mllama", "t5", "deberta-v2"]  # the probe refuses them
 NOT_OF_THE_FORM = {
@@ -25,7 +25,7 @@ NOT_OF_THE_FORM = {
 }
 ROTATION_OUT_OF_SIGHT = ["llama4_text"]  # rotates by complex numbers, in a function of its own
 OTHERS = [*NOT_EVERY_LAYER, *NOT_OF_THE_FORM, *ROTATION_OUT_OF_SIGHT]
-SUPPORTED = [family for family in FAMILIES if family not in OTHERS]
+SUPPORTED = [family for family in SOME if family not in OTHERS]
 VARIANTS = [
     ("cohere", {"use_qk_norm": False}),
     ("stablelm", {"qk_layernorm": False}),

@@ -31,7 +31,7 @@ _HOME = {
     "discover": "qkscope.analyses.discover.discover",
     "find_heads": "qkscope.analyses.find",
     "load": "qkscope.analyses.fit",
-    "list_families": "qkscope.capture.families",
+    "list_families": "qkscope.analyses.models",
     "relative_attention": "qkscope.analyses.relative",
     "reproduce": "qkscope.papers.registry",
     "singular_basis": "qkscope.analyses.relative",
@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from qkscope.analyses.downstream import swap_downstream
     from qkscope.analyses.find import find_heads
     from qkscope.analyses.fit import load
+    from qkscope.analyses.models import list_families
     from qkscope.analyses.relative import relative_attention, singular_basis
     from qkscope.analyses.sparsity import sparsity
     from qkscope.analyses.swap import swap
     from qkscope.analyses.trace.trace import trace
     from qkscope.analyses.why.why import why
-    from qkscope.capture.families import list_families
     from qkscope.capture.scope import Scope
     from qkscope.errors import BadInput
     from qkscope.examples import Example

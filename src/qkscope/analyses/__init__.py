@@ -14,4 +14,5 @@ page is drawn from, in a folder if one is named. Files in reading order:
 - Names, without labels: ``names/`` (what both verbs share), ``discover/`` (some heads in depth), `atlas` (every head).
 - Features from weights: `relative` (every head's singular basis, and one prompt's relative attention split over it),
   `circuits` (which heads look from where to where), `sparsity` (how few vectors carry it), `sweep` (over training).
+- Which families of models all this is right on: `models`.
 """

@@ -24,8 +24,9 @@ Whether a model can be trusted to be looked into:
 - ``probe``: what its attention is and how it counts positions, read off live calls
 - ``refused``: the true cause where a model cannot be looked into
 - ``selfcheck``: five facts that must hold before a number is believed
-- ``families``: a tiny random model of every family, and the checks behind ``qkscope models``: also whether parts sum
-  to the logit
+- ``small``: a config made small, its lengths made short, and loud weights for it
+- ``lengths``: the check beyond every length that a config names, on a small copy where that is long
+- ``families``: a tiny random model of every family, and whether parts sum to its logits
 
 Who wrote what a head reads:
 

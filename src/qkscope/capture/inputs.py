@@ -58,7 +58,7 @@ def forward_arguments(module: Any) -> set[str]:
 
 def forward(module: Any, inputs: dict[str, Any]) -> Any:
     """Run a model, or its body, without a cache where it would keep one."""
-    return module(**inputs, **({"use_cache": False} if "use_cache" in forward_arguments(module) else {}))
+    return module(**({"use_cache": False} if "use_cache" in forward_arguments(module) else {}) | inputs)
 
 
 def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def _calls(
 
     try:
         with tap(model, visit, rotary=True):
-            model.base_model(**inputs)
+            feed.forward(model.base_model, inputs)
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
@@ -285,7 +285,7 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
             reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
             refusals |= {"pre_rope": reason, "query_frame": reason}
         elif not _turns_back(call, call.rotary, offset):
-            refusals["query_frame"] = "the rotary function is more than a rotation, so it cannot be turned back"
+            refusals.setdefault("query_frame", "the rotary function is more than a rotation and cannot be turned back")
     return Layer(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
 
 

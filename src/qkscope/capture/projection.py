@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from qkscope.capture.inputs import forward_arguments, short_inputs
+from qkscope.capture.inputs import forward, forward_arguments, short_inputs
 from qkscope.capture.tap import Call, Stop, cleared, tap
 from qkscope.errors import BadInput
 
@@ -127,7 +127,8 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, L
     stop = Stop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[module] = (args, kwargs)
+        cache = {"past_key_values": None} if "past_key_values" in kwargs else {}  # each call again would add to it
+        inputs[module] = (args, kwargs | cache)
 
     def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
@@ -147,7 +148,7 @@ def record_calls(model: PreTrainedModel, last: int | None = None) -> dict[int, L
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
     with torch.no_grad(), cleared(hooks, stop), tap(model, visit):
-        model.base_model(**_one_token(model))
+        forward(model.base_model, _one_token(model))
     if not qk_norms:
         raise BadInput(f"{model.config.model_type} does not call transformers' attention interface.")
 
@@ -270,11 +271,8 @@ def _gain_names(norm: nn.Module) -> list[str]:
 
 def _one_token(model: PreTrainedModel) -> dict[str, Any]:
     inputs: dict[str, Any] = short_inputs(model, lengths=(1,))
-    accepted = forward_arguments(model.base_model)
-    if "position_ids" in accepted and "input_ids" in inputs:
+    if "position_ids" in forward_arguments(model.base_model) and "input_ids" in inputs:
         inputs["position_ids"] = torch.full_like(inputs["input_ids"], 7)  # any position that has a rotation to see
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
     return inputs
 
 

@@ -21,10 +21,10 @@ from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_sid
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
+from qkscope.capture.lengths import Check, check_model, check_once
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import Shape, probe
-from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space
 from qkscope.capture.tap import ANEW, Call, tap
 from qkscope.capture.wrapped import unwrapped

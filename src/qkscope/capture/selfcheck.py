@@ -12,21 +12,18 @@ as `Scope.encode` makes them, stand against each prompt alone, as bare ids, run 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 
-from qkscope.capture.files import cache_dir, read_json, write_json
 from qkscope.capture.gather import Picker
-from qkscope.capture.inputs import short_ids, short_inputs
+from qkscope.capture.inputs import PaddingSide, forward, short_ids, short_inputs
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.refused import refusal
-from qkscope.capture.spaces import SPACES, Space
+from qkscope.capture.spaces import SPACES, Space, rows_rotate_alone
 from qkscope.capture.tap import Call, evaluated, tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from qkscope.capture.encode import Encoding
     from qkscope.capture.scope import Scope
 
-_VERSION = 2
 _SHIFT = 3
 _OWN: Space = "post_rope"  # in which q·k is the model's own logit
 
@@ -54,41 +50,40 @@ class Check:
         Attention in padded batches against the attention the model reports for each prompt alone.
     write_effect : float
         How far the output moves when a key of the first head is replaced; must not be 0.
+    sides : tuple of str
+        Where prompts can be padded, as `Facts.sides`.
+    length : int
+        Tokens of the longest prompt that was checked.
+    frame : str
+        Why the query's frame is not defined at this length; empty where it is.
     """
 
     output_error: float
     attention_error: float
     padding_error: float
     write_effect: float
-
-
-def check_once(scope: Scope) -> None:
-    """Check a model whose files are known only where they never passed with these versions and settings."""
-    if scope.files_hash is None:
-        check_model(scope)
-        return
-    config = scope.model.config
-    setting = [_VERSION, transformers.__version__, torch.__version__, scope.device.type, scope.model.dtype]
-    key = " ".join(map(str, [*setting, config._attn_implementation]))
-    place = cache_dir("checks", f"{scope.files_hash}.json")
-    known = read_json(place)
-    passed = known if isinstance(known, dict) else {}
-    if key not in passed:
-        write_json(place, {**passed, key: asdict(check_model(scope))})
+    sides: tuple[PaddingSide, ...]
+    length: int
+    frame: str = ""
 
 
 @torch.no_grad()
-def check_model(scope: Scope) -> Check:
-    """Check the tap on a model, or refuse the model with the fact that failed."""
+def check_at(scope: Scope, length: int, strict: bool = True) -> Check:
+    """Check the tap on prompts of so many tokens, or refuse the model with the fact that failed.
+
+    One side on which prompts cannot be padded is left out of the outcome. Where the check is not strict, so are both,
+    and the query's frame.
+    """
     with evaluated(list(scope.model.modules())):
-        return _check(scope)
+        return _check(scope, length, strict)
 
 
-def _check(scope: Scope) -> Check:
+def _check(scope: Scope, length: int, strict: bool) -> Check:
     kind = scope.model.config.model_type
-    inputs = short_inputs(scope.model, (9, 6), positions=scope.facts.takes_positions)
-    places = _places(inputs, scope)
-    plain = _output(scope, inputs)
+    inputs = short_inputs(scope.model, (length, length - 3), positions=scope.facts.takes_positions)
+    places, by_length = _places(inputs, scope), scope.facts.anatomy.by_length
+    with rows_rotate_alone(by_length):  # as under the tap
+        plain = _output(scope, inputs)
     if not bool(plain.isfinite().all()):
         raise BadInput(f"{kind} gives NaN or infinite logits: load it with dtype='float32', or check its weights.")
     allowed = (1e-2 if _is_half(scope) else 1e-4) * max(1.0, float(plain.abs().max()))
@@ -106,10 +101,17 @@ def _check(scope: Scope) -> Check:
     captures = views.finish(places.row)
     attention_error = _largest([own.attention() - _reported(own, reported) for own in captures.values()])
     if not attention_error <= _attention_tolerance(scope, captures):
-        why = "its attention is not softmax(scale q·k + mask) of the vectors its attention call is given"
+        why = "softmax(scale q·k + mask) of what its attention call is given is not the attention that it reports"
         raise refusal(scope.model, f"{why} (off by {attention_error:.2g})")
-    padding_error = _check_batches(scope) if "input_ids" in inputs else 0.0
-    return Check(output_error, attention_error, padding_error, _write_effect(scope, inputs, places, plain, allowed))
+    effect = _write_effect(scope, inputs, places, plain, allowed)
+    if "input_ids" not in inputs:
+        return Check(output_error, attention_error, 0.0, effect, scope.facts.sides, length)
+    padding_error, wrong, frame = _check_batches(scope, length)
+    sides = tuple(side for side in scope.facts.sides if side not in wrong)
+    reasons = [*([] if sides else wrong.values()), *([frame] if frame else [])]
+    if strict and reasons:
+        raise refusal(scope.model, reasons[0])
+    return Check(output_error, attention_error, padding_error, effect, sides, length, frame)
 
 
 def _is_half(scope: Scope) -> bool:
@@ -132,7 +134,7 @@ def _places(inputs: dict[str, Tensor], scope: Scope) -> Places:
 
 def _output(scope: Scope, inputs: dict[str, Tensor]) -> Tensor:
     """Logits (or the body's output, for a model without a head) at real tokens."""
-    output = scope.model(**inputs)
+    output = forward(scope.model, inputs)
     values = output.logits if getattr(output, "logits", None) is not None else output[0]
     mask = inputs.get("attention_mask")
     return values.float() if mask is None or values.ndim < 3 else values[mask.bool()].float()
@@ -184,14 +186,17 @@ def _eager_attention(
     try:
         for config in configs:
             config._attn_implementation_internal = "eager"
-        watched = tap(model, visit, layers=scope.facts.layer_of, rotary=rotary) if visit is not None else nullcontext()
+        alone = rows_rotate_alone(scope.facts.anatomy.by_length)
+        watched = tap(model, visit, layers=scope.facts.layer_of, rotary=rotary) if visit is not None else alone
         with watched:
-            attentions = model.base_model(**inputs, output_attentions=True).attentions
+            attentions = forward(model.base_model, inputs | {"output_attentions": True}).attentions
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
     reported = [layer for layer in attentions or () if layer is not None]
     layers = sorted(set(scope.facts.layer_of.values()))
+    if len(reported) == scope.n_layers:  # some report what their linear layers did, too
+        reported = [reported[layer] for layer in layers]
     if len(reported) != len(layers):
         raise BadInput(f"{model.config.model_type} does not report its attention, so the tap cannot be checked on it.")
     return {layer: weights.to(scope.device) for layer, weights in zip(layers, reported, strict=True)}
@@ -233,24 +238,23 @@ def _logits(scope: Scope, inputs: dict[str, Tensor], places: Places) -> Tensor |
         return None
 
 
-def _check_batches(scope: Scope) -> float:
-    """The largest error of attention in padded batches; refuses a model whose prompts change in a batch."""
-    keys = tuple(Key((i, i + 1)) for i in range(3))
+def _check_batches(scope: Scope, length: int) -> tuple[float, dict[PaddingSide, str], str]:
+    """The largest error of attention in padded batches; what is wrong on which side; what in the query's frame."""
     start = () if scope.encoder.first is None else (scope.encoder.first,)  # or it would be said to be missing
-    prompts = [
-        Example(ids=(*start, *row.tolist()[len(start) :]), queries=((2, 3), (len(row) - 1, len(row))), keys=keys)
-        for row in short_ids(scope.model, (9, 5))
-    ]
+    prompts = []
+    for ids in map(Tensor.tolist, short_ids(scope.model, (length, length - 4))):
+        every = tuple((i, i + 1) for i in range(len(ids)))
+        prompts.append(Example(ids=(*start, *ids[len(start) :]), queries=every, keys=tuple(map(Key, every))))
     singles = [scope.encode([prompt]) for prompt in prompts]
     alone = [_Single.of(scope, encoded) for encoded in singles]
-    worst = 0.0
+    worst, frame = 0.0, ""
+    wrong: dict[PaddingSide, str] = {}
     for side in scope.facts.sides:
         encoded = scope.encode(prompts, padding_side=side)
         captures = _captures(scope, encoded, SPACES)
         logits = _logits(scope, encoded.inputs, encoded.places)
         for i, single in enumerate(alone):
             error = _padding_error(scope, captures, single, i)
-            worst = max(worst, error)
             what = _difference(scope, captures, single.captures, i)
             if what is None and not error <= _attention_tolerance(scope, single.captures):
                 what = f"attention (off by {error:.2g})"
@@ -258,15 +262,17 @@ def _check_batches(scope: Scope) -> float:
                 what = _logits_difference(scope, logits[encoded.example == i], single.logits)
             if what is not None:
                 why = f"padded on the {side} beside a longer prompt, its {what} are not those of the same prompt alone"
-                raise refusal(scope.model, f"{why}, so it counts positions or hides padding in a way of its own")
+                wrong[side] = f"{why}, so it counts positions or hides padding in a way of its own"
+                break
+            worst = max(worst, error)
     if scope.facts.takes_positions and any(layer.offset is not None for layer in scope.facts.layers):
         inputs = singles[0].inputs | {"position_ids": singles[0].inputs["position_ids"] + _SHIFT}
         shifted = _captures(scope, replace(singles[0], inputs=inputs), ("query_frame",))
         what = _difference(scope, shifted, alone[0].captures, 0)
         if what is not None:
             why = f"with every position {_SHIFT} further on, its {what} change"
-            raise refusal(scope.model, f"{why}, although only offsets should count there")
-    return worst
+            frame = f"{why}, although only offsets should count there"
+    return worst, wrong, frame
 
 
 def _captures(scope: Scope, encoded: Encoding, spaces: tuple[Space, ...]) -> _Captures:
@@ -290,7 +296,7 @@ def _difference(scope: Scope, captures: _Captures, alone: _Captures, example: in
             groups = batch.kv_of_head[slots].unique()
             for what, ours, theirs in (
                 ("queries", batch.q[rows][:, slots], own.q[:, slots]),
-                ("keys", batch.k[rows][:, groups], own.k[:, groups]),
+                ("keys", batch.k[rows][:, groups, : own.k.shape[2]], own.k[:, groups]),
             ):
                 off = _apart(ours, theirs)
                 if not off <= (5e-2 if _is_half(scope) else 1e-3):
@@ -321,24 +327,26 @@ def _padding_error(scope: Scope, captures: _Captures, single: _Single, example: 
         if space == _OWN and slots:
             # in half precision the model rounds its logits and we do not: there it is our own rows
             theirs = own.attention() if _is_half(scope) else _reported(own, single.attentions)
-            ours = batch.attention()[batch.example == example]
+            ours = batch.attention()[batch.example == example, :, : theirs.shape[-1]]
             errors.append((ours - theirs)[:, slots])
     return _largest(errors)
 
 
 def _write_effect(scope: Scope, inputs: dict[str, Tensor], places: Places, plain: Tensor, allowed: float) -> float:
     head = scope.heads()[0]
-    last = places.keys[:1, -1:].expand(len(next(iter(inputs.values()))), 1)  # the last token: real in every row
-    rows = torch.arange(len(last), device=last.device)
-    there = Places(rows, last[:, 0], last, torch.ones_like(last, dtype=torch.bool))
-    captured = scope.capture_inputs(inputs, places=there, heads=[head])
-    same = captured.k[:, 0]
-    with scope.patched([Edit.keys(head, last, same)]):
+    count = len(next(iter(inputs.values())))
+    rows, query = torch.arange(count, device=places.row.device), places.keys[:1, -1].expand(count)  # real in every row
+    seen = torch.ones((count, int(query[0]) + 1), device=rows.device)
+    captured = scope.capture_inputs(inputs, places=Places.everywhere(rows, query, seen), heads=[head])
+    # the key that has least attention is raised: one that has all of it, or none, may not move the other way
+    shown = captured.attention()[:, 0].masked_fill(captured.bias[:, 0] == -torch.inf, torch.inf)
+    least = shown.argmin(-1, keepdim=True)
+    same = captured.k[rows[:, None], 0, least]
+    with scope.patched([Edit.keys(head, least, same)]):
         kept = _output(scope, inputs)
     # along the query, so that the logit surely moves; 50 times its length, so that it moves far
-    query = captured.q
-    away = same - 50 * query / query.norm(dim=-1, keepdim=True).clamp_min(1e-6) * same.norm(dim=-1, keepdim=True)
-    with scope.patched([Edit.keys(head, last, away)]):
+    direction = torch.nn.functional.normalize(captured.q, dim=-1)
+    with scope.patched([Edit.keys(head, least, 50 * direction * same.norm(dim=-1, keepdim=True))]):
         moved = _output(scope, inputs)
     kind = scope.model.config.model_type
     # half precision rounds a recomputed head differently, and a router may then choose another expert

@@ -186,6 +186,8 @@ def _listen(function: Callable[..., Any], heard: list[Rotary | Turned]) -> Calla
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
+            return rotated
         if "q" not in given:
             heard.append(Turned(function, next(iter(given.values())), given["cos"], given["sin"], rotated))
             return rotated

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qkscope.capture.inputs import short_inputs
+from qkscope.capture.inputs import forward, short_inputs
 from qkscope.capture.projection import block_of, is_norm, place_of
 from qkscope.capture.tap import Call, cleared, tap
 from qkscope.errors import BadInput
@@ -250,7 +250,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
         heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2).cpu()
 
     with cleared(hooks), tap(model, visit, layers=layer_of):
-        model.base_model(**short_inputs(model, (7,)))
+        forward(model.base_model, short_inputs(model, (7,)))
     found: list[Block] = []
     before: Tensor | None = None
     for layer, block in sorted(blocks.items()):

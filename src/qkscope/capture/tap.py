@@ -34,6 +34,19 @@ _numbers = itertools.count()
 ANEW = "the Scope was made: make a new one of the model as it is, with Scope.from_model(model)."
 
 
+class _Name(str):
+    """A name of our own in the tables of functions, equal to the implementation's wherever a model asks by name.
+
+    Sparse attention makes its mask only ``if config._attn_implementation in ("eager", "sdpa")``.
+    """
+
+    implementation: str
+    __hash__ = str.__hash__  # tables look names up by their hash
+
+    def __eq__(self, other: object) -> bool:
+        return other == self.implementation or str.__eq__(self, other) is True
+
+
 class Stop(Exception):
     """Raised by a visitor that has seen enough: the rest of the forward pass is skipped."""
 
@@ -301,7 +314,7 @@ def _interface(
     model: Any, configs: dict[int, Any], show: Callable[[Call], None], passes: Callable[[nn.Module], bool]
 ) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
-    name = f"qkscope_{next(_numbers)}"
+    name = _Name(f"qkscope_{next(_numbers)}")
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
 
     def attention(
@@ -322,6 +335,7 @@ def _interface(
         raise BadInput("this model is being watched already: let the other thread, or the block around it, end first.")
     if implementation not in SERVED:
         raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
+    name.implementation = implementation
     try:
         ALL_ATTENTION_FUNCTIONS.register(name, attention)
         masks.register(name, masks[implementation])

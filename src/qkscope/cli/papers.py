@@ -51,11 +51,10 @@ def fetch(
 @app.command()
 def models(everything: All = False, as_json: Json = False) -> None:
     """Check, live, which model families can be looked into."""
-    from qkscope.capture.families import list_families
+    from qkscope.analyses.models import list_families, says_families
 
     rows = list_families()
-    served = sum(row["supported"] for row in rows)
-    print_rows("models", rows, f"{served} of {len(rows)} families can be looked into.", as_json, everything)
+    print_rows("models", rows, says_families(rows), as_json, everything)
     print_end(then=command("heads", "induction", model="FOLDER"), as_json=as_json)
 
 

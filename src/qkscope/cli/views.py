@@ -299,8 +299,8 @@ VIEWS: Mapping[str, Sequence[View]] = {
     "atlas": [View("atlas", *_NAMED)],
     "models": [View(
         "rows",
-        {"family": "family", "served?": "supported", "why not": lambda row: row["reason"].partition(": ")[2] or
-         row["reason"]},
+        {"family": "family", "outcome": "verdict", "tokens": "length", "why not": lambda row:
+         row["reason"].partition(": ")[2] or row["reason"]},
         pick=_where("supported", False),
     )],
     "bench": [View(

@@ -120,16 +120,18 @@ class Probe:
 
     def __init__(self, scope: Scope, prompt: str | Example, chat: bool = False) -> None:
         self.scope, self.prompt, self.chat, self.reader = scope, prompt, chat, reader_of(scope)
-        self._runs: dict[int, tuple[Asked, Recorded]] = {}
+        self._runs: dict[tuple[int, Reader], tuple[Asked, Recorded]] = {}
 
-    def run(self, query: int | None = None) -> tuple[Asked, Recorded]:
+    def run(self, query: int | None = None, reader: Reader | None = None) -> tuple[Asked, Recorded]:
         """The prompt with one token asking: the last one, where none is named."""
-        asked = Asked.of(self.scope, self.prompt, query, self.chat)
-        if asked.query not in self._runs:
-            self._runs[asked.query] = asked, self.reader.record(asked.inputs, asked.places)
-        return self._runs[asked.query]
+        asked, reader = Asked.of(self.scope, self.prompt, query, self.chat), reader or self.reader
+        if (asked.query, reader) not in self._runs:
+            self._runs[asked.query, reader] = asked, reader.record(asked.inputs, asked.places)
+        return self._runs[asked.query, reader]
 
     def head(self, head: str | Head, query: int | None = None, key: int | None = None) -> PromptTrace:
         """One head, asked from one token about another; see `PromptTrace`."""
-        asked, found = self.run(query)
-        return PromptTrace(self.reader, found, asked, self.scope.check(head), key)
+        one = self.scope.check(head)
+        reader = reader_of(self.scope, one)
+        asked, found = self.run(query, reader)
+        return PromptTrace(reader, found, asked, one, key)

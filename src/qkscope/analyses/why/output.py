@@ -36,6 +36,7 @@ class _Seen:
     given: dict[nn.Module, Tensor]
     gave: dict[nn.Module, Tensor]
     last: Tensor | None = None
+    stream: Tensor | None = None
 
 
 class Output:
@@ -65,8 +66,11 @@ class Output:
             seen.heads[layer] = args[0].reshape(1, -1, args[0].shape[-1])[0, self.query].float()
 
         def norm(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if args[0].ndim == 3:
-                seen.given[module], seen.gave[module] = (x[0, self.query].float() for x in (args[0], out))
+            if args[0].ndim == 3:  # inside an LM head it is given the asking token alone
+                seen.given[module], seen.gave[module] = (self._asking(x) for x in (args[0], out))
+
+        def block(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+            seen.stream = self._asking(out if isinstance(out, Tensor) else out[0])
 
         def unembedded(_module: nn.Module, args: tuple[Any, ...]) -> None:
             seen.last = args[0].reshape(-1, args[0].shape[-1])[-1].float()
@@ -80,6 +84,7 @@ class Output:
             if block.output is not None
         ]
         hooks += [module.register_forward_hook(norm) for module in [*outside, *after]]
+        hooks.append(self.reader.blocks[-1].module.register_forward_hook(block))
         head = self.scope.model.get_output_embeddings()
         if head is not None:
             hooks.append(head.register_forward_pre_hook(unembedded))
@@ -87,6 +92,10 @@ class Output:
             found = self.scope.watch(self.asked.inputs, visit, logits_at=self.asked.places)
         assert found is not None
         return found[0]
+
+    def _asking(self, x: Float[Tensor, "1 t d"]) -> Float[Tensor, " d"]:
+        """The row of the asking token, which may stand alone."""
+        return x[0, self.query if x.shape[1] == len(self.asked.tokens) else -1].float()
 
     @cached_property
     def chances(self) -> Float[Tensor, " v"]:
@@ -102,15 +111,15 @@ class Output:
     @cached_property
     def _straight(self) -> Float[Tensor, "v d"] | None:
         """What a part of the residual stream adds to the logits, the last norm held; None where that is not seen."""
-        head, last = self.scope.model.get_output_embeddings(), self.seen.last
-        if head is None or last is None:
+        head, last, stream = self.scope.model.get_output_embeddings(), self.seen.last, self.seen.stream
+        if head is None or last is None or stream is None:
             return None
-        close = [m for m, out in self.seen.gave.items() if bool((out - last).norm() <= 1e-3 * last.norm())]
-        if not close:
+        # a norm that reads the residual stream and that the LM head reads: neither has to be there
+        ends = [m for m, out in self.seen.gave.items() if _alike(out, last) and _alike(self.seen.given[m], stream)]
+        if not ends:
             return None
-        norm, given = close[0], self.seen.given[close[0]]
-        own = self.reader.taken_apart(norm, given[None])
-        gain = own.gain.to(given) * norm_scalar(norm, own, given[None])[0]
+        own = self.reader.taken_apart(ends[0], stream[None])
+        gain = own.gain.to(stream) * norm_scalar(ends[0], own, stream[None])[0]
         W = head.weight.detach().float() * gain
         return W - W.mean(-1, keepdim=True) if own.centres else W
 
@@ -181,11 +190,17 @@ class Output:
     def strongest_heads(self, count: int = 6) -> list[Head]:
         """The heads whose outputs push the likeliest next token most, one way or the other."""
         best = int(self.logits.argmax())
-        pushed = {head: self.direct(head) for head in self.reader.heads}
+        pushed = {head: self.direct(head) for head in self.scope.heads()}
         if any(value is None for value in pushed.values()):
-            raise BadInput(f"which heads matter is not seen straight in {self.scope.name}: name a head.")
+            between = "more than one norm stands between its residual stream and its LM head"
+            why = between if self._straight is None else "its blocks do not simply add what their heads write"
+            raise BadInput(f"which heads of {self.scope.name} matter is not seen directly ({why}): name a head.")
         size = {head: abs(float(value[best])) for head, value in pushed.items() if value is not None}
         return sorted(size, key=lambda head: -size[head])[:count]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one - other).norm() <= 1e-3 * other.norm())
 
 
 def _centred(values: Float[Tensor, " v"]) -> Float[Tensor, " v"]:

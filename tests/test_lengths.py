@@ -1,0 +1,119 @@
+"""What begins at a length that a config names is seen by the check, and right or refused there."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from qkscope import BadInput, Example, Scope, why
+from qkscope.capture import lengths
+from qkscope.capture.families import tiny_model, trace_error
+from qkscope.capture.inputs import short_ids
+from qkscope.capture.small import named_lengths, small_config
+from qkscope.capture.tap import tap
+
+SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "minimax_m3_vl_text"]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_sparse_attention_is_the_same_under_the_tap(family: str, attn: str) -> None:
+    model = tiny_model(family, attn_implementation="eager" if family == "hy_v4" else attn)  # which has no other
+    ids = torch.stack(short_ids(model, (37,)))
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        with tap(model):
+            assert torch.equal(model(ids, use_cache=False).logits, plain)
+
+
+def test_a_length_that_is_long_is_made_short_in_a_small_copy() -> None:
+    model = tiny_model("llama4_text", floor_scale=8192)
+    assert named_lengths(model.config)["floor_scale"] == 8192
+    assert small_config(model.config).floor_scale == 16
+    lengths._CHECKED.clear()
+    start = time.perf_counter()
+    scope = Scope.from_model(model)
+    first = time.perf_counter() - start
+    assert scope.facts.sides == ("right",)  # its temperature counts columns, from 8,192 of them on
+    with pytest.raises(BadInput, match="padding on the left would move"):
+        scope.encode([Example(ids=(5, 6, 7)), Example(ids=(8, 9))], padding_side="left")
+    assert first < 5
+    assert len(lengths._CHECKED) == 1
+
+
+def test_what_fails_beyond_a_length_is_refused_with_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("deepseek_v32", index_topk=2048)
+    Scope.from_model(model)
+    monkeypatch.setattr("qkscope.capture.tap._Name.__eq__", str.__eq__)  # so the mask is dropped, as it was
+    lengths._CHECKED.clear()
+    try:
+        with pytest.raises(BadInput, match=r"beyond its index_topk.* \(seen in a small copy of it\)"):
+            Scope.from_model(tiny_model("deepseek_v32", index_topk=2048))
+    finally:
+        lengths._CHECKED.clear()
+
+
+def test_queries_that_are_rescaled_by_their_position_sum_to_their_parts() -> None:
+    scope = Scope.from_model(tiny_model("ministral3"))
+    assert trace_error(scope) < 2e-5
+    with pytest.raises(BadInput, match="beyond a length that its config names"):
+        next(iter(scope.capture([Example(ids=(5, 6, 7))], space="query_frame")))
+
+
+def test_a_model_that_was_checked_before_keeps_what_was_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_model("llama4_text", floor_scale=8192).save_pretrained(tmp_path / "model")
+    assert Scope.load(tmp_path / "model").facts.sides == ("right",)
+    lengths._CHECKED.clear()
+    assert Scope.load(tmp_path / "model").facts.sides == ("right",)
+    assert not lengths._CHECKED  # it was not made again
+
+
+def test_a_config_of_which_no_small_copy_can_be_made_is_said(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(lengths, "small_config", lambda config: 1 / 0)
+    check = Scope.from_model(tiny_model("mistral", sliding_window=4096), check=False).self_check()
+    assert check.length == 9
+    assert "was not checked beyond its sliding_window" in caplog.text
+
+
+def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(200.0)
+    assert Scope.from_model(model).self_check().write_effect > 1e-3
+
+
+@pytest.mark.parametrize(
+    "family", ["bert (decoder)", "modernbert-decoder", "opt (projected)", "gemma4_text", "minimax"]
+)
+def test_why_is_answered_of_a_head(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family), check=False)
+    prompt = Example(ids=tuple(range(10, 30)))
+    for layer in {head.layer for head in scope.heads()}:
+        assert why(scope, prompt, next(head for head in scope.heads() if head.layer == layer), draws=2).answer
+
+
+def test_heads_of_different_widths_stand_in_one_answer() -> None:
+    scope = Scope.from_model(tiny_model("gemma4_text"), check=False)
+    assert len({layer.d_head for layer in scope.facts.layers}) == 2
+    assert why(scope, Example(ids=tuple(range(10, 30)))).tables["heads"]
+
+
+def test_an_lm_head_of_several_layers_shows_no_straight_way() -> None:
+    scope = Scope.from_model(tiny_model("bert (decoder)"), check=False)
+    prompt = Example(ids=tuple(range(10, 30)))
+    assert all(row["direct"] is None for row in why(scope, prompt, scope.heads()[-1], draws=2).tables["output"])
+    with pytest.raises(BadInput, match="more than one norm stands between"):
+        why(scope, prompt)
+
+
+def test_a_decoder_deeper_than_its_encoder_is_served_whatever_its_cache_does() -> None:
+    scope = Scope.from_model(tiny_model("bart (deeper decoder)"))
+    assert scope.model.config.use_cache
+    assert scope.facts.sides == ("right",)
+
+
+def test_a_model_that_reports_its_linear_layers_too_is_served() -> None:
+    assert Scope.from_model(tiny_model("minimax")).n_layers == 4
