@@ -32,9 +32,7 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 from qkscope.capture.weights import head_weights
-from qkscope.capture.writers import Reader, Recorded
 from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.kinds import checked_call
 
 _TABLE = tomllib.loads(files("qkscope.capture").joinpath("families.toml").read_text("utf-8"))
@@ -146,7 +144,9 @@ def check_family(family: str) -> FamilyRow:
         return FamilyRow(family=family, supported=False, reason=_why(failure), max_error=None, trace_error=None)
     limits, split = list(_limits(scope)), None
     try:
-        split = trace_error(scope)
+        from qkscope.linear.check import trace_error
+
+        split = trace_error(scope, *_batch(scope))
     except Exception as failure:
         limits.append(f"no trace: {_why(failure)}")
     return FamilyRow(family=family, supported=True, reason="; ".join(limits), max_error=error, trace_error=split)
@@ -188,51 +188,6 @@ def _quietly() -> Iterator[None]:
 
 
 _LENGTHS = (9, 7)
-
-
-@torch.no_grad()
-def sum_error(reader: Reader, found: Recorded, head: Head, key_mask: Tensor) -> float:
-    """The largest difference between a head's logits and the sum of their parts, over the largest part.
-
-    Parameters
-    ----------
-    reader : of this head.
-    found : what one batch left.
-    head : whose logits.
-    key_mask : which of the places are keys.
-    """
-    vectors = []
-    for side in ("query", "key"):
-        parts = reader.turn(found, head.layer, reader.read(found, head, side), side)
-        vectors += [reader.true(found, head, side), parts]
-    q, q_parts, k, k_parts = vectors
-    logits = torch.einsum("nd,nkd->nk", q[:, 0], k)
-    split = (torch.einsum("ncd,nkd->nck", q_parts[:, :, 0], k), torch.einsum("nd,nckd->nck", q[:, 0], k_parts))
-    errors = [((parts.sum(1) - logits) * key_mask).abs().max() for parts in split]
-    largest = [(parts * key_mask[:, None]).abs().max() for parts in split]
-    return float(max(errors) / max(largest))
-
-
-def trace_error(scope: Scope) -> float:
-    """The largest `sum_error` of all heads but those of layer 0, on a short batch of prompts of two lengths.
-
-    Raises
-    ------
-    BadInput
-        If the model cannot be traced; the sentence says why.
-    """
-    if scope.n_layers < 2:
-        raise BadInput(f"{scope.name} cannot be traced: it has one layer, so only the embedding writes before it.")
-    inputs, places = _batch(scope)
-    heads = [head for head in scope.heads() if head.layer > 0]
-    widths = {scope.facts.layers[head.layer].d_head for head in heads}
-    errors = []
-    for width in sorted(widths):
-        some = [head for head in heads if scope.facts.layers[head.layer].d_head == width]
-        reader = Reader(scope, some)
-        found = reader.record(inputs, places)
-        errors += [sum_error(reader, found, head, places.key_mask) for head in some]
-    return max(errors)
 
 
 def _batch(scope: Scope) -> tuple[dict[str, Tensor], Places]:

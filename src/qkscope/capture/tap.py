@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qkscope.attention import AttentionRows, soft
 from qkscope.capture.own_code import Seen, additive, own_attention, watched
 from qkscope.capture.spaces import Rotary, Turned, depends_on_length, heard_rotary, record_rotary, rows_rotate_alone
 from qkscope.errors import BadInput
@@ -95,6 +96,19 @@ class Call:
         )
         return additive(self.mask[batch, :, query][..., :keys])
 
+    def rows(self, head: int, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
+        """One head's attention rows at chosen queries, over all keys."""
+        batch, query = batch.to(self.q.device), query.to(self.q.device)
+        mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
+        return AttentionRows(
+            self.q[batch, head, query][:, None].float(),
+            self.k[:, head // group][batch][:, None].float(),
+            self.scale,
+            softcap=None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device),
+            bias=mask[:, head if mask.shape[1] > 1 else 0][:, None],
+            rest=None if self.sinks is None else self.sinks[head].float().expand(len(batch), 1),
+        )
+
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
         """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v`` in float32."""
         batch, _, queries, _ = self.q.shape
@@ -110,11 +124,9 @@ class Call:
         for head in self.set_logits.keys() & set(heads):
             slot = heads.index(head)
             logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
-        if self.sinks is not None:
-            sink = self.sinks.float()[index].view(1, -1, 1, 1).expand(batch, -1, queries, 1)
-            logits = torch.cat([logits, sink], dim=-1)
+        sink = None if self.sinks is None else self.sinks.float()[index].view(1, -1, 1).expand(batch, -1, queries)
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
-        weights = torch.softmax(logits, dim=-1)[..., : self.k.shape[2]].nan_to_num()
+        weights = soft(logits, sink).nan_to_num()
         return (weights @ group(self.v)).transpose(1, 2)
 
 

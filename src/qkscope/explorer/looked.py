@@ -17,14 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import Asked, token_texts
+from qkscope.attention import soft
 from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call
-from qkscope.capture.writers import Reader, Recorded
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
 
 _AGREES = 1e-3  # of a query's length: how far one token alone may be from the same token in its prompt
 
@@ -49,7 +51,7 @@ class Looked:
     encoding: Encoding
     tokens: list[str]
     calls: Mapping[int, Call]
-    found: Recorded | None
+    found: Run | None
 
     @classmethod
     @torch.no_grad()
@@ -78,7 +80,7 @@ class Looked:
         if reader is None:
             scope.watch(encoding.inputs, keep)
         else:
-            found = reader.record(encoding.inputs, encoding.everywhere(), keep, layers=range(scope.n_layers))
+            found = reader.record(encoding.inputs, encoding.everywhere(), keep, deep=True)
         return cls(scope, reader, encoding, token_texts(scope, ids), calls, found)
 
     def asked(self, query: int) -> Asked:
@@ -125,17 +127,6 @@ class Looked:
             query_positions=at,
             key_positions=torch.arange(keys.shape[1])[None],
         )
-
-    def recorded(self, query: int) -> Recorded | None:
-        """What writers left, with one token as the query: slot 0 becomes a copy of its slot."""
-        if self.found is None:
-            return None
-        for kept in (self.found.entered, self.found.heads, self.found.gave, self.found.given):
-            for values in kept.values():
-                values[:, 0] = values[:, 1 + query]
-        columns = self.found.columns.clone()
-        columns[:, 0] = query
-        return replace(self.found, columns=columns, captured=self.captured(query).to(columns.device))
 
     @staticmethod
     def _mask(call: Call, query: int) -> Float[Tensor, "1 m 1 t"]:
@@ -225,9 +216,8 @@ def _attend(
     for i, row in enumerate(rows):
         if row is not None and row[0].layer == call.layer:
             logits[i, row[0].index] = row[1][: query + 1].to(logits)
-    if call.sinks is not None:
-        logits = torch.cat([logits, call.sinks.float().view(1, -1, 1).expand(len(logits), -1, 1)], dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : query + 1]
+    sinks = None if call.sinks is None else call.sinks.float().expand(len(logits), -1)
+    weights = soft(logits, sinks)
     each = weights.unflatten(1, (call.v.shape[1], -1))
     out = torch.einsum("bgmt,gte->bgme", each[..., :query], base.v[0, :, :query].float())
     out = out + each[..., query:] * call.v[:, :, 0, None].float()

@@ -204,10 +204,9 @@ class Session:
         name = (prompt, query, at, key)
         if self._answered is not None and self._answered[0] == name:
             return self._answered[1]
-        captured, recorded = known.captured(query), known.recorded(query)
-        trace = None
-        if known.reader is not None and recorded is not None:
-            trace = PromptTrace(known.reader, recorded, asked, at, key)
+        captured, trace = known.captured(query), None
+        if known.found is not None:
+            trace = PromptTrace(known.found, asked, at, key)
         own = self.features.of.get(at, {})
         bases: dict[str, tuple[Tensor, Tensor]] = {}
         for label, one in own.items():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.one import PromptTrace, verdict
 from qkscope.analyses.trace.rows import addresses_of
+from qkscope.attention import soft
 from qkscope.capture.pick import Capture
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
@@ -111,7 +112,7 @@ class WhatIf:
     def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
         """The attention that logits give."""
         assert self.rows.rest is not None
-        return torch.softmax(torch.cat([logits, self.rows.rest[0]]), dim=-1)[:-1]
+        return soft(logits, self.rows.rest[0, 0])
 
     def _writers(self, changes: Sequence[Change], side: str) -> list[int]:
         names = [change.writer for change in changes if change.kind == "cut" and change.side == side]

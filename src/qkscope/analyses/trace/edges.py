@@ -21,12 +21,13 @@ from torch import Tensor
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import ORDERS, Chosen
 from qkscope.analyses.trace.rows import SIDES, HeadRows, Tally, addresses_of, answer_signs, edge_rows, is_head
-from qkscope.capture.ablate import outputs_summed, parts_held, taken_out
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
-from qkscope.capture.writers import Reader, Side
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head
+from qkscope.linear.ablate import outputs_summed, parts_held, taken_out
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, cancelling, draw_alike, edge_masks
 from qkscope.maths.writers import SIDES as EDGE_SIDES
 from qkscope.runs.shards import stream
@@ -107,7 +108,7 @@ class EdgeTest:
         return [i for i, e in enumerate(self.edges) if e.replaced == replaced and e.norms == norms]
 
     def instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
-        """What parts are replaced by, by side: their means, or the parts of these prompts of the bank."""
+        """What parts of the stream are replaced by, by side: their means, or those of these prompts of the bank."""
         device = rows.signs.device
         if donors is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
@@ -125,6 +126,7 @@ class EdgeTest:
         found = [edges.replaced(q, k) for q, k in zip(query.split(128), key.split(128), strict=True)]
         return index, torch.cat(found)
 
+    @torch.no_grad()
     def _live(self, rows: HeadRows, before: Any) -> tuple[list[int], Tensor]:
         """Parts replaced in the residual stream, and the head's norms run again."""
         index = self._which("mean", "live")
@@ -132,9 +134,9 @@ class EdgeTest:
         for some in torch.tensor(index).split(8):
             made = {}
             for side, masks in zip(SIDES, self.masks, strict=True):
-                x = rows.found.entered[self.head.layer][:, rows.found.at(side)]
+                x = rows.run.entered[self.head.layer][:, rows.run.at(side)]
                 mask = masks[some, :-1].to(rows.signs.device)
-                away = rows.stream(side) - self.chosen.mean_stream[side].to(x.device)[None, :, None]
+                away = rows.stream(side) - self.chosen.mean[side].to(x.device)[None, :, None]
                 moved = (mask.to(x) @ away.transpose(0, 1).flatten(1)).unflatten(1, (len(x), *x.shape[1:]))
                 made[side] = rows.live(x[None] - moved, side)
             found.append(before.measure(made["query"][:, :, 0], made["key"]))

@@ -1,41 +1,28 @@
 """What a head does for the next token: what it writes, straight to the logits, and what changes where it may not look.
 
-The straight way is linear once the last norm is held: ``W_U · gain · σ · W_O a(p,t) v(t)``; other layers may add to it
-or undo it. What truly changes is measured: the head's logit on the key is set to −∞ and the model runs on.
+The direct effect is linear once norms are frozen: ``W_U · gain · σ · W_O a(p,t) v(t)``; other layers may add to it or
+undo it. What truly changes is measured: the head's logit on the key is set to −∞ and the model runs on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
-from qkscope.capture.projection import is_norm
-from qkscope.capture.stream import Heads, Normed, Scaled, Sum
-from qkscope.capture.tap import Call, cleared
 from qkscope.capture.tokens import token_texts
-from qkscope.capture.writers import Reader, norm_scalar
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.run import Run
 
 TOKENS = 5
-
-
-@dataclass
-class _Seen:
-    heads: dict[int, Tensor]
-    values: dict[int, Tensor]
-    given: dict[nn.Module, Tensor]
-    gave: dict[nn.Module, Tensor]
-    last: Tensor | None = None
 
 
 class Output:
@@ -43,50 +30,14 @@ class Output:
 
     Parameters
     ----------
-    reader : of the model's heads.
+    run : of the prompt, with logits.
     asked : the prompt and the token that asks.
     """
 
-    def __init__(self, reader: Reader, asked: Asked) -> None:
-        self.reader, self.asked = reader, asked
-        self.scope, self.query = reader.scope, asked.query
-        self.seen = _Seen({}, {}, {}, {})
-        self.logits = self._run()
-
-    @torch.no_grad()
-    def _run(self) -> Float[Tensor, " v"]:
-        """One whole run, with notes of what heads put out, what values they read, and what the last norm met."""
-        seen = self.seen
-        inside = {module for block in self.reader.blocks for module in block.module.modules()}
-        outside = [m for m in self.scope.model.modules() if is_norm(m) and m not in inside]
-        after = [norm for block in self.reader.blocks for norm in block.norms]
-
-        def heads(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.heads[layer] = args[0].reshape(1, -1, args[0].shape[-1])[0, self.query].float()
-
-        def norm(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if args[0].ndim == 3:
-                seen.given[module], seen.gave[module] = (x[0, self.query].float() for x in (args[0], out))
-
-        def unembedded(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.last = args[0].reshape(-1, args[0].shape[-1])[-1].float()
-
-        def visit(call: Call) -> None:
-            seen.values[call.layer] = call.v[0]
-
-        hooks = [
-            block.output.register_forward_pre_hook(partial(heads, layer))
-            for layer, block in enumerate(self.reader.blocks)
-            if block.output is not None
-        ]
-        hooks += [module.register_forward_hook(norm) for module in [*outside, *after]]
-        head = self.scope.model.get_output_embeddings()
-        if head is not None:
-            hooks.append(head.register_forward_pre_hook(unembedded))
-        with cleared(hooks):
-            found = self.scope.watch(self.asked.inputs, visit, logits_at=self.asked.places)
-        assert found is not None
-        return found[0]
+    def __init__(self, run: Run, asked: Asked) -> None:
+        assert run.logits is not None
+        self.run, self.asked, self.scope, self.query = run, asked, run.reader.scope, asked.query
+        self.logits = run.logits[0].detach()
 
     @cached_property
     def chances(self) -> Float[Tensor, " v"]:
@@ -97,48 +48,18 @@ class Output:
         """What a token of the vocabulary reads as."""
         return token_texts(self.scope, [i])[0]
 
-    # ------------------------------------------------------------------ the straight way
-
-    @cached_property
-    def _straight(self) -> Float[Tensor, "v d"] | None:
-        """What a part of the residual stream adds to the logits, the last norm held; None where that is not seen."""
-        head, last = self.scope.model.get_output_embeddings(), self.seen.last
-        if head is None or last is None:
-            return None
-        close = [m for m, out in self.seen.gave.items() if bool((out - last).norm() <= 1e-3 * last.norm())]
-        if not close:
-            return None
-        norm, given = close[0], self.seen.given[close[0]]
-        own = self.reader.taken_apart(norm, given[None])
-        gain = own.gain.to(given) * norm_scalar(norm, own, given[None])[0]
-        W = head.weight.detach().float() * gain
-        return W - W.mean(-1, keepdim=True) if own.centres else W
+    # ------------------------------------------------------------------ direct effects
 
     def direct(self, head: Head, z: Float[Tensor, " e"] | None = None) -> Float[Tensor, " v"] | None:
         """What a head's output (or a part of it) adds to the logits by itself, less its mean over all tokens."""
-        W, block = self._straight, self.reader.blocks[head.layer]
-        W_O = self.reader.output_weights(head.layer)[0][head.index]
-        own = self.seen.heads[head.layer].unflatten(0, (-1, W_O.shape[1]))[head.index]
-        written = W_O.to(own) @ (own if z is None else z.to(own))
-        tree = block.tree
-        if W is None or not isinstance(tree, Sum):
-            return None
-        for number, node in tree.terms:
-            if isinstance(node, Heads):
-                return _centred(W @ (number * written))
-            if isinstance(node, Scaled) and isinstance(node.inner, Heads):
-                return _centred(W @ (number * written * node.gain.to(written)))
-            if isinstance(node, Normed) and isinstance(node.inner, Heads) and node.norm in self.seen.given:
-                given = self.seen.given[node.norm]
-                norm = self.reader.taken_apart(node.norm, given[None])
-                scale = norm.gain.to(given) * norm_scalar(node.norm, norm, given[None])[0]
-                return _centred(W @ (number * written * scale))
-        return None
+        W = self.run.reader.output_weights(head.layer)[0][head.index]
+        own = self.run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]
+        found = self.run.direct(head.layer, (W.to(own) @ (own if z is None else z.to(own)))[None])
+        return None if found is None else found[0] - found[0].mean()  # a constant changes no probability
 
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
         """What the head adds by what it read at the key alone."""
-        shape = self.scope.facts.layers[one.head.layer]
-        v = self.seen.values[one.head.layer][one.head.kv(shape.n_heads // shape.n_kv_heads), one.key].float()
+        v = self.run.calls[one.head.layer].v[0, self.run.kv(one.head, "v"), one.key].float()
         return self.direct(one.head, v * one.attention[one.key].to(v))
 
     # ------------------------------------------------------------------ what truly changes
@@ -179,15 +100,9 @@ class Output:
         ]  # fmt: skip
 
     def strongest_heads(self, count: int = 6) -> list[Head]:
-        """The heads whose outputs push the likeliest next token most, one way or the other."""
-        best = int(self.logits.argmax())
-        pushed = {head: self.direct(head) for head in self.reader.heads}
-        if any(value is None for value in pushed.values()):
+        """The heads whose outputs push the likeliest next token most, one way or the other: one direction for all."""
+        pushed = self.run.pushes(int(self.logits.argmax()))
+        if pushed is None:
             raise BadInput(f"which heads matter is not seen straight in {self.scope.name}: name a head.")
-        size = {head: abs(float(value[best])) for head, value in pushed.items() if value is not None}
+        size = {head: abs(float(pushed[str(head)][0, 0])) for head in self.run.reader.heads}
         return sorted(size, key=lambda head: -size[head])[:count]
-
-
-def _centred(values: Float[Tensor, " v"]) -> Float[Tensor, " v"]:
-    """A constant added to all logits changes no probability."""
-    return values - values.mean()

@@ -95,8 +95,8 @@ def why(
     """
     start = time.perf_counter()
     probe = Probe(scope, prompt, chat) if probe is None else probe
-    asked, _ = probe.run(query)
-    output = Output(probe.reader, asked)
+    asked, run = probe.run(query)
+    output = Output(run, asked)
     if head is None:
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")

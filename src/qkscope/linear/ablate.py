@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkscope.capture.tap import cleared
-from qkscope.capture.writers import Reader
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 
 
 @contextmanager
