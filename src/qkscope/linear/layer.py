@@ -12,7 +12,7 @@ norms depends on the input is not affine: then ``J x + c`` misses the true vecto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -104,7 +104,8 @@ class Layer:
 
         A family may count columns, or mix tokens before its attention; then tokens alone are not what they were.
         """
-        for self.alone in (True, False) if not self.scope.facts.anatomy.own else (False,):
+        for alone in (True, False) if not self.scope.facts.anatomy.own else (False,):
+            self.alone = alone
             x = (self.hidden[self.at] if self.alone else self.hidden[self.row]).detach().float().requires_grad_()
             self.norms = Frozen()
             try:

@@ -271,7 +271,8 @@ class Run:
         Later blocks only hand them on, every norm frozen. None where what stands between the last block and the logits
         is not linear.
         """
-        assert self.left is not None and self.logits is not None
+        assert self.left is not None
+        assert self.logits is not None
         values = written[:, None]
         for later in range(layer, len(self.reader.blocks)):
             source = Heads if later == layer else Entered
@@ -286,10 +287,11 @@ class Run:
         return None if bent is not None and bool(bent.any()) else found.to(self.row.device)
 
     def pushes(self, token: int) -> dict[str, Float[Tensor, "n 1"]] | None:
-        """What every writer of the model adds, at the query, to a token's logit over the mean of all; None: see `direct`."""
+        """What every writer adds, at the query, to a token's logit over the mean of all; None where `direct` is."""
         if self.direct(len(self.reader.blocks) - 1, torch.zeros_like(self.entered[0][:, 0])) is None:
             return None
-        assert self.left is not None and self.logits is not None
+        assert self.left is not None
+        assert self.logits is not None
         with torch.enable_grad():
             logit = (self.logits[:, token] - self.logits.mean(1)).sum()
             (g,) = torch.autograd.grad(logit, self.left, retain_graph=True)
