@@ -12,7 +12,7 @@ norms depends on the input is not affine: then ``J x + c`` misses the true vecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 

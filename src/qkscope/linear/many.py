@@ -84,8 +84,8 @@ def _ask(run: Run, heads: list[Head], weights: Tensor, writers: int, biases: int
     met = torch.einsum("hnk,hnkd->hnd", w, k)[:, :, None]
     query, by_query = at_query.pull("q", own, met)
     key, by_key = at_keys.pull("k", kv, q * w[..., None])
-    moved = (value.to(w).transpose(0, 1) for value in (query[:, :, 0], pad(key, (0, 0, 1, 0)).flatten(2)))
-    return _Asked(heads, *moved, by_query.sum(-1).T.to(w), by_key.sum(-1).T.to(w), writers, biases)
+    asking, meeting = (value.to(w).transpose(0, 1) for value in (query[:, :, 0], pad(key, (0, 0, 1, 0)).flatten(2)))
+    return _Asked(heads, asking, meeting, by_query.sum(-1).T.to(w), by_key.sum(-1).T.to(w), writers, biases)
 
 
 class _Table:
@@ -119,22 +119,20 @@ class _Table:
         """What the writers' parts are along the directions asked for; each head is told of those before it."""
         if not asked:
             return
-        values = self.values[:, : max(one.writers for one in asked)]
+        parts = self.values[:, : max(one.writers for one in asked)]
         query, key = torch.cat([one.query for one in asked], dim=1), torch.cat([one.key for one in asked], dim=1)
-        by_query, by_key = values[:, :, 0] @ query.mT, values.flatten(2) @ key.mT  # n c h
-        said = torch.cat(self.biases, dim=1) if self.biases else values[:, :0]
-        bias_query, bias_key = said[:, :, 0] @ query.mT, said.flatten(2) @ key.mT
+        constant = torch.cat(self.biases, dim=1) if self.biases else parts[:, :0]
+        values, biases = (
+            (every[:, :, 0] @ query.mT, every.flatten(2) @ key.mT)  # n c h
+            for every in (parts, constant)
+        )
         first = 0
         for one in asked:
             for i, head in enumerate(one.heads, first):
-                sides = (by_query, one.at_query, bias_query), (by_key, one.at_key, bias_key)
-                yield (
-                    head,
-                    *(
-                        torch.cat(
-                            [own[:, : one.writers, i], (c[:, i - first] + b[:, : one.biases, i].sum(1))[:, None]], dim=1
-                        )
-                        for own, c, b in sides
-                    ),
+                said = (c[:, i - first] + b[:, : one.biases, i].sum(1) for c, b in zip(one[3:5], biases, strict=True))
+                query, key = (
+                    torch.cat([own[:, : one.writers, i], end[:, None]], dim=1)
+                    for own, end in zip(values, said, strict=True)
                 )
+                yield head, query, key
             first += len(one.heads)

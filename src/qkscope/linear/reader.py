@@ -25,7 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.blocks import Heads, Part, read_blocks
 from qkscope.linear.layer import Frozen, stream_of
-from qkscope.linear.run import BIAS, EMBEDDING, Run, Side
+from qkscope.linear.run import BIAS, EMBEDDING, KINDS, Run, Side
 
 
 class Reader:
@@ -105,7 +105,7 @@ class Reader:
             inputs = short_inputs(self.scope.model, (7,))
             row = torch.zeros(1, dtype=torch.long, device=input_device(self.scope.model))
             self._short = self.record(inputs, Places(row, row + 1, row[:, None] + 2, row[:, None] == 0))
-        run, kind = self._short, "q" if side == "query" else "k"
+        run, kind = self._short, KINDS[side]
         J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
 

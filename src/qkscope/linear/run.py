@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
 
 Side = Literal["query", "key"]
+KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
 EMBEDDING, BIAS = "embedding", "bias"
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
 _AT_ONCE = 2**28  # bytes of W_O whose layers are done together on a GPU
@@ -182,7 +183,7 @@ class Run:
         pieces : what entered its layer, from `streams`, biases between.
         slots : other slots to read as this side; then the pieces are of these slots alone.
         """
-        at, kind = self.at(side) if slots is None else slots, "q" if side == "query" else "k"
+        at, kind = self.at(side) if slots is None else slots, KINDS[side]
         layer, index = self.layer(head.layer, at), self.index(head, kind)
         J, c = layer.jacobian(kind, index), layer.constants[kind][:, :, index]
         if slots is None:
@@ -197,7 +198,7 @@ class Run:
         self, head: Head, side: Side, x: Float[Tensor, "x n p d_model"], slots: slice | None = None
     ) -> Float[Tensor, "x n p d"]:
         """What a head makes of other streams at the places of a side, its norms running."""
-        at, kind = self.at(side) if slots is None else slots, "q" if side == "query" else "k"
+        at, kind = self.at(side) if slots is None else slots, KINDS[side]
         return self.layer(head.layer, at).live(x, kind, self.index(head, kind))
 
     # ------------------------------------------------------------------ writers, pushed up
