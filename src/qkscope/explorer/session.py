@@ -24,10 +24,11 @@ from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.why import why
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
+from qkscope.change.rows import Row
 from qkscope.errors import BadInput
 from qkscope.explorer.answers import Answer
 from qkscope.explorer.features import FITTED_ON, Features
-from qkscope.explorer.looked import Looked, Row
+from qkscope.explorer.looked import Looked
 from qkscope.explorer.what_if import Change, WhatIf
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
@@ -160,7 +161,7 @@ class Session:
             logits = captured.rows().of_head(i).logits()[0, 0].clone()
             logits[int(top.indices[i])] = -torch.inf
             rows.append((captured.heads[i], logits))
-        run = known.run(query, rows).logits
+        run = known.again.run(query, rows).logits
         moved = moved_by(run)
         order = sorted(range(len(chosen)), key=lambda j: -moved[j])[:_MATTER]
         found = [(chosen[j], moved[j]) for j in order]
@@ -231,7 +232,7 @@ class Session:
         row = what_if.changed(changes)
         beside = what_if.random(changes, _DRAWS)
         after = what_if.attend(row)[: query + 1]
-        run = one.looked.run(query, [None, (one.head, row), *beside[:_RUN]])
+        run = one.looked.again.run(query, [None, (one.head, row), *beside[:_RUN]])
         moved = moved_by(run.logits)
         own = [float(what_if.attend(logits)[one.key]) for head, logits in beside if head == one.head]
         verdict = what_if.judge(changes, float(after[one.key]), own)

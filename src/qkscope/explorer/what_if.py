@@ -23,9 +23,9 @@ from qkscope.analyses.trace.one import PromptTrace, verdict
 from qkscope.analyses.trace.rows import addresses_of
 from qkscope.attention import soft
 from qkscope.capture.pick import Capture
+from qkscope.change.rows import Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.explorer.looked import Row
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Places
 from qkscope.capture.tokens import token_texts
+from qkscope.change.rows import Rerun
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.run import Run
@@ -66,21 +64,7 @@ class Output:
 
     def removed(self, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at its key."""
-        count = len(edges)
-        inputs = {k: v.expand(count, *v.shape[1:]).contiguous() for k, v in self.asked.inputs.items()}
-        device = self.asked.inputs["attention_mask"].device
-        edits = []
-        for row, (head, key) in enumerate(edges):
-            queries = torch.full((count,), -1, device=device)
-            queries[row] = self.query
-            positions = torch.full((count, 1), key, device=device)
-            edits.append(Edit.logits(head, queries, positions, torch.full((count, 1), -torch.inf, device=device)))
-        rows = torch.arange(count, device=device)
-        places = Places.everywhere(rows, torch.full_like(rows, self.query), inputs["attention_mask"])
-        last = self.scope.heads()[-1]
-        found = self.scope.capture_inputs(inputs, places=places, heads=[last], rest=False, logits=True, edits=edits)
-        assert found.logits is not None
-        return found.logits
+        return Rerun(self.scope, self.asked.inputs, self.run.calls).hidden(self.query, edges)
 
     def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
         """The table ``output``: the likeliest next tokens and those that the head pushes most."""
