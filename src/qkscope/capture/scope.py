@@ -17,16 +17,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture import load as loading
+from qkscope.capture.changes import Changeable
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
-from qkscope.capture.probe import Shape, probe
+from qkscope.capture.probe import probe
 from qkscope.capture.selfcheck import Check, check_model, check_once
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import Call, tap
+from qkscope.capture.tap import Call, Stop, tap
 from qkscope.capture.wrapped import unwrapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -37,7 +38,7 @@ from qkscope.runs.shards import stream
 
 
 @checked_class
-class Scope(Shape):
+class Scope(Changeable):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
     Parameters
@@ -73,6 +74,7 @@ class Scope(Shape):
         revision: str | None = None,
         files_hash: str | None = None,
     ) -> None:
+        super().__init__()
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
         if tokenizer is not None and not callable(tokenizer):
@@ -216,7 +218,9 @@ class Scope(Shape):
     def _pad(self, prompts: Prompts, indices: Sequence[int], wanted: PaddingSide | None) -> Encoding:
         padded = len({len(prompts.tokens[i].ids) for i in indices}) > 1
         side = choose_side(wanted, self.facts.sides, padded, self.name)
-        return prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
+        batch = prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
+        batch.inputs["input_ids"] = self.replaced(batch.inputs["input_ids"], batch.inputs["attention_mask"])
+        return batch
 
     def capture(
         self,
@@ -346,11 +350,22 @@ class Scope(Shape):
         >>> shapes
         [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
         """
-        with tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary, anatomy=self.facts.anatomy):
-            if logits_at is not None:
-                return logits_of(self.model, inputs, logits_at.row, logits_at.query)
-            forward(self.model.base_model, inputs)
-        return None
+        scores = None
+        with self._tap(*visits, rotary=rotary):
+            if logits_at is None:
+                forward(self.model.base_model, inputs)
+            else:
+                scores = logits_of(self.model, inputs, logits_at.row, logits_at.query)
+        return scores
+
+    @contextmanager
+    def _tap(self, *visits: Callable[[Call], None], rotary: bool = False) -> Iterator[None]:
+        facts = self.facts
+        with (
+            self.changed() as changes,
+            tap(self.model, *changes, *visits, layers=facts.layer_of, rotary=rotary, anatomy=facts.anatomy),
+        ):
+            yield
 
     @contextmanager
     def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
@@ -370,31 +385,60 @@ class Scope(Shape):
         ...     torch.equal(model(**inputs).logits, plain)
         False
         """
-        with tap(self.model, Patch(edits, self).visit, layers=self.facts.layer_of, anatomy=self.facts.anatomy):
+        with self._tap(Patch(edits, self).visit):
             yield self.model
 
     @torch.no_grad()
-    def generate(
-        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit | Hook] = (), max_new_tokens: Count = 16
-    ) -> Int[Tensor, "b n"]:
-        """Greedy continuation of each sequence, with edits in force at every step; new ids only.
+    def attention(self, prompt: str | Example, head: str | Head) -> Float[Tensor, "t t"]:
+        """One head's attention pattern on a prompt: how much each token (row) gives to each token (column).
 
         Parameters
         ----------
-        inputs : Encoding or dict
-            A left-padded batch.
-        edits : sequence of Edit or Hook
-            Positions are those of the batch.
-        max_new_tokens : int
-            How far to go.
+        prompt : a text, or an example.
+        head : the head.
+
+        Examples
+        --------
+        >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0").shape
+        torch.Size([3, 3])
+        """
+        one, found = self.check(head), list[Tensor]()
+
+        def visit(call: Call) -> None:
+            if call.layer == one.layer:
+                found.append(call.attention([one.index])[0, 0])
+                raise Stop
+
+        self.watch(self.encode([prompt]).inputs, visit)
+        return found[0]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: str | Encoding | dict[str, Tensor],
+        max_new_tokens: Count = 16,
+        *,
+        edits: Sequence[Edit | Hook] = (),
+    ) -> Int[Tensor, "b n"] | str:
+        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch, its new ids.
+
+        Parameters
+        ----------
+        prompt : a text, or a left-padded batch.
+        max_new_tokens : how far to go.
+        edits : replacements, at columns of the batch.
 
         Examples
         --------
         >>> scope = Scope.load("nano:mixed")
-        >>> scope.generate(scope.encode(["hat jam hat"]), max_new_tokens=2).shape
+        >>> scope.generate(scope.encode(["hat jam hat"]), 2).shape
         torch.Size([1, 2])
+        >>> scope.generate("hat: O jam: Z jam:", 1)
+        'Z'
         """
-        given = inputs.inputs if isinstance(inputs, Encoding) else inputs
+        batch = self.encode([prompt]) if isinstance(prompt, str) else prompt
+        given = batch.inputs if isinstance(batch, Encoding) else batch
         check_ends(given, self.facts.sides)
         with self.patched(edits):
-            return greedy(self.model, given, self.encoder.pad_id, max_new_tokens)
+            ids = greedy(self.model, given, self.encoder.pad_id, max_new_tokens)
+        return str(self.tokenizer.decode(ids[0])) if isinstance(prompt, str) and self.tokenizer else ids

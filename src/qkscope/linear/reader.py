@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.capture.blocks import Heads, Part, read_blocks
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import Picker, index_on, layout_of
 from qkscope.capture.inputs import input_device, short_inputs
@@ -23,7 +24,6 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.blocks import Heads, Part, read_blocks
 from qkscope.linear.layer import Frozen, stream_of
 from qkscope.linear.run import BIAS, EMBEDDING, KINDS, Run, Side
 

@@ -2,8 +2,8 @@
 
 ``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear, so a head asks with
 a direction g in the stream, and writer c says ``x_c · g``. `Run.streams` carries the writers' parts up to a layer;
-`Run.answer` carries a direction down to every writer. A block in between is a sum with norms in it (`blocks.Block`),
-and both ways walk the same tree.
+`Run.answer` carries a direction down to every writer. A block in between is a sum with norms in it
+(`qkscope.capture.blocks`), and both ways walk the same tree.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.capture.blocks import Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.capture.pick import Capture
 from qkscope.capture.projection import Norm, norm_unit
 from qkscope.capture.tap import Call
 from qkscope.heads import Head
-from qkscope.linear.blocks import Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.linear.layer import Kind, Layer
 
 if TYPE_CHECKING:
