@@ -24,6 +24,18 @@ _OF_HEADS = ("q", "bias", "rest", "top")  # rows by heads
 _PADDED = {"k": (0.0, (0, 0)), "bias": (-torch.inf, ()), "key_mask": (False, ())}  # with what, and the axes behind
 
 
+def soft(logits: Float[Tensor, "*r k"], rest: Float[Tensor, "*r"] | None = None) -> Float[Tensor, "*r k"]:
+    """Attention on keys with these logits; ``rest`` is the log-sum-exp of whatever else takes a share of the row.
+
+    >>> soft(torch.zeros(2), torch.tensor(0.0).log1p())
+    tensor([0.3333, 0.3333])
+    """
+    if rest is None:
+        return logits.softmax(dim=-1)
+    # one softmax keeps a digit that is lost on the way through a log-sum-exp
+    return torch.cat([logits, rest[..., None].to(logits)], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 @dataclass(frozen=True)
 class AttentionRows:
     """Queries and named keys of n rows for h heads.
@@ -155,10 +167,10 @@ class AttentionRows:
     def attention(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
         """Attention on the named keys, normalised over the whole row."""
         logits = self.logits(products)
-        total = logits.logsumexp(dim=-1)
-        if self.rest is not None:
-            total = torch.logaddexp(total, self.rest)
-        return (logits - total[..., None]).exp()
+        rest = self.rest
+        if rest is not None and rest.shape != logits.shape[:-1]:  # edited several times over
+            rest = rest.expand(logits.shape[:-1])
+        return soft(logits, rest)
 
     def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
         """The slot of the key with the most attention; −1 where that is a token that is not named.

@@ -21,12 +21,12 @@ from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.many import first_writers, told
 from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
+from qkscope.linear.reader import Reader
 from qkscope.runs.job import Job
 from qkscope.runs.result import Result
 from qkscope.tasks.sides import LENGTH, Passage

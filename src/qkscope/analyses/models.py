@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from qkscope.analyses.why.why import why
-from qkscope.capture.families import FAMILIES, LENGTHS, tiny_model, trace_error
+from qkscope.capture.families import FAMILIES, LENGTHS, tiny_model
 from qkscope.capture.inputs import forward, short_ids
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -28,6 +28,7 @@ from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.kinds import checked_call
+from qkscope.linear.check import trace_error
 
 CLOSE = 2e-5
 Verdict = Literal["right", "refused", "wrong", "not built"]

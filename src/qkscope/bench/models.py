@@ -24,13 +24,13 @@ from qkscope.analyses.names.sight import Options, Text, by_length
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows
-from qkscope.analyses.trace.rows import SIDES, HeadRows
+from qkscope.analyses.trace.rows import HeadRows
 from qkscope.bench.harness import Row, Seconds, compare, hardware, row
 from qkscope.capture.encode import Encoding
-from qkscope.capture.marginals import marginals
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader
 from qkscope.heads import Head, parse_heads
+from qkscope.linear.many import values_of
+from qkscope.linear.reader import Reader
 from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
@@ -172,21 +172,19 @@ def trace_seconds(scope: Scope, heads: Sequence[Head], batches: Sequence[Encodin
     """
     reader, last = Reader(scope, heads), max(head.layer for head in heads)
 
-    @torch.no_grad()
     def ours() -> None:
         for batch in batches:
-            found = reader.record(batch.inputs, batch.places)
+            run = reader.record(batch.inputs, batch.places)
             signs = batch.labels[ANSWER].long().masked_fill(~batch.places.key_mask, 0)
             if len(heads) == 1:
-                pieces = reader.stream(found, last)
-                parts = {side: reader.read(found, heads[0], side, pieces) for side in SIDES}
-                HeadRows(reader, found, heads[0], signs, parts, pieces).split().marginals()
+                HeadRows(run, heads[0], signs, run.stream(last)).split().marginals()
             else:
                 weights = relative_weights(signs)[:, None].expand(-1, len(heads), -1)
-                for _ in marginals(reader, found, weights):
+                for _ in values_of(run, weights):
                     pass
 
-    return compare(forward_to(scope, batches, reader.calls[last].attention), ours, repeats)
+    attention = reader.blocks[last].attention
+    return compare(forward_to(scope, batches, attention), ours, repeats)
 
 
 @row

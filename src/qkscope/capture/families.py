@@ -22,9 +22,7 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.small import TABLE, loud_model, small_config
 from qkscope.capture.tap import Call, Stop
-from qkscope.capture.writers import Reader, Recorded
 from qkscope.errors import BadInput
-from qkscope.heads import Head
 
 _HEADS: dict[str, Any] = {
     "masked": transformers.AutoModelForMaskedLM, "image": transformers.AutoModelForImageClassification,
@@ -88,52 +86,7 @@ LENGTHS = (37, 33)
 """Tokens of the two prompts: beyond every length that a tiny config names."""
 
 
-@torch.no_grad()
-def sum_error(reader: Reader, found: Recorded, head: Head, key_mask: Tensor) -> float:
-    """The largest difference between a head's logits and the sum of their parts, over the largest part.
-
-    Parameters
-    ----------
-    reader : of this head.
-    found : what one batch left.
-    head : whose logits.
-    key_mask : which of the places are keys.
-    """
-    vectors = []
-    for side in ("query", "key"):
-        parts = reader.turn(found, head.layer, reader.read(found, head, side), side)
-        vectors += [reader.true(found, head, side), parts]
-    q, q_parts, k, k_parts = vectors
-    logits = torch.einsum("nd,nkd->nk", q[:, 0], k)
-    split = (torch.einsum("ncd,nkd->nck", q_parts[:, :, 0], k), torch.einsum("nd,nckd->nck", q[:, 0], k_parts))
-    errors = [((parts.sum(1) - logits) * key_mask).abs().max() for parts in split]
-    largest = [(parts * key_mask[:, None]).abs().max() for parts in split]
-    return float(max(errors) / max(largest))
-
-
-def trace_error(scope: Scope, side: PaddingSide | None = None) -> float:
-    """The largest `sum_error` of all heads but those of layer 0, on a short batch of prompts of two lengths.
-
-    Raises
-    ------
-    BadInput
-        If the model cannot be traced; the sentence says why.
-    """
-    heads = [head for head in scope.heads() if head.layer > 0]
-    if not heads:
-        raise BadInput(f"{scope.name} cannot be traced: only the embedding writes before its heads.")
-    inputs, places = _batch(scope, side, LENGTHS)
-    widths = {scope.facts.layers[head.layer].d_head for head in heads}
-    errors = []
-    for width in sorted(widths):
-        some = [head for head in heads if scope.facts.layers[head.layer].d_head == width]
-        reader = Reader(scope, some)
-        found = reader.record(inputs, places)
-        errors += [sum_error(reader, found, head, places.key_mask) for head in some]
-    return max(errors)
-
-
-def _batch(
+def two_prompts(
     scope: Scope, side: PaddingSide | None = None, lengths: tuple[int, ...] = (9, 7)
 ) -> tuple[dict[str, Tensor], Places]:
     """Two prompts, padded where they can be, or two images; each asks from its last token."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.capture.probe import Shape
@@ -26,7 +26,7 @@ from qkscope.kinds import checked_class
 @checked_class
 @dataclass(frozen=True, repr=False)
 class Edit:
-    """Replacement values for one head; build it with `keys`, `queries` or `logits`.
+    """Replacement values for one head; build it with `keys`, `queries`, `logits` or `outputs`.
 
     Positions are columns of the padded batch (`Capture.key_positions`), vectors are in `post_rope`; a position of -1
     leaves its slot alone.
@@ -38,7 +38,7 @@ class Edit:
     """
 
     head: Head
-    kind: Literal["keys", "queries", "logits"]
+    kind: Literal["keys", "queries", "logits", "outputs"]
     row: Int[Tensor, "n"]
     query: Int[Tensor, "n"]
     key: Int[Tensor, "n"]
@@ -109,6 +109,22 @@ class Edit:
         row, slot = ((positions >= 0) & (queries >= 0)[:, None]).nonzero(as_tuple=True)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
+    @classmethod
+    def outputs(cls, head: Head | str, rows: Bool[Tensor, "b"], value: Float[Tensor, "e"]) -> Edit:
+        """Let a head put out one vector at every token of some sequences, for all that read it.
+
+        Parameters
+        ----------
+        head : Head or str
+            The head.
+        rows : Bool [b]
+            The sequences.
+        value : Float [e]
+            What it puts out, before W_O.
+        """
+        (row,) = rows.nonzero(as_tuple=True)
+        return cls(Head.parse(head), "outputs", row, row, row, value.expand(len(row), -1))
+
 
 def _check_shapes(what: str, positions: Tensor, values: Tensor, axes: int) -> None:
     if positions.ndim != axes or positions.shape != values.shape:
@@ -124,7 +140,7 @@ class Patch:
         self.by_layer: dict[int, list[Edit | Hook]] = {}
         for edit in edits:
             width = shape.facts.layers[shape.check(edit.head).layer].d_head
-            if edit.kind != "logits" and edit.width != width:
+            if edit.kind in ("keys", "queries") and edit.width != width:
                 raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.width}.")
             if isinstance(edit, Hook) and edit.space != "post_rope":
                 raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
@@ -148,7 +164,8 @@ class Patch:
                 self._hook(edit, call)
             else:
                 self._apply(edit, call)
-            call.redo.add(edit.head.index)
+            if edit.kind != "outputs":
+                call.redo.add(edit.head.index)
 
     @staticmethod
     def _hook(hook: Hook, call: Call) -> None:
@@ -162,6 +179,11 @@ class Patch:
     def _apply(edit: Edit, call: Call) -> None:
         (batch, _, queries, _), keys, index = call.q.shape, call.k.shape[2], edit.head.index
         row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
+        if edit.kind == "outputs":
+            rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
+            one = value[:1, None] if len(value) else value[None]
+            call.outputs[index] = lambda z: torch.where(rows[:, None, None], one.to(z), z) if len(value) else z
+            return
         if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
             raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
         if edit.kind == "keys":

@@ -133,8 +133,7 @@ class Capture:
         """The model's attention on the named keys: the softmax is over the whole row, so it sums to less than 1."""
         if self.rest is None:
             raise BadInput("attention needs the whole row: capture with rest=True.")
-        # one softmax keeps a digit that rows lose on their way through a log-sum-exp, which edits need
-        return torch.softmax(torch.cat([self.attention_logits(), self.rest[..., None]], dim=-1), dim=-1)[..., :-1]
+        return self.rows().attention()
 
     def to(self, device: torch.device | str) -> Capture:
         """The same batch on another device."""

@@ -6,27 +6,25 @@ the attention calls, the pass ends after the deepest layer asked for, and the LM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
-from qkscope.capture.inputs import PaddingSide, check_ends, forward, greedy, input_device, logits_of
+from qkscope.capture.inputs import PaddingSide, input_device
 from qkscope.capture.lengths import Check, check_model, check_once
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
-from qkscope.capture.probe import Shape, probe
+from qkscope.capture.probe import probe
+from qkscope.capture.running import Running
 from qkscope.capture.spaces import Space
-from qkscope.capture.tap import ANEW, Call, tap
 from qkscope.capture.wrapped import unwrapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -37,7 +35,7 @@ from qkscope.runs.shards import stream
 
 
 @checked_class
-class Scope(Shape):
+class Scope(Running):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
     Parameters
@@ -73,6 +71,7 @@ class Scope(Shape):
         revision: str | None = None,
         files_hash: str | None = None,
     ) -> None:
+        super().__init__()
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
         if tokenizer is not None and not callable(tokenizer):
@@ -214,7 +213,9 @@ class Scope(Shape):
     def _pad(self, prompts: Prompts, indices: Sequence[int], wanted: PaddingSide | None) -> Encoding:
         padded = len({len(prompts.tokens[i].ids) for i in indices}) > 1
         side = choose_side(wanted, self.facts.sides, padded, self.name)
-        return prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
+        batch = prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
+        batch.inputs["input_ids"] = self.replaced(batch.inputs["input_ids"], batch.inputs["attention_mask"])
+        return batch
 
     def capture(
         self,
@@ -313,88 +314,3 @@ class Scope(Shape):
         at = batch.places if logits else None
         scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
         return picker.finish(batch.example, batch.labels, scores)
-
-    @torch.no_grad()
-    def watch(
-        self,
-        inputs: dict[str, Tensor],
-        *visits: Callable[[Call], None],
-        rotary: bool = False,
-        logits_at: Places | None = None,
-    ) -> Float[Tensor, "b v"] | None:
-        """Run one batch under the tap: each visitor sees, and may change, every attention call.
-
-        Parameters
-        ----------
-        inputs : keyword arguments of the model's forward.
-        *visits : callable
-            Get each `Call` in turn, before it runs; one that raises `Stop` ends the forward.
-        rotary : bool
-            Whether to record what the model's rotary function was given (`Call.rotary`).
-        logits_at : Places, optional
-            Run the whole model, not its body alone, and return next-token logits at these queries.
-
-        Examples
-        --------
-        >>> scope, shapes = Scope.load("nano:mixed"), []
-        >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
-        >>> shapes
-        [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
-        """
-        scores = None
-        with self._tap(*visits, rotary=rotary) as called:
-            if logits_at is None:
-                forward(self.model.base_model, inputs)
-            else:
-                scores = logits_of(self.model, inputs, logits_at.row, logits_at.query)
-        if not called:
-            raise BadInput(f"no layer called its attention, as they did when {ANEW}")
-        return scores
-
-    @contextmanager
-    def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
-        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like (in eval mode).
-
-        Parameters
-        ----------
-        edits : sequence of Edit or Hook
-            Replacements of keys, queries or logits, at columns of the batch that is run.
-
-        Examples
-        --------
-        >>> scope = Scope.load("nano:mixed")
-        >>> inputs = scope.encode(["hat jam hat"]).inputs
-        >>> plain = scope.model(**inputs).logits
-        >>> with scope.patched([Edit.keys("L1H0", torch.tensor([[2]]), torch.zeros(1, 1, 24))]) as model:
-        ...     torch.equal(model(**inputs).logits, plain)
-        False
-        """
-        with self._tap(Patch(edits, self).visit):
-            yield self.model
-
-    def _tap(self, *visits: Callable[[Call], None], rotary: bool = False) -> AbstractContextManager[list[int]]:
-        return tap(self.model, *visits, layers=self.facts.layer_of, rotary=rotary, anatomy=self.facts.anatomy)
-
-    @torch.no_grad()
-    def generate(
-        self, inputs: Encoding | dict[str, Tensor], *, edits: Sequence[Edit | Hook] = (), max_new_tokens: Count = 16
-    ) -> Int[Tensor, "b n"]:
-        """Greedy continuation of each sequence, with edits in force at every step; new ids only.
-
-        Parameters
-        ----------
-        inputs : a left-padded batch.
-        edits : sequence of Edit or Hook
-            Positions are those of the batch.
-        max_new_tokens : how far to go.
-
-        Examples
-        --------
-        >>> scope = Scope.load("nano:mixed")
-        >>> scope.generate(scope.encode(["hat jam hat"]), max_new_tokens=2).shape
-        torch.Size([1, 2])
-        """
-        given = inputs.inputs if isinstance(inputs, Encoding) else inputs
-        check_ends(given, self.facts.sides)
-        with self.patched(edits):
-            return greedy(self.model, given, self.encoder.pad_id, max_new_tokens)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qkscope.attention import AttentionRows, soft
 from qkscope.capture.own_code import Seen, additive, own_attention, watched
 from qkscope.capture.spaces import Rotary, Turned, depends_on_length, heard_rotary, record_rotary, rows_rotate_alone
 from qkscope.errors import BadInput
@@ -82,7 +83,8 @@ class Call:
 
     A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
     (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
-    computed again from this record. One that knows the output of every head itself puts it into `output`. `biases`
+    computed again from this record. One that knows the output of every head itself puts it into `output`; what a head
+    put out, [b, s, e], can be changed by a function in `outputs`. `biases`
     names what else the call adds to its logits: the probe refuses a model where there is any. `weights` gives what the
     model's own softmax gave, where its own code was watched.
     """
@@ -102,6 +104,7 @@ class Call:
     redo: set[int] = field(default_factory=set)
     output: Float[Tensor, "b s h e"] | None = None
     set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
+    outputs: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     weights: Callable[[], Float[Tensor, "b h s t"]] | None = None
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -122,12 +125,24 @@ class Call:
         )
         return additive(self.mask[batch, :, query][..., :keys])
 
-    def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
-        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v`` in float32."""
+    def rows(self, head: int, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
+        """One head's attention rows at chosen queries, over all keys."""
+        batch, query = batch.to(self.q.device), query.to(self.q.device)
+        mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
+        return AttentionRows(
+            self.q[batch, head, query][:, None].float(),
+            self.k[:, head // group][batch][:, None].float(),
+            self.scale,
+            softcap=None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device),
+            bias=mask[:, head if mask.shape[1] > 1 else 0][:, None],
+            rest=None if self.sinks is None else self.sinks[head].float().expand(len(batch), 1),
+        )
+
+    def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
+        """The whole attention pattern of some query heads, from this record, in float32."""
         batch, _, queries, _ = self.q.shape
         index = torch.tensor(heads, device=self.q.device)
-        group = lambda x: x[:, index // (self.q.shape[1] // x.shape[1])].float()  # noqa: E731
-        logits = self.cap(self.scale * self.q[:, index].float() @ group(self.k).transpose(-1, -2))
+        logits = self.cap(self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2))
         every = torch.arange(queries, device=self.q.device)
         mask = self.mask_rows(
             torch.arange(batch, device=every.device).repeat_interleave(queries), every.repeat(batch)
@@ -137,12 +152,17 @@ class Call:
         for head in self.set_logits.keys() & set(heads):
             slot = heads.index(head)
             logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
-        if self.sinks is not None:
-            sink = self.sinks.float()[index].view(1, -1, 1, 1).expand(batch, -1, queries, 1)
-            logits = torch.cat([logits, sink], dim=-1)
+        sink = None if self.sinks is None else self.sinks.float()[index].view(1, -1, 1).expand(batch, -1, queries)
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
-        weights = torch.softmax(logits, dim=-1)[..., : self.k.shape[2]].nan_to_num()
-        return (weights @ group(self.v)).transpose(1, 2)
+        return soft(logits, sink).nan_to_num()
+
+    def _of(self, vectors: Float[Tensor, "b g t d"], heads: list[int]) -> Float[Tensor, "b n t d"]:
+        """Keys or values, as some query heads read them."""
+        return vectors[:, [head // (self.q.shape[1] // vectors.shape[1]) for head in heads]].float()
+
+    def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
+        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v``."""
+        return (self.attention(heads) @ self._of(self.v, heads)).transpose(1, 2)
 
 
 def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -288,11 +308,13 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
     """The output to go on with, after visitors saw the call."""
     if call.output is not None:
         return call.output.to(output.dtype)
-    if not call.redo:
+    if not call.redo and not call.outputs:
         return output
-    heads = sorted(call.redo)
-    output = output.clone()
-    output[:, :, heads] = call.attend(heads).to(output.dtype)
+    heads, output = sorted(call.redo), output.clone()
+    if heads:
+        output[:, :, heads] = call.attend(heads).to(output.dtype)
+    for head, change in call.outputs.items():
+        output[:, :, head] = change(output[:, :, head]).to(output.dtype)
     return output
 
 

@@ -1,16 +1,13 @@
 """One prompt, run once: every token can ask, and every head answers from what was kept.
 
-Kept are all queries, keys and values, and what writers left at every token. Whatever is changed at one token is then a
-run of that token alone: those before it stand as they were, so their keys and values are put before its own. Where a
-model does not give its own attention again in this way (it has a memory besides its keys), the whole prompt runs.
+Kept are all queries, keys and values, and what writers left at every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,26 +15,13 @@ from torch import Tensor
 
 from qkscope.analyses.trace.one import Asked, token_texts
 from qkscope.capture.encode import Encoding
-from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture, Places
+from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call
-from qkscope.capture.writers import Reader, Recorded
+from qkscope.change.rows import Rerun
 from qkscope.errors import BadInput
-from qkscope.heads import Head
-
-_AGREES = 1e-3  # of a query's length: how far one token alone may be from the same token in its prompt
-
-
-class Changed(NamedTuple):
-    """A token run with other attention logits: every head's attention, and the next token's logits, of each change."""
-
-    attention: Float[Tensor, "b h t"]
-    logits: Float[Tensor, "b v"]
-
-
-Row = tuple[Head, Float[Tensor, " t"]]
-"""A head and the logits that its row of attention gets instead."""
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
 
 
 @dataclass
@@ -49,7 +33,7 @@ class Looked:
     encoding: Encoding
     tokens: list[str]
     calls: Mapping[int, Call]
-    found: Recorded | None
+    found: Run | None
 
     @classmethod
     @torch.no_grad()
@@ -78,7 +62,7 @@ class Looked:
         if reader is None:
             scope.watch(encoding.inputs, keep)
         else:
-            found = reader.record(encoding.inputs, encoding.everywhere(), keep, layers=range(scope.n_layers))
+            found = reader.record(encoding.inputs, encoding.everywhere(), keep, deep=True)
         return cls(scope, reader, encoding, token_texts(scope, ids), calls, found)
 
     def asked(self, query: int) -> Asked:
@@ -126,109 +110,12 @@ class Looked:
             key_positions=torch.arange(keys.shape[1])[None],
         )
 
-    def recorded(self, query: int) -> Recorded | None:
-        """What writers left, with one token as the query: slot 0 becomes a copy of its slot."""
-        if self.found is None:
-            return None
-        for kept in (self.found.entered, self.found.heads, self.found.gave, self.found.given):
-            for values in kept.values():
-                values[:, 0] = values[:, 1 + query]
-        columns = self.found.columns.clone()
-        columns[:, 0] = query
-        return replace(self.found, columns=columns, captured=self.captured(query).to(columns.device))
-
     @staticmethod
     def _mask(call: Call, query: int) -> Float[Tensor, "1 m 1 t"]:
         at = torch.tensor([query], device=call.q.device)
         return call.mask_rows(torch.zeros_like(at), at)[:, :, None]
 
-    # ------------------------------------------------------------------ runs of one token
-
-    @torch.no_grad()
-    def run(self, query: int, rows: Sequence[Row | None]) -> Changed:
-        """The token run with one row of attention changed, each change on its own; None changes nothing.
-
-        Parameters
-        ----------
-        query : the token that asks.
-        rows : changes.
-        """
-        if self._alone(query):
-            return self._run(query, rows)
-        return self._run_whole(query, rows)
-
-    def _alone(self, query: int) -> bool:
-        """Whether the token alone, after the others' keys and values, asks with the queries it asked with."""
-        if not self.scope.facts.takes_positions:
-            return False
-        if not hasattr(self, "_checked"):
-            worst = 0.0
-
-            def compare(call: Call) -> None:
-                nonlocal worst
-                mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, query].float()
-                worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
-
-            self._run(query, [None], compare)
-            self._checked = worst < _AGREES
-        return self._checked
-
-    def _run(self, query: int, rows: Sequence[Row | None], *visits: object) -> Changed:
-        size, kept = len(rows), dict[int, Tensor]()
-        columns = slice(query, query + 1)
-        inputs = {
-            name: value[:, columns].expand(size, -1)
-            for name, value in self.encoding.inputs.items()
-            if name != "attention_mask"
-        }
-
-        def visit(call: Call) -> None:
-            base = self.calls[call.layer]
-            for compare in visits:
-                compare(call)  # type: ignore[operator]
-            kept[call.layer], call.output = _attend(call, base, self._mask(base, query)[0, :, 0, : query + 1], rows)
-
-        at = Places(*(torch.arange(size), torch.zeros(size, dtype=torch.long)), *[torch.zeros(size, 0).long()] * 2)
-        at = replace(at, key_mask=at.key_mask.bool()).to(self.scope.device)
-        logits = self.scope.watch(inputs, visit, logits_at=at)
-        assert logits is not None
-        return Changed(torch.cat([kept[layer] for layer in sorted(kept)], dim=1).cpu(), logits.cpu())
-
-    def _run_whole(self, query: int, rows: Sequence[Row | None]) -> Changed:
-        """The same with the whole prompt, as many times as there are changes."""
-        inputs = self.encoding.inputs
-        row, at = torch.zeros(1, dtype=torch.long), torch.tensor([query])
-        places = Places.everywhere(row, at, inputs["attention_mask"].cpu()).to(self.scope.device)
-        made = []
-        for change in rows:
-            edits = []
-            if change is not None:
-                some = torch.arange(query + 1)[None].to(at.device)
-                edits = [Edit.logits(change[0], at, some, change[1][None, : query + 1])]
-            made.append(self.scope.capture_inputs(inputs, places=places, logits=True, edits=edits).to("cpu"))
-        attention = torch.cat([one.attention()[..., : query + 1] for one in made])
-        return Changed(attention, torch.cat([one.logits for one in made if one.logits is not None]))
-
-
-def _attend(
-    call: Call, base: Call, mask: Float[Tensor, "m t"], rows: Sequence[Row | None]
-) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b 1 h e"]]:
-    """Attention and output of every head in a call of one token, after the keys and values of those before it.
-
-    Those are the same in every row, so that they are not copied.
-    """
-    query = mask.shape[-1] - 1
-    q = call.q[:, :, 0].float().unflatten(1, (call.k.shape[1], -1))
-    before = torch.einsum("bgmd,gtd->bgmt", q, base.k[0, :, :query].float())
-    own = torch.einsum("bgmd,bgd->bgm", q, call.k[:, :, 0].float())[..., None]
-    logits = call.cap(call.scale * torch.cat([before, own], dim=-1)).flatten(1, 2) + mask
-    for i, row in enumerate(rows):
-        if row is not None and row[0].layer == call.layer:
-            logits[i, row[0].index] = row[1][: query + 1].to(logits)
-    if call.sinks is not None:
-        logits = torch.cat([logits, call.sinks.float().view(1, -1, 1).expand(len(logits), -1, 1)], dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : query + 1]
-    each = weights.unflatten(1, (call.v.shape[1], -1))
-    out = torch.einsum("bgmt,gte->bgme", each[..., :query], base.v[0, :, :query].float())
-    out = out + each[..., query:] * call.v[:, :, 0, None].float()
-    return weights, out.flatten(1, 2)[:, None]
+    @cached_property
+    def again(self) -> Rerun:
+        """The prompt, ready to be run again with rows of attention changed."""
+        return Rerun(self.scope, self.encoding.inputs, self.calls)

@@ -25,10 +25,11 @@ from qkscope.analyses.why.why import why
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
+from qkscope.change.rows import Row
 from qkscope.errors import BadInput
 from qkscope.explorer.answers import Answer
 from qkscope.explorer.features import FITTED_ON, Features
-from qkscope.explorer.looked import Looked, Row
+from qkscope.explorer.looked import Looked
 from qkscope.explorer.what_if import Change, WhatIf
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
@@ -161,7 +162,7 @@ class Session:
             logits = captured.rows().of_head(i).logits()[0, 0].clone()
             logits[int(top.indices[i])] = -torch.inf
             rows.append((captured.heads[i], logits))
-        run = known.run(query, rows).logits
+        run = known.again.run(query, rows).logits
         moved = moved_by(run)
         order = sorted(range(len(chosen)), key=lambda j: -moved[j])[:_MATTER]
         found = [(chosen[j], moved[j]) for j in order]
@@ -205,10 +206,9 @@ class Session:
         name = (prompt, query, at, key)
         if self._answered is not None and self._answered[0] == name:
             return self._answered[1]
-        captured, recorded = known.captured(query), known.recorded(query)
-        trace = None
-        if known.reader is not None and recorded is not None:
-            trace = PromptTrace(known.reader, recorded, asked, at, key)
+        captured, trace = known.captured(query), None
+        if known.found is not None:
+            trace = PromptTrace(known.found, asked, at, key)
         own = self.features.of.get(at, {})
         bases: dict[str, tuple[Tensor, Tensor]] = {}
         for label, one in own.items():
@@ -233,7 +233,7 @@ class Session:
         row = what_if.changed(changes)
         beside = what_if.random(changes, _DRAWS)
         after = what_if.attend(row)[: query + 1]
-        run = one.looked.run(query, [None, (one.head, row), *beside[:_RUN]])
+        run = one.looked.again.run(query, [None, (one.head, row), *beside[:_RUN]])
         moved = moved_by(run.logits)
         own = [float(what_if.attend(logits)[one.key]) for head, logits in beside if head == one.head]
         verdict = what_if.judge(changes, float(after[one.key]), own)

@@ -22,10 +22,11 @@ from torch import Tensor
 from qkscope.analyses.trace.one import PromptTrace
 from qkscope.analyses.trace.rows import addresses_of
 from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.attention import soft
 from qkscope.capture.pick import Capture
+from qkscope.change.rows import Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.explorer.looked import Row
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys
@@ -112,7 +113,7 @@ class WhatIf:
     def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
         """The attention that logits give."""
         assert self.rows.rest is not None
-        return torch.softmax(torch.cat([logits, self.rows.rest[0]]), dim=-1)[:-1]
+        return soft(logits, self.rows.rest[0, 0])
 
     def _writers(self, changes: Sequence[Change], side: str) -> list[int]:
         names = [change.writer for change in changes if change.kind == "cut" and change.side == side]

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.analyses.names.readings import Readings, holds
+from qkscope.attention import soft
 from qkscope.capture.encode import choose_side
 from qkscope.capture.gather import Plan, layout_of
 from qkscope.capture.inputs import pad_rows
@@ -221,7 +222,7 @@ def attend(
     if call.sinks is not None:
         sinks = call.sinks.float()[plan.heads].view(1, -1, 1, 1).expand(b, -1, t, 1)
         logits = torch.cat([logits, sinks], dim=-1)
-    attention = logits.softmax(dim=-1)[..., :t] * seen
+    attention = soft(logits)[..., :t] * seen
     attention = attention if call.causal else attention.nan_to_num_()  # a padded query may see nothing
     bias = mask.masked_fill(~visible, 0.0)
     return Attended(q, k, raw.add_(bias), bias, seen, attention, logits)

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.rows import SIDES, HeadRows, task_rows
-from qkscope.capture.writers import Reader, Side
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Side
 from qkscope.maths.writers import relative_weights
 from qkscope.runs.job import Job
 from qkscope.tasks.task import Unit
@@ -37,16 +39,14 @@ class Chosen:
 
     Attributes
     ----------
-    mean : by side, the mean part of each writer before the rotation; of keys, right and other ones together.
-    mean_stream : by side, the mean of what each writer leaves in the residual stream.
-    bank : by side, parts of single prompts.
+    mean : by side, the mean of what each writer leaves in the residual stream; of keys, right and other ones together.
+    bank : by side, what it left in single prompts.
     scores : of each order, by side.
     pairs : mean over prompts.
     """
 
-    mean: dict[Side, Float[Tensor, "c d"]]
-    mean_stream: dict[Side, Float[Tensor, "c d_model"]]
-    bank: dict[Side, Float[Tensor, "m c d"]]
+    mean: dict[Side, Float[Tensor, "c d_model"]]
+    bank: dict[Side, Float[Tensor, "m c d_model"]]
     scores: dict[str, dict[str, Float[Tensor, " c"]]]
     pairs: Float[Tensor, "c c"]
 
@@ -84,11 +84,11 @@ class _Sums:
     """Sums over prompts for one head, in float64."""
 
     def __init__(self, reader: Reader, head: Head) -> None:
-        c, d_model = len(reader.writers(head.layer)), reader.calls[head.layer].hidden.shape[-1]
+        self.frames = {side: reader.frame(head, side).double() for side in SIDES}
+        c, (d_head, d_model) = len(reader.writers(head.layer)), self.frames["key"].shape
         shapes = {
-            "count": (1,), "rows": (1,), "value": (c,), "part": (c, reader.scope.facts.layers[head.layer].d_head),
-            "length": (c,), "square": (c,), "within": (c,), "stream": (c - 1, d_model), "along": (c - 1,),
-            "gradient": (d_model,), "path": (c,),
+            "count": (1,), "rows": (1,), "value": (c,), "length": (c,), "framed": (c - 1, d_head), "square": (c - 1,),
+            "within": (c - 1,), "stream": (c - 1, d_model), "along": (c - 1,), "gradient": (d_model,), "path": (c,),
         }  # fmt: skip
         self.of_side = {
             side: {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for side in SIDES
@@ -107,20 +107,20 @@ class _Sums:
         self.pairs += split.pairs().sum(0).double().cpu()
         gradients = live_gradients(rows)
         for side, own in self.of_side.items():
-            parts, stream = rows.parts[side].double(), rows.stream(side).double()
-            shown = _shown(rows, side).to(parts)
-            counts, mean = shown.sum(1), torch.einsum("np,ncpd->ncd", shown, parts)
+            stream = rows.stream(side).double()
+            framed = stream @ self.frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
+            shown = _shown(rows, side).to(stream)
+            counts, mean = shown.sum(1), torch.einsum("np,ncpd->ncd", shown, framed)
             mean = mean / counts[:, None, None].clamp_min(1)
-            apart = (parts - mean[:, :, None]).square().sum(-1)
-            squares = parts.square().sum(-1)
+            apart = (framed - mean[:, :, None]).square().sum(-1)
             found = {
                 "path": path[side],
                 "count": shown.sum().reshape(1),
                 "rows": shown.new_tensor([float(len(shown))]),
                 "value": marginals[side].double().sum(0),
-                "part": torch.einsum("np,ncpd->cd", shown, parts),
-                "length": torch.einsum("np,ncp->c", shown, squares.sqrt()),
-                "square": torch.einsum("np,ncp->c", shown, squares),
+                "length": torch.einsum("np,ncp->c", shown, rows.parts[side].double().norm(dim=-1)),
+                "framed": torch.einsum("np,ncpd->cd", shown, framed),
+                "square": torch.einsum("np,ncp->c", shown, framed.square().sum(-1)),
                 "within": torch.einsum("np,ncp->nc", shown, apart).div(counts[:, None].clamp_min(1)).sum(0),
                 "stream": torch.einsum("np,ncpd->cd", shown, stream),
                 "along": torch.einsum("npd,ncpd->c", gradients[side].double(), stream),
@@ -132,21 +132,19 @@ class _Sums:
     def chosen(self, bank: Sequence[dict[str, Tensor]]) -> Chosen:
         """Means and orders."""
         scores: dict[str, dict[str, Tensor]] = {order: {} for order in ORDERS}
-        mean, stream = {}, {}
+        mean = {}
         for side, own in self.of_side.items():
             rows, count = float(own["rows"]), float(own["count"])
-            mean[side] = (own["part"] / count).float()
-            stream[side] = (own["stream"] / count).float()
+            mean[side] = (own["stream"] / count).float()
             scores["share"][side] = scores["signed"][side] = own["value"] / rows
             scores["norm"][side] = own["length"] / count
-            between = own["square"] / count - (own["part"] / count).square().sum(-1)
-            scores["variance"][side] = between if side == "query" else own["within"] / rows
-            patched = (own["along"] - own["stream"] / count @ own["gradient"]) / rows
-            scores["patching"][side] = torch.cat([patched, patched.new_zeros(1)])
+            between = own["square"] / count - (own["framed"] / count).square().sum(-1)
+            scores["variance"][side] = pad(between if side == "query" else own["within"] / rows, (0, 1))
+            scores["patching"][side] = pad((own["along"] - own["stream"] / count @ own["gradient"]) / rows, (0, 1))
             scores["path"][side] = own["path"] / rows
         banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
         pairs = (self.pairs / float(self.of_side["query"]["rows"])).float()
-        return Chosen(mean, stream, banked, scores, pairs)
+        return Chosen(mean, banked, scores, pairs)
 
 
 def _shown(rows: HeadRows, side: Side) -> Tensor:
@@ -154,27 +152,27 @@ def _shown(rows: HeadRows, side: Side) -> Tensor:
     if side == "query":
         return torch.ones_like(rows.signs[:, :1])
     named = rows.signs != 0
-    later = named & (rows.found.columns[:, 1:] != rows.first()[:, None])
+    later = named & (rows.run.columns[:, 1:] != rows.first()[:, None])
     return torch.where(later.any(1, keepdim=True), later, named).long()
 
 
 def _bank(rows: HeadRows, seed: int, address: int) -> dict[str, Tensor]:
-    """Parts of each prompt: of its query, and of one of its named keys, drawn."""
+    """What writers left at each prompt's query, and at one of its named keys, drawn."""
     generator = torch.Generator().manual_seed(derived_seed(seed, "bank", address))
     slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(rows.signs.device)
-    keys = rows.parts["key"][torch.arange(len(slots), device=slots.device), :, slots]
-    return {"query": rows.parts["query"][:, :, 0].cpu(), "key": keys.cpu()}
+    keys = rows.stream("key")[torch.arange(len(slots), device=slots.device), :, slots]
+    return {"query": rows.stream("query")[:, :, 0].cpu(), "key": keys.cpu()}
 
 
 def live_gradients(rows: HeadRows) -> dict[Side, Float[Tensor, "n p d_model"]]:
     """How the relative logit changes with the stream at each place, the other side held, norms live."""
     weights = relative_weights(rows.signs)
-    true = {side: rows.reader.true(rows.found, rows.head, side) for side in SIDES}
+    true = {side: rows.run.true(rows.head, side) for side in SIDES}
     found = {}
     for side in SIDES:
-        x = rows.found.entered[rows.head.layer][:, rows.found.at(side)].clone().requires_grad_()
+        x = rows.run.entered[rows.head.layer][:, rows.run.at(side)].clone().requires_grad_()
         with torch.enable_grad():
-            made = rows.turned(rows.reader.vectors(rows.head, side, x, rows.found)[:, None], side)[:, 0]
+            made = rows.live(x[None], side)[0]
             q, k = (made, true["key"]) if side == "query" else (true["query"], made)
             q = q if rows.projector is None else q @ rows.projector.to(q)
             logit = torch.einsum("nd,nkd,nk->", q[:, 0], k, weights) * rows.scale
@@ -188,11 +186,11 @@ def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
     n, weights = len(rows.signs), relative_weights(rows.signs)
     generator = torch.Generator().manual_seed(seed)
     other = (torch.arange(n) + torch.randint(1, max(n, 2), (n,), generator=generator)) % n
-    true = {side: rows.reader.true(rows.found, rows.head, side) for side in SIDES}
+    true = {side: rows.run.true(rows.head, side) for side in SIDES}
     total = rows.total()
     effects: dict[str, Tensor] = {}
     for side in SIDES:
-        x, stream = rows.found.entered[rows.head.layer][:, rows.found.at(side)], rows.stream(side)
+        x, stream = rows.run.entered[rows.head.layer][:, rows.run.at(side)], rows.stream(side)
         donor = stream[other.to(stream.device)]
         if side == "key":  # a key of the other prompt in every slot, right or not
             slots = torch.rand(rows.signs.shape, generator=generator).to(stream.device)

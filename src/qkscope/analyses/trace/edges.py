@@ -21,12 +21,14 @@ from torch import Tensor
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import ORDERS, Chosen
 from qkscope.analyses.trace.rows import SIDES, HeadRows, Tally, addresses_of, answer_signs, edge_rows, is_head
-from qkscope.capture.ablate import outputs_summed, parts_held, taken_out
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
-from qkscope.capture.writers import Reader, Side
+from qkscope.capture.patch import Edit
+from qkscope.change.whole import held, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, cancelling, draw_alike, edge_masks
 from qkscope.maths.writers import SIDES as EDGE_SIDES
 from qkscope.runs.shards import stream
@@ -107,7 +109,7 @@ class EdgeTest:
         return [i for i, e in enumerate(self.edges) if e.replaced == replaced and e.norms == norms]
 
     def instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
-        """What parts are replaced by, by side: their means, or the parts of these prompts of the bank."""
+        """What parts of the stream are replaced by, by side: their means, or those of these prompts of the bank."""
         device = rows.signs.device
         if donors is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
@@ -125,6 +127,7 @@ class EdgeTest:
         found = [edges.replaced(q, k) for q, k in zip(query.split(128), key.split(128), strict=True)]
         return index, torch.cat(found)
 
+    @torch.no_grad()
     def _live(self, rows: HeadRows, before: Any) -> tuple[list[int], Tensor]:
         """Parts replaced in the residual stream, and the head's norms run again."""
         index = self._which("mean", "live")
@@ -132,9 +135,9 @@ class EdgeTest:
         for some in torch.tensor(index).split(8):
             made = {}
             for side, masks in zip(SIDES, self.masks, strict=True):
-                x = rows.found.entered[self.head.layer][:, rows.found.at(side)]
+                x = rows.run.entered[self.head.layer][:, rows.run.at(side)]
                 mask = masks[some, :-1].to(rows.signs.device)
-                away = rows.stream(side) - self.chosen.mean_stream[side].to(x.device)[None, :, None]
+                away = rows.stream(side) - self.chosen.mean[side].to(x.device)[None, :, None]
                 moved = (mask.to(x) @ away.transpose(0, 1).flatten(1)).unflatten(1, (len(x), *x.shape[1:]))
                 made[side] = rows.live(x[None] - moved, side)
             found.append(before.measure(made["query"][:, :, 0], made["key"]))
@@ -247,7 +250,7 @@ def whole_heads(
     def run(indices: list[int]) -> dict[Any, tuple[list[str], Tensor]]:
         encoded = reader.scope.encode([units[i][0] for i in indices], chat=chat)
         right = _right_tokens(reader, encoded, chat)
-        with parts_held(reader) as held:
+        with noted(part for block in reader.blocks for part in block.parts) as outputs:
             found: dict[Any, Tensor] = {None: _measure(reader, head, encoded, right)}
         own = [words[indices[int(e)]] for e in encoded.example]
         for size, mlps, kind in cases:
@@ -260,8 +263,9 @@ def whole_heads(
                     chosen_heads = [Head.parse(only[c]) for c in drawn]
                 for one in chosen_heads:
                     masks.setdefault(one, torch.zeros(len(indices), dtype=torch.bool))[row] = True
-            with taken_out(reader, masks, instead, held if mlps == "held" else None):
-                found[size, mlps, kind] = _measure(reader, head, encoded, right)
+            edits = [Edit.outputs(one, rows, instead[one.layer][one.index]) for one, rows in masks.items()]
+            with held(outputs if mlps == "held" else {}):
+                found[size, mlps, kind] = _measure(reader, head, encoded, right, edits)
         return {key: (own, value) for key, value in found.items()}
 
     tested = list(range(min(PROMPTS, len(units))))
@@ -301,9 +305,8 @@ def _mean_outputs(reader: Reader, units: Sequence[Unit], chat: bool) -> dict[int
         encoded = reader.scope.encode([units[i][0] for i in batch], chat=chat)
         shown = encoded.inputs["attention_mask"].bool().clone()
         shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
-        with outputs_summed(reader, shown) as found:
-            reader.scope.watch(encoded.inputs)
         count += int(shown.sum())
+        found = summed_outputs(reader.scope, encoded.inputs, shown)
         sums = {layer: sums.get(layer, 0) + value for layer, value in found.items()}
     return {layer: (value / count).float() for layer, value in sums.items()}
 
@@ -319,9 +322,11 @@ def _right_tokens(reader: Reader, encoded: Encoding, chat: bool) -> list[list[in
     ]
 
 
-def _measure(reader: Reader, head: Head, encoded: Encoding, right: Sequence[Sequence[int]]) -> Float[Tensor, "n m"]:
-    """`METRICS` of the head, and the probability of the right answer, in a run as it is now."""
-    captured = reader.scope.capture_inputs(encoded, places=encoded.everywhere(), heads=[head], logits=True)
+def _measure(
+    reader: Reader, head: Head, encoded: Encoding, right: Sequence[Sequence[int]], edits: Sequence[Edit] = ()
+) -> Float[Tensor, "n m"]:
+    """`METRICS` of the head, and the probability of the right answer, in a run with these edits."""
+    captured = reader.scope.capture_inputs(encoded, places=encoded.everywhere(), heads=[head], logits=True, edits=edits)
     assert captured.logits is not None
     signs = answer_signs(encoded)
     rows = edge_rows(captured, head, encoded.places.keys.masked_fill(~encoded.places.key_mask, 0), signs)

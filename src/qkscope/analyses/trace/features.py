@@ -19,11 +19,12 @@ from qkscope.analyses.trace.feature_rows import Chosen, Measured, choose_pairs
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows, edge_rows, task_batch, words_of
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Parts, Reader, Side
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Parts, Side
 from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, Coded, Dictionary, FeatureTerms, null_code
 from qkscope.maths.writers import METRICS, relative_weights
 from qkscope.runs.job import Job
@@ -62,7 +63,7 @@ class FeatureSplit:
 
     def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
         self.rows, self.dictionary, self.weights = rows, dictionary, relative_weights(rows.signs)
-        self.x = rows.found.entered[dictionary.layer]
+        self.x = rows.run.entered[dictionary.layer]
         self.coded = dictionary.code(self.x)
         self.there = torch.cat([torch.ones_like(self.weights[:, :1]), self.weights], dim=1) != 0
         between = (AFTER,) if dictionary.layer < rows.head.layer else ()
@@ -74,7 +75,7 @@ class FeatureSplit:
         step = max(_AT_ONCE // (len(self.x) * coded.ids.shape[-1] * self.x.shape[-1]), 1)
         q = self._read(coded, "query", [0])[:, :, 0]
         chunks = [list(range(start, min(start + step, slots))) for start in range(1, slots, step)]
-        k = torch.cat([self._read(coded, "key", [0, *chunk]) for chunk in chunks], dim=2)
+        k = torch.cat([self._read(coded, "key", chunk) for chunk in chunks], dim=2)
         if self.rows.projector is not None:
             q = q @ self.rows.projector.to(q)
         each = zip(coded.ids, q, k, self.weights, strict=True)
@@ -82,16 +83,14 @@ class FeatureSplit:
         return [FeatureTerms.of((ids[0], own), (ids[1:], keys), w.to(own), scale, rest) for ids, own, keys, w in each]
 
     def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
-        rows, found = self.rows, self.rows.found.slots(places)
-        coded = coded.at(places)
+        rows, coded = self.rows, coded.at(places)
         features, x = coded.parts().transpose(1, 2), self.x[:, places]
         error = x - features.sum(1) - coded.bias
         pieces = [Parts(["feature"] * features.shape[1], features), Parts([ERROR], error[:, None])]
         if AFTER in self.rest:
-            pieces.append(Parts([AFTER], (found.entered[rows.head.layer] - x)[:, None]))
+            pieces.append(Parts([AFTER], (rows.run.entered[rows.head.layer][:, places] - x)[:, None]))
         pieces.append(Parts([BIAS], coded.bias.expand_as(x)[:, None]))
-        parts = rows.reader.read(found, rows.head, side, pieces)
-        return rows.reader.turn(found, rows.head.layer, parts, side)
+        return rows.run.read(rows.head, side, pieces, places)
 
     def numbers(self, own: Sequence[FeatureTerms], draws: int, seed: int, address: int) -> Float[Tensor, "n x m"]:
         """`NUMBERS` of the dictionary, then of so many draws of each null."""
@@ -113,8 +112,8 @@ class FeatureSplit:
         lost = stream - self.coded.parts().sum(-2)
         squares = [(v.double().square().sum(-1) * weight).sum(1) for v in (lost, stream)]
         keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
-        found, rows = self.rows.found, self.rows
-        plain = edge_rows(found.captured, rows.head, found.columns[:, 1:], rows.signs)
+        run, rows = self.rows.run, self.rows
+        plain = edge_rows(run.captured, rows.head, run.columns[:, 1:], rows.signs)
         measured = plain.measure(plain.rows.q[None, :, 0], plain.keys()[None])[0].double()
         looks = [measured[:, METRICS.index(name)] for name in ("attention", "first", "accuracy")]
         return torch.stack([active[:, 0], keys, *squares, *looks], dim=1).cpu()
@@ -152,14 +151,14 @@ def features_of_prompt(
 ) -> dict[str, Any]:
     """Fields of a `Trace` of one prompt."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    found = reader.record(asked.inputs, asked.places, layers=_kept(reader, dictionary))
-    dictionary, said = dictionary.to(found.row.device), []
+    run = reader.record(asked.inputs, asked.places, layers=[dictionary.layer])
+    dictionary, said = dictionary.to(run.row.device), []
     tables: dict[str, list[dict[str, Any]]] = {}
     for head in heads:
-        one = PromptTrace(reader, found, asked, head, key, versus, projectors.get(head))
+        one = PromptTrace(run, asked, head, key, versus, projectors.get(head))
         places = [i for i, weight in enumerate(one.weights.tolist()) if weight]
-        signs = torch.tensor([[1 if i == one.key else -1 for i in places]], device=found.row.device)
-        rows = HeadRows(reader, found.slots([0, *(1 + i for i in places)]), head, signs, {}, [], one.projector)
+        signs = torch.tensor([[1 if i == one.key else -1 for i in places]], device=run.row.device)
+        rows = HeadRows(run.slots([0, *(1 + i for i in places)]), head, signs, [], one.projector)
         split = FeatureSplit(rows, dictionary)
         chosen = choose_pairs(split.terms())
         measured = Measured(head, chosen, split.rest, words=[""], **measure(split, chosen, draws, seed, 0))
@@ -193,18 +192,18 @@ def features_of_task(
 ) -> dict[str, Any]:
     """Fields of a `Trace` of a task: pairs chosen on its words for choosing, all else on those for testing."""
     reader, choosing, units = Reader(scope, heads), task.choose(n), task.test(n)
-    kept, about = _kept(reader, dictionary), _about(dictionary, draws)
+    about = _about(dictionary, draws)
     asked_of = {
         "verb": "trace", "heads": [str(head) for head in heads], "seed": seed, "batch_size": batch_size,
         "chat": task.chat, "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
     }  # fmt: skip
     job.begin(scope, [list(choosing), list(units)], **asked_of, **about)
-    dictionary = dictionary.to(next(iter(reader.calls.values())).hidden.device)
+    dictionary = dictionary.to(scope.device)
 
     def splits(own: Sequence[Any], indices: list[int]) -> tuple[list[int], list[FeatureSplit]]:
-        encoded, signs, found = task_batch(reader, own, indices, task.chat, kept)
+        encoded, signs, run = task_batch(reader, own, indices, task.chat, [dictionary.layer])
         unit_of = [i for i in indices for _ in own[i]]
-        made = [FeatureSplit(HeadRows(reader, found, h, signs, {}, [], projectors.get(h)), dictionary) for h in heads]
+        made = [FeatureSplit(HeadRows(run, h, signs, [], projectors.get(h)), dictionary) for h in heads]
         return [unit_of[int(e)] for e in encoded.example], made
 
     def choose() -> list[Any]:
@@ -246,11 +245,6 @@ def features_of_task(
         "seed": seed,
         **made_with(scope, **named, n=n, batch_size=batch_size, heads=[str(h) for h in heads], **about),
     }  # fmt: skip
-
-
-def _kept(reader: Reader, dictionary: Dictionary) -> list[int]:
-    """Layers whose input is kept: those that are read, and the dictionary's."""
-    return sorted({*reader.layers, dictionary.layer})
 
 
 def _about(dictionary: Dictionary, draws: int) -> dict[str, Any]:

@@ -26,12 +26,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture.encode import Encoding
-from qkscope.capture.pick import Places
-from qkscope.capture.sources import Direction, Trail
 from qkscope.capture.tokens import token_texts
-from qkscope.capture.writers import Reader, Side
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Direction, Run, Side
 
 REST, OTHERS = "rest", "other keys"
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
@@ -58,8 +57,7 @@ class Graph:
 
 
 def trace_graph(
-    reader: Reader,
-    encoded: Encoding,
+    run: Run,
     head: Head,
     query: int,
     key: int,
@@ -74,8 +72,7 @@ def trace_graph(
 
     Parameters
     ----------
-    reader : of the head.
-    encoded : the prompt, alone.
+    run : of the prompt, alone, with every token as a key, every layer kept.
     head : that looks from the query to the key.
     query, key : tokens, counted from 0.
     others : tokens that the key is compared with; all that the query sees but the first, if not given.
@@ -88,26 +85,20 @@ def trace_graph(
     --------
     >>> import qkscope as qk
     >>> scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
-    >>> encoded = scope.encode(["hat: O jam: Z jam:"])
-    >>> found = trace_graph(Reader(scope, [head]), encoded, head, query=8, key=6, depth=0, width=1)
+    >>> run = Reader(scope, [head]).record_prompt(scope.encode(["hat: O jam: Z jam:"]))
+    >>> found = trace_graph(run, head, query=8, key=6, depth=0, width=1)
     >>> [(row["side"], row["writer"], row["token"]) for row in found.rows]
     [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('query', 'rest', ':'), ('key', 'L1H0', 'Z'), ('key', 'rest', 'Z')]
     """
-    ids = encoded.inputs["input_ids"]
-    if len(ids) != 1 or not bool(encoded.inputs["attention_mask"].all()):
-        raise BadInput(f"a graph is drawn of one prompt, but got {len(ids)}.")
-    row = torch.zeros(1, dtype=torch.long, device=ids.device)
-    at = Places.everywhere(row, row + query, encoded.inputs["attention_mask"])
-    trail, scope = Trail(reader, encoded.inputs, at), reader.scope
-    texts = token_texts(scope, ids[0].tolist())
-    attention = trail.attention(head, row + query + 1)[0, 0].tolist()
-    seen = _seen(trail, head, query)
+    texts = token_texts(run.reader.scope, run.ids.tolist())
+    attention = run.attention(head, torch.tensor([query + 1], device=run.row.device))[0, 0].tolist()
+    seen = run.seen(head, query)
     if key not in seen:
         raise BadInput(f"{head} cannot see token {key} from token {query}.")
     others = [i for i in seen if i not in (0, key)] if others is None else list(others)
     if not others:
         raise BadInput(f"there is nothing that token {key} could be compared with: name a later query.")
-    builder = _Builder(trail, str(head), texts, width, smallest)
+    builder = _Builder(run, str(head), texts, width, smallest)
     total = builder.logit(head, query, key, others, depth, projector, attention[key])
     prompt = [
         {"head": str(head), "position": i, "token": texts[i], "attention": attention[i]} for i in range(query + 1)
@@ -115,18 +106,11 @@ def trace_graph(
     return Graph(builder.rows, prompt, total, builder.error)
 
 
-def _seen(trail: Trail, head: Head, query: int) -> list[int]:
-    """Tokens that a head may look at."""
-    call, row = trail.calls[head.layer], trail.found.row
-    mask = call.mask_rows(row, torch.full_like(row, query))[0]
-    return mask[head.index if len(mask) > 1 else 0].isfinite().nonzero()[:, 0].tolist()
-
-
 @dataclass
 class _Builder:
     """Rows of a graph, as they come."""
 
-    trail: Trail
+    run: Run
     head: str
     texts: list[str]
     width: int
@@ -149,25 +133,25 @@ class _Builder:
         parent: dict[str, Any] | None = None,
     ) -> float:
         """A root of its own, and its writers on both sides."""
-        device = self.trail.found.row.device
+        device = self.run.row.device
         keys = torch.tensor([key, *others], device=device) + 1
         weights = torch.tensor([[1.0, *[-1 / len(others)] * len(others)]], device=device)
-        asked = self.trail.ask(head, query + 1, keys, weights, projector)
+        logit, sides = self.run.ask(head, query + 1, keys, weights, projector)
         before = self.root, self.largest
-        self.root = total = float(asked.total)
+        self.root = total = float(logit)
         self.largest = 0.0
         kind = "root" if parent is None else "why"
         row = self._add(
             parent, kind, None, self.root, str(head), head.layer, position=query, attention=attention, towards=key
         )
-        for side, direction in asked.sides.items():
+        for side, direction in sides.items():
             self._writers(row, side, direction, depth)
         self.root, self.largest = before
         return total
 
     def _writers(self, parent: dict[str, Any], side: Side, asked: Direction, depth: int) -> None:
         """What stands at a token (and at those it is compared with), split among writers."""
-        answer = self.trail.writers(asked)
+        answer = self.run.answer(asked)
         values = {name: float(value.sum()) for name, value in answer.values.items()}
         self._check(parent, torch.stack([*answer.values.values()]))
         at = {"position": int(asked.slots[0]) - 1}
@@ -180,9 +164,9 @@ class _Builder:
         self, parent: dict[str, Any], side: Side, head: Head, slots: Int[Tensor, " p"], along: Tensor, depth: int
     ) -> None:
         """A head's part, split over the tokens that it read."""
-        trail, positions = self.trail, slots - 1
-        attention = trail.attention(head, slots)
-        brought = (attention * trail.read(head, along))[0]  # of each slot, by token
+        run, positions = self.run, slots - 1
+        attention = run.attention(head, slots)
+        brought = (attention * run.brought(head, along))[0]  # of each slot, by token
         self._check(parent, brought)
         tokens = torch.arange(brought.shape[1], device=slots.device)
         same = positions[0] + tokens - positions[:, None]  # where the first slot's token at this distance stands
@@ -199,16 +183,15 @@ class _Builder:
             if token == OTHERS:
                 continue
             slot, read = (same == token).nonzero().T
-            asked = trail.follow(head, read + 1, attention[:, slot, read, None] * along[:, slot])
+            asked = run.enter(head, "v", read + 1, attention[:, slot, read, None] * along[:, slot])
             self._writers(row, side, asked, depth - 1)
             self._why(row, head, int(positions[0]), token)
 
     def _why(self, row: dict[str, Any], head: Head, query: int, key: int) -> None:
         """Why a writer looked at a token, once for each; nothing looks at the first for what it says."""
-        seen = _seen(self.trail, head, query)
+        seen = self.run.seen(head, query)
         others = [i for i in seen if i not in (0, key)]
-        refused = "pre_rope" in self.trail.reader.scope.facts.layers[head.layer].refusals
-        if key > 0 and key in seen and others and not refused and (head, query, key) not in self.asked_why:
+        if key > 0 and key in seen and others and (head, query, key) not in self.asked_why:
             self.asked_why.add((head, query, key))
             self.logit(head, query, key, others, 0, attention=row["attention"], parent=row)
 
@@ -295,25 +278,25 @@ def sources_of(
     for other in (other for heads in named.values() for other in heads):
         if other.layer >= head.layer:
             raise BadInput(f"{other} does not write before {head}: its sources are not asked for.")
-    layers = {other.layer for heads in named.values() for other in heads}
+    layers = [other.layer for heads in named.values() for other in heads]
     total, sums, tokens = 0.0, dict[tuple[Side, Head], Counter[int | str]](), dict[tuple[Side, int], Counter[int]]()
     for encoded, weights in batches:
-        trail = Trail(reader, encoded.inputs, encoded.places, layers)
-        keys = torch.arange(1, trail.found.columns.shape[1], device=weights.device)
-        asked = trail.ask(head, 0, keys, weights)
-        total += float(asked.total.double().sum())
-        ids, mask = encoded.inputs["input_ids"][trail.found.row], encoded.inputs["attention_mask"][trail.found.row]
+        run = reader.record(encoded.inputs, encoded.places, layers=layers)
+        keys = torch.arange(1, run.columns.shape[1], device=weights.device)
+        logit, sides = run.ask(head, 0, keys, weights)
+        total += float(logit.double().sum())
+        ids, mask = encoded.inputs["input_ids"][run.row], encoded.inputs["attention_mask"][run.row]
         first = mask.argmax(dim=1)
-        right = trail.found.columns[:, 1:].gather(1, weights.argmax(dim=1, keepdim=True))[:, 0]
-        for side, direction in asked.sides.items():
+        right = run.columns[:, 1:].gather(1, weights.argmax(dim=1, keepdim=True))[:, 0]
+        for side, direction in sides.items():
             if named.get(side):
-                answer = trail.writers(direction)
+                answer = run.answer(direction)
                 for other in named[side]:
                     along = answer.asks[other.layer][:, :, other.index]
-                    brought = trail.attention(other, direction.slots) * trail.read(other, along)
-                    found = _by_offset(brought, trail.found.columns[:, direction.slots], first)
+                    brought = run.attention(other, direction.slots) * run.brought(other, along)
+                    found = _by_offset(brought, run.columns[:, direction.slots], first)
                     sums.setdefault((side, other), Counter()).update(found)
-                _count(tokens, side, ids, mask, trail.found.columns[:, 0] if side == "query" else right)
+                _count(tokens, side, ids, mask, run.columns[:, 0] if side == "query" else right)
     return [
         {"head": str(head), "side": side, "writer": str(other), **row}
         for (side, other), found in sums.items()

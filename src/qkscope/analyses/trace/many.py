@@ -22,13 +22,14 @@ from qkscope.analyses.trace.edges import writer_rows
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, Tally, WordSums, answer_signs, words_of
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
-from qkscope.capture.marginals import marginals, true_vectors
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import BIAS, Reader, Recorded
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.linear.many import values_of
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import BIAS, Run
 from qkscope.maths.writers import cancelling, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
@@ -157,16 +158,16 @@ def first_writers(
     sizes = {str(head): 2 + 2 * len(reader.writers(head.layer)) for head in reader.heads}
     sums = WordSums(words, sizes)
 
-    def run(indices: list[int]) -> None:
+    def add(indices: list[int]) -> None:
         encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
         unit_of = [i for i in indices for _ in units[i]]
-        found = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
-        weights, attention = (_named if named else _most_attended)(reader, encoded, found)
+        run = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
+        weights, attention = _named(run, encoded) if named else _most_attended(run)
         own = [words[unit_of[int(e)]] for e in encoded.example]
-        made, totals = [], _totals(reader, found, weights)
-        for head, by_query, by_key in marginals(reader, found, weights):
+        made = []
+        for head, by_query, by_key in values_of(run, weights):
             column = reader.columns[head]
-            total = totals[:, column]
+            total = _total(run, head, weights[:, column])
             error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
             error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1)).clamp_min(1e-30)
             values = torch.cat([total[:, None], attention[:, column, None], by_query, by_key], dim=1)
@@ -174,7 +175,7 @@ def first_writers(
         for head, values, error, used in made:  # a batch is added whole, or not at all
             sums.add(str(head), own, values, error, used)
 
-    job.stream("writers", batches_of(units, batch_size), run, progress, sums.tensors())
+    job.stream("writers", batches_of(units, batch_size), add, progress, sums.tensors())
     return {
         head: sums.tally(str(head), {"total": 1, "attention": 1, "query": writers, "key": writers})
         for head in reader.heads
@@ -182,28 +183,27 @@ def first_writers(
     }
 
 
-def _totals(reader: Reader, found: Recorded, weights: Float[Tensor, "n h k"]) -> Float[Tensor, "n h"]:
-    """Relative logits of every head, from the model's own vectors."""
-    q, k = true_vectors(reader, found, reader.heads)
-    return torch.einsum("nhd,nhkd,nhk->nh", q, k, weights) * found.captured.scale
+def _total(run: Run, head: Head, weights: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """A head's relative logits, from the model's own vectors."""
+    met = torch.einsum("nk,nkd->nd", weights, run.true(head, "key"))
+    return (run.true(head, "query")[:, 0] * met).sum(-1) * run.calls[head.layer].scale
 
 
-def _named(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, Tensor]:
+def _named(run: Run, encoded: Encoding) -> tuple[Tensor, Tensor]:
     """A task's right keys against its other keys."""
-    named = found.columns[:, None, 1:].expand(-1, len(reader.heads), -1)
-    check_visible(encoded, reader.heads, found.captured.bias.gather(-1, named), by_some=True)
+    heads = run.reader.heads
+    named = run.columns[:, None, 1:].expand(-1, len(heads), -1)
+    check_visible(encoded, heads, run.captured.bias.gather(-1, named), by_some=True)
     signs = answer_signs(encoded)
-    attention = (found.captured.attention().gather(-1, named) * (signs > 0)[:, None]).sum(-1)
-    return relative_weights(signs)[:, None].expand(-1, len(reader.heads), -1), attention
+    attention = (run.captured.attention().gather(-1, named) * (signs > 0)[:, None]).sum(-1)
+    return relative_weights(signs)[:, None].expand(-1, len(heads), -1), attention
 
 
-def _most_attended(reader: Reader, encoded: Encoding, found: Recorded) -> tuple[Tensor, Tensor]:
+def _most_attended(run: Run) -> tuple[Tensor, Tensor]:
     """The token with most attention, the first aside, against all others in sight."""
-    attention, bias = found.captured.attention(), found.captured.bias
-    seen = (bias > -torch.inf) & found.captured.key_mask[:, None]
-    seen = seen & (torch.arange(seen.shape[-1]) != found.captured.key_mask.int().argmax(1)[:, None, None].cpu()).to(
-        seen.device
-    )
+    attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
+    places = torch.arange(mask.shape[1], device=mask.device)
+    seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
     top = attention.masked_fill(~seen, -1).max(-1)
     signs = -seen.long()
     signs.scatter_(-1, top.indices[..., None], 1)

@@ -1,14 +1,15 @@
 """One head on one prompt: its attention row, its query and one of its keys split among writers, and cuts right there.
 
 The key's logit is taken against the mean of the others that the query sees, the first token aside (or against one
-token). To cut a writer here its part takes its mean over the prompt's other tokens, the first excepted; the attention
-row is then made anew. Random writers of the same layers stand beside it.
+token). To cut a writer here its part of the stream takes its mean over the prompt's other tokens, the first excepted,
+in this head alone and with its norms frozen; the attention row is then made anew. Random writers of the same layers
+stand beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,15 +21,14 @@ from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding
-from qkscope.capture.folded import key_marginals, mean_parts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
-from qkscope.capture.writers import Parts, Reader, Recorded, Side
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.linear.run import Parts, Run, Side, named
 from qkscope.maths.writers import different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)
@@ -87,8 +87,7 @@ class PromptTrace:
 
     Parameters
     ----------
-    reader : of the head, among others.
-    found : recorded with every token of the prompt as a key.
+    run : recorded with every token of the prompt as a key.
     asked : the prompt.
     head : the head.
     key, versus : tokens; by default the most attended one besides the first, against all others in sight but the first.
@@ -97,20 +96,17 @@ class PromptTrace:
 
     def __init__(
         self,
-        reader: Reader,
-        found: Recorded,
+        run: Run,
         asked: Asked,
         head: Head,
         key: int | None = None,
         versus: int | None = None,
         projector: Float[Tensor, "d d"] | None = None,
     ) -> None:
-        self.reader, self.found, self.asked, self.head, self.projector = reader, found, asked, head, projector
-        column = reader.heads.index(head)
-        self.captured, self.column = found.captured, column
-        self.attention = found.captured.attention()[0, column]
-        seen = found.captured.bias[0, column] > -torch.inf
-        self.seen = [i for i, one in enumerate(seen.tolist()) if one]
+        self.reader, self.run, self.asked, self.head, self.projector = run.reader, run, asked, head, projector
+        self.rows = run.calls[head.layer].rows(head.index, run.row, torch.full_like(run.row, asked.query))
+        self.attention = self.rows.attention()[0, 0]
+        self.seen = run.seen(head, asked.query)
         others = [i for i in self.seen if i > 0]
         if not others:
             raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
@@ -144,15 +140,14 @@ class PromptTrace:
     @property
     def scale(self) -> float:
         """Factor on q·k."""
-        return float(self.captured.scale[self.column])
+        return self.run.calls[self.head.layer].scale
 
     def _query(self) -> Float[Tensor, " d"]:
-        return self._projected(self.captured.q[0, self.column])
+        return self._projected(self.rows.q[0, 0])
 
     def logits(self) -> Float[Tensor, " t"]:
         """``scale · q·k`` of every token, before cap and mask."""
-        keys = self.captured.k[0, self.captured.kv_of_head[self.column]]
-        return keys @ self._query() * self.scale
+        return self.rows.k[0, 0] @ self._query() * self.scale
 
     @property
     def total(self) -> float:
@@ -168,72 +163,22 @@ class PromptTrace:
     @property
     def distance(self) -> float:
         """What a bias for the distance (ALiBi) adds to it; 0 where there is none."""
-        bias = self.captured.bias[0, self.column]
+        assert self.rows.bias is not None
+        bias = self.rows.bias[0, 0]
         return float(bias.masked_fill(bias == -torch.inf, 0.0) @ self.weights.to(bias))
 
     # ------------------------------------------------------------------ parts
 
-    @cached_property
-    def parts(self) -> dict[str, Float[Tensor, "c d"]]:
-        """Before the rotation: parts of query and key, and their means over the prompt's other tokens."""
-        if self.head.layer in self.reader.held:
-            return self._pushed
-        pair = self.found.slots([0, 1 + self.key])
-        pieces = self.reader.stream(pair, self.head.layer)
-        kept: dict[str, Tensor] = {}
-        for side in SIDES:
-            kept[side] = self.reader.read(pair, self.head, side, pieces)[0, :, 0]
-            kept[f"mean_{side}"] = mean_parts(self.reader, self.found, self.head, side, [1 + i for i in self._rest])[0]
-        return kept
-
     def weighted_keys(self) -> Float[Tensor, " d"]:
         """The key less the mean of those it is compared with, as the dot product sees them."""
-        keys = self.captured.k[0, self.captured.kv_of_head[self.column]]
-        return self.weights.to(keys) @ keys
-
-    @property
-    def _rest(self) -> list[int]:
-        """Tokens that a cut part takes its mean over."""
-        return [i for i in self.others if i not in (self.key, self.asked.query)] or self.others
-
-    @cached_property
-    def _pushed(self) -> dict[str, Float[Tensor, "c d"]]:
-        """The same, and parts of the weighted keys after the rotation, with writers carried to every token.
-
-        Tokens are taken some at a time, so that a long prompt takes no more room.
-        """
-        head, layer, slots = self.head, self.head.layer, self.found.columns.shape[1]
-        kept: dict[str, Any] = {"weighted": 0.0, "mean_key": 0.0, "mean_query": 0.0}
-        rest = self._rest
-        for start in range(1, slots, _SLOTS):
-            chunk = self.found.slots([0, *range(start, min(start + _SLOTS, slots))])
-            pieces = self.reader.stream(chunk, layer)
-            own = slice(start - 1, min(start + _SLOTS, slots) - 1)
-            tokens = list(range(len(self.attention)))[own]
-            k = self.reader.read(chunk, head, "key", pieces)
-            turned = self.reader.turn(chunk, layer, k, "key")
-            kept["weighted"] += torch.einsum("ckd,k->cd", turned[0], self.weights[own].to(turned))
-            used = torch.tensor([float(i in rest) for i in tokens], device=k.device) / len(rest)
-            kept["mean_key"] += torch.einsum("ckd,k->cd", k[0], used)
-            kept["mean_query"] += torch.einsum("ckd,k->cd", self._as_queries(chunk, pieces)[0], used)
-            if self.key in tokens:
-                kept["key"] = k[0, :, tokens.index(self.key)]
-            if start == 1:
-                kept["query"] = self.reader.read(chunk, head, "query", pieces)[0, :, 0]
-        return kept
-
-    def _as_queries(self, chunk: Recorded, pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
-        """What the other tokens would ask with: their streams read by this head's query weights."""
-        return self.reader.read(chunk, self.head, "query", pieces, at=chunk.at("key"))
+        return self.weights @ self.rows.k[0, 0]
 
     @cached_property
     def _marginals(self) -> dict[str, Float[Tensor, " c"]]:
-        q = self._projected(self._turned("query", self.parts["query"]))
-        if self.head.layer in self.reader.held:
-            weighted = self._pushed["weighted"]
-            return {"query": q @ weighted.sum(0) * self.scale, "key": weighted @ q.sum(0) * self.scale}
-        by_key = key_marginals(self.reader, self.found, self.head, self._query(), self.weights * self.scale)
-        return {"query": q @ self.weighted_keys() * self.scale, "key": by_key}
+        used = self.weights.nonzero()[:, 0]
+        _, asked = self.run.ask(self.head, 1 + self.asked.query, used + 1, self.weights[used][None], self.projector)
+        answers = {side: self.run.answer(direction).values for side, direction in asked.items()}
+        return {side: torch.stack([own[name].sum() for name in self.writers]) for side, own in answers.items()}
 
     def marginals(self) -> dict[str, Float[Tensor, " c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""
@@ -241,8 +186,19 @@ class PromptTrace:
 
     def pairs(self) -> Float[Tensor, "c c"]:
         """The same for pairs of a query writer and a key writer."""
-        q = self._projected(self._turned("query", self.parts["query"]))
-        return q @ self._pushed["weighted"].T * self.scale
+        at = [1 + self.asked.query]
+        q = self.run.read(self.head, "query", self.run.slots(at).stream(self.head.layer), at)[0, :, 0]
+        met: Tensor | float = 0.0
+        for slots, pieces in self._chunks(self.weights.nonzero()[:, 0].tolist()):
+            keys = self.run.read(self.head, "key", pieces, slots)[0]
+            met = met + torch.einsum("ckd,k->cd", keys, self.weights[[i - 1 for i in slots]].to(keys))
+        return self._projected(q) @ met.T * self.scale  # type: ignore[union-attr]
+
+    def _chunks(self, tokens: Sequence[int]) -> Iterator[tuple[list[int], list[Parts]]]:
+        """Slots of some tokens, and what writers left there, a few at a time: a long prompt takes no more room."""
+        for start in range(0, len(tokens), _SLOTS):
+            slots = [1 + i for i in tokens[start : start + _SLOTS]]
+            yield slots, self.run.slots(slots).stream(self.head.layer)
 
     def _projected(self, q: Tensor) -> Tensor:
         return q if self.projector is None else q @ self.projector.to(q)
@@ -252,47 +208,49 @@ class PromptTrace:
         """How far the parts are from summing to the logit, as a share of the largest of them."""
         return max(float((v.sum() - self.total).abs() / v.abs().max()) for v in self.marginals().values())
 
-    def _turned(self, side: Side, parts: Float[Tensor, "c d"]) -> Float[Tensor, "c d"]:
-        """Vectors with the rotation of the query's, or the key's, place."""
-        slot = 0 if side == "query" else 1 + self.key
-        at = replace(self.found, columns=self.found.columns[:, [0, slot]])  # a rotation asks for places alone
-        return self.reader.turn(at, self.head.layer, parts[None, :, None], side)[0, :, 0]
-
     # ------------------------------------------------------------------ cuts
 
+    @cached_property
+    def mean(self) -> Float[Tensor, "c d_model"]:
+        """What each writer but the biases leaves in the stream, on average over the prompt's other tokens."""
+        rest = [i for i in self.others if i not in (self.key, self.asked.query)] or self.others
+        return torch.cat([named(pieces) for _, pieces in self._chunks(rest)], dim=2)[0].mean(1)
+
+    def moved(self, side: Side, place: int, instead: Float[Tensor, "c d_model"]) -> Float[Tensor, "c d"]:
+        """What this head's vector at a token loses where a writer's part of the stream there is another one."""
+        slots = [1 + place]
+        away = named(self.run.slots(slots).stream(self.head.layer))[0, :, 0] - instead
+        pieces = [Parts(["away"], away[None, :, None])]
+        read = self.run.read(self.head, side, pieces, slots)[0, :, 0]
+        return torch.cat([read[:-1], torch.zeros_like(read[:1])])  # biases stay
+
+    @cached_property
+    def _cut(self) -> dict[str, Float[Tensor, "c d"]]:
+        return {
+            "query": self.moved("query", self.asked.query, self.mean),
+            "key": self.moved("key", self.key, self.mean),
+        }
+
     def away(self, writers: Mapping[str, Sequence[int]]) -> dict[str, Float[Tensor, " d"]]:
-        """By side, what cutting some writers takes from the vector: their parts less the means, at its place."""
-        moved: dict[str, Tensor] = {}
-        for side in SIDES:
-            chosen = list(writers.get(side, ()))
-            away = (self.parts[side] - self.parts[f"mean_{side}"])[chosen].sum(0, keepdim=True)
-            moved[side] = self._turned(side, away)[0]
-        return moved
+        """By side, what cutting some writers takes from the vector at its place."""
+        return {side: self._cut[side][list(writers.get(side, ()))].sum(0) for side in SIDES}
 
     def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
         """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
         away = self.away(writers)
-        return self._row({self.key: -away["key"]}, -away["query"])
+        return self.changed({self.key: -away["key"]}, -away["query"])
 
-    def _row(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
+    def exchanged(self, other: int) -> tuple[Float[Tensor, "c d"], Float[Tensor, "c d"]]:
+        """What the key, and another token's key, gain where a writer's parts of the stream there change places."""
+        here, there = (named(self.run.slots([1 + i]).stream(self.head.layer))[0, :, 0] for i in (self.key, other))
+        return -self.moved("key", self.key, there), -self.moved("key", other, here)
+
+    def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
         """The attention row with vectors added to some keys, and to the query."""
-        rows = self.captured.rows().of_head(self.column)
-        own = rows.k[0, 0].clone()
+        own = self.rows.k[0, 0].clone()
         for place, vector in keys.items():
             own[place] += vector
-        return rows.attention((own @ (rows.q[0, 0] + query) * self.scale)[None, None])[0, 0]
-
-    def key_parts(self, places: Sequence[int]) -> Float[Tensor, "k c d"]:
-        """Parts of some tokens' keys, before the rotation."""
-        found = self.found.slots([0, *(1 + place for place in places)])
-        return self.reader.read(found, self.head, "key")[0].transpose(0, 1)
-
-    def with_keys(self, moved: Mapping[int, Float[Tensor, " d"]]) -> Float[Tensor, " t"]:
-        """The attention row with vectors added to some keys, given before the rotation."""
-        found = self.found.slots([0, *(1 + place for place in moved)])
-        added = torch.stack(list(moved.values()))[None, None]
-        turned = self.reader.turn(found, self.head.layer, added, "key")[0, 0]
-        return self._row(dict(zip(moved, turned, strict=True)))
+        return self.rows.attention((own @ (self.rows.q[0, 0] + query) * self.scale)[None, None])[0, 0]
 
     def strongest(self, side: str, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
@@ -369,7 +327,7 @@ class PromptTrace:
         """What the writers read, level by level."""
         asked, others = self.asked, self.against
         options: Any = {"others": others, "depth": depth, "projector": self.projector}
-        return trace_graph(self.reader, asked.encoded, self.head, asked.query, self.key, **options)
+        return trace_graph(self.run, self.head, asked.query, self.key, **options)
 
     def token_rows(self) -> list[dict[str, Any]]:
         """The head's attention to every token it sees, and its logit."""

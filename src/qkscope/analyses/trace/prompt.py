@@ -17,9 +17,10 @@ from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import ATTENDED, SIDES
 from qkscope.analyses.trace.verdicts import controls_of, named_cut
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader, Recorded
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
 from qkscope.maths.writers import cancelling
 
 
@@ -39,12 +40,12 @@ def trace_prompt(
 ) -> dict[str, Any]:
     """Fields of a `Trace` of one prompt."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    found = reader.record(asked.inputs, asked.places)
+    run = reader.record(asked.inputs, asked.places, deep=True)
     names = ("writers", "pairs", "cuts", "graph", "prompt", "tokens", "check")
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     said = []
     for head in heads:
-        one = PromptTrace(reader, found, asked, head, key, versus, (projectors or {}).get(head))
+        one = PromptTrace(run, asked, head, key, versus, (projectors or {}).get(head))
         cuts = one.cut_rows(draws, seed)
         tables["writers"] += one.writer_rows()
         tables["pairs"] += one.pair_rows()
@@ -120,18 +121,16 @@ class Probe:
 
     def __init__(self, scope: Scope, prompt: str | Example, chat: bool = False) -> None:
         self.scope, self.prompt, self.chat, self.reader = scope, prompt, chat, reader_of(scope)
-        self._runs: dict[tuple[int, Reader], tuple[Asked, Recorded]] = {}
+        self._runs: dict[int, tuple[Asked, Run]] = {}
 
-    def run(self, query: int | None = None, reader: Reader | None = None) -> tuple[Asked, Recorded]:
+    def run(self, query: int | None = None) -> tuple[Asked, Run]:
         """The prompt with one token asking: the last one, where none is named."""
-        asked, reader = Asked.of(self.scope, self.prompt, query, self.chat), reader or self.reader
-        if (asked.query, reader) not in self._runs:
-            self._runs[asked.query, reader] = asked, reader.record(asked.inputs, asked.places)
-        return self._runs[asked.query, reader]
+        asked = Asked.of(self.scope, self.prompt, query, self.chat)
+        if asked.query not in self._runs:
+            self._runs[asked.query] = asked, self.reader.record(asked.inputs, asked.places, deep=True, logits=True)
+        return self._runs[asked.query]
 
     def head(self, head: str | Head, query: int | None = None, key: int | None = None) -> PromptTrace:
         """One head, asked from one token about another; see `PromptTrace`."""
-        one = self.scope.check(head)
-        reader = reader_of(self.scope, one)
-        asked, found = self.run(query, reader)
-        return PromptTrace(reader, found, asked, one, key)
+        asked, run = self.run(query)
+        return PromptTrace(run, asked, self.scope.check(head), key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,9 +19,10 @@ from qkscope.analyses.prompts import cluster_of
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.pick import Capture
-from qkscope.capture.writers import BIAS, EMBEDDING, Parts, Reader, Recorded, Side
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import EMBEDDING, Parts, Run, Side, named
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.writers import Address, EdgeRows, WriterSplit, relative_weights
 from qkscope.tasks.task import ANSWER, ASKED, Unit
@@ -36,59 +38,60 @@ class HeadRows:
 
     Attributes
     ----------
-    reader, found, head : who reads what.
+    run, head : who reads what.
     signs : +1 right keys, −1 other keys, 0 none.
-    parts : by side, split among writers, before the rotation.
+    pieces : what entered the head's layer, split among writers.
+    projector : put between query and key, to look inside a feature; none by default.
     """
 
-    reader: Reader
-    found: Recorded
+    run: Run
     head: Head
     signs: Int[Tensor, "n k"]
-    parts: dict[Side, Float[Tensor, "n c p d"]]
     pieces: list[Parts]
     projector: Float[Tensor, "d d"] | None = None
 
     @property
     def scale(self) -> float:
         """Factor on q·k."""
-        return float(self.found.captured.scale[self.reader.heads.index(self.head)])
+        return float(self.run.calls[self.head.layer].scale)
 
-    def turned(self, parts: Float[Tensor, "n c p d"], side: Side) -> Float[Tensor, "n c p d"]:
-        """Vectors of a side with the rotation of their places put on."""
-        return self.reader.turn(self.found, self.head.layer, parts, side)
+    @cached_property
+    def parts(self) -> dict[Side, Float[Tensor, "n c p d"]]:
+        """By side, queries and named keys split among writers, as the dot product sees them."""
+        return {side: self.run.read(self.head, side, self.pieces) for side in SIDES}
 
     def split(self) -> WriterSplit:
         """The relative logit, ready to be split."""
-        q, k = (self.turned(self.parts[side], side) for side in SIDES)
+        q, k = (self.parts[side] for side in SIDES)
         return WriterSplit(q[:, :, 0], k, relative_weights(self.signs), self.scale, self.projector)
 
     def total(self) -> Float[Tensor, " n"]:
         """The relative logit itself, from the model's own vectors."""
-        q, k = (self.reader.true(self.found, self.head, side) for side in SIDES)
+        q, k = (self.run.true(self.head, side) for side in SIDES)
         q = q if self.projector is None else q @ self.projector.to(q)
         return torch.einsum("nd,nkd,nk->n", q[:, 0], k, relative_weights(self.signs)) * self.scale
 
-    def edges(self, instead: dict[Side, Float[Tensor, "*n c p d"]]) -> EdgeRows:
-        """Rows in which parts can be replaced by these, given before the rotation."""
-        away = {side: self.turned(self.parts[side] - instead[side], side) for side in SIDES}
-        plain = edge_rows(self.found.captured, self.head, self.found.columns[:, 1:], self.signs)
+    def edges(self, instead: dict[Side, Float[Tensor, "*n c p d_model"]]) -> EdgeRows:
+        """Rows in which what writers left in the stream can be replaced by this, norms frozen; biases stay."""
+        away = {}
+        for side in SIDES:
+            given = [Parts(["instead"], instead[side].expand_as(self.stream(side)))]
+            away[side] = self.parts[side] - self.run.read(self.head, side, given, self.run.at(side))
+            away[side][:, -1] = 0
+        plain = edge_rows(self.run.captured, self.head, self.run.columns[:, 1:], self.signs)
         return replace(plain, dq=away["query"][:, :, 0], dk=away["key"], projector=self.projector)
 
     def first(self) -> Int[Tensor, " n"]:
         """The column of each prompt's first token."""
-        return self.found.captured.key_mask.int().argmax(1)  # padding stands before it, or behind the prompt
+        return self.run.captured.key_mask.int().argmax(1)  # padding stands before it, or behind the prompt
 
-    @torch.no_grad()
     def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n p d"]:
-        """What the head makes of other streams at the places of a side, its norms recomputed, rotation put on."""
-        made = self.reader.vectors(self.head, side, x, self.found)
-        return torch.stack([self.turned(one[:, None], side)[:, 0] for one in made])
+        """What the head makes of other streams at the places of a side, its norms recomputed."""
+        return self.run.live(self.head, side, x)
 
     def stream(self, side: Side) -> Float[Tensor, "n c p d_model"]:
         """What each writer but the biases left at the places of a side, in the residual stream."""
-        at = self.found.at(side)
-        return torch.cat([piece.values[:, :, at] for piece in self.pieces if piece.writers != [BIAS]], dim=1)
+        return named(self.pieces)[:, :, self.run.at(side)]
 
 
 def edge_rows(captured: Capture, head: Head, named: Int[Tensor, "n k"], signs: Int[Tensor, "n k"]) -> EdgeRows:
@@ -132,28 +135,28 @@ def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
 
 
 def task_batch(
-    reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, layers: Sequence[int] | None = None
-) -> tuple[Encoding, Int[Tensor, "n k"], Recorded]:
-    """The prompts of some units through the model; what entered ``layers`` is kept, those read if not given."""
+    reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, layers: Sequence[int] = ()
+) -> tuple[Encoding, Int[Tensor, "n k"], Run]:
+    """The prompts of some units through the model; what entered ``layers`` is kept besides those read."""
     encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
     signs = answer_signs(encoded)
-    found = reader.record(encoded.inputs, encoded.places, layers=layers)
-    named = found.captured.bias.gather(-1, found.columns[:, None, 1:].expand(-1, len(reader.heads), -1))
+    run = reader.record(encoded.inputs, encoded.places, layers=layers)
+    named = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand(-1, len(reader.heads), -1))
     check_visible(encoded, reader.heads, named)
-    return encoded, signs, found
+    return encoded, signs, run
 
 
 def task_rows(
     reader: Reader, units: Sequence[Unit], indices: Sequence[int], chat: bool, projectors: dict[Head, Tensor]
 ) -> tuple[Encoding, list[HeadRows]]:
     """The same as rows of every head, split among writers."""
-    encoded, signs, found = task_batch(reader, units, indices, chat)
-    made = []
-    for layer, pieces in reader.streams(found, max(reader.layers)):
-        for head in (head for head in reader.heads if head.layer == layer):
-            parts = {side: reader.read(found, head, side, pieces) for side in SIDES}
-            made.append(HeadRows(reader, found, head, signs, parts, pieces, projectors.get(head)))
-    return encoded, made
+    encoded, signs, run = task_batch(reader, units, indices, chat)
+    return encoded, [
+        HeadRows(run, head, signs, pieces, projectors.get(head))
+        for layer, pieces in run.streams(max(reader.layers))
+        for head in reader.heads
+        if head.layer == layer
+    ]
 
 
 @dataclass

@@ -27,11 +27,11 @@ from qkscope.analyses.trace.result import FeatureTrace, Trace, trace_result
 from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
 from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, checked_call
+from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import first_by, relative_weights
@@ -241,7 +241,7 @@ class _TaskTrace:
             others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
             query = int(one.places.query[0])
             options: Any = {"others": others, "depth": self.depth, "projector": self.projectors.get(head)}
-            drawn = trace_graph(reader, one, head, query, right[0], **options)
+            drawn = trace_graph(reader.record_prompt(one), head, query, right[0], **options)
             made["graph"] += drawn.rows
             made["prompt"] += drawn.prompt
         return made

@@ -5,7 +5,7 @@
 
 The strongest writers' parts exchanged between the key and another token: does the attention follow them?
 
-Parts change places before the rotation, so that content moves and position stays. As many random writers of the same
+Parts change places in the residual stream, so that content moves and position stays. As many random writers of the same
 layers stand beside it; where they move as much, or where all writers are exchanged, the swap shows nothing.
 """
 
@@ -50,22 +50,27 @@ def part_rows(
 
 def singular_terms(one: PromptTrace) -> list[float] | None:
     """Terms of the relative logit along the head's singular vectors; None where its weights cannot be read."""
-    layer = one.head.layer
-    if one.reader.holds(layer):
+    layer = one.reader.scope.facts.layers[one.head.layer]
+    if "query_frame" in layer.refusals:
         return None
     try:
         basis = singular_basis(one.reader.scope, [one.head])
     except BadInput:
         return None
-    weighted = one.reader.turn(one.found, layer, one.weighted_keys()[None, None, None], "query", back=True)
-    q, difference = one.parts["query"].sum(0)[None, None].double(), weighted[0, 0].double()[None]
-    alpha, gamma = singular_coordinates(basis.read.double(), q.cpu() - basis.c_Q.double(), difference.cpu())
+    both = torch.stack([one.rows.q[0, 0], one.weighted_keys()])[None, :, None]
+    rotary = one.run.calls[one.head.layer].rotary
+    if rotary is not None and layer.offset is not None:  # both turned back by the query's place
+        both = rotary.turn(
+            both, one.run.row, torch.full_like(one.run.row, one.asked.query)[:, None], layer.offset, back=True
+        )
+    q, difference = both.double().cpu().unbind(1)
+    alpha, gamma = singular_coordinates(basis.read.double(), q - basis.c_Q.double(), difference)
     return (one.scale * alpha * gamma).flatten().tolist()
 
 
 def _featured(one: PromptTrace, features: Mapping[str, Subspace], split: Split) -> dict[str, float]:
     ordered = sorted(features.items(), key=lambda item: item[1].rank)
-    q = one.captured.q[0, one.column].float()
+    q = one.rows.q[0, 0]
     weighted = one.weighted_keys().to(q)
     bases: dict[str, Tensor] = {part_name(name): subspace.basis("query") for name, subspace in ordered}
     queries = split_query(q, bases, split)  # what no feature explains is the rest
@@ -93,12 +98,16 @@ def other_token(one: PromptTrace) -> int | None:
 def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed: int = 0) -> dict[str, Any]:
     """A row of the table ``swaps``: attention on both tokens before and after, beside random writers."""
     chosen, layers = one.strongest("key", size), addresses_of(one.writers)
-    here, there = one.key_parts([one.key, other])
-    away = there - here
-    before, after = one.attention, swapped(one, other, away[chosen].sum(0))
+    gains = one.exchanged(other)
+
+    def swapped(writers: list[int]) -> Float[Tensor, " t"]:
+        """The attention row with these writers' parts exchanged."""
+        return one.changed({place: gain[writers].sum(0) for place, gain in zip((one.key, other), gains, strict=True)})
+
+    before, after = one.attention, swapped(chosen)
     seeds = [derived_seed(seed, "swap", draw) for draw in range(draws)]
     alike = different({"key": draw_alike(chosen, layers, own, FEW)} for own in seeds)
-    beside = torch.stack([swapped(one, other, away[drawn["key"]].sum(0))[other] for drawn in alike])
+    beside = torch.stack([swapped(drawn["key"])[other] for drawn in alike])
     gained, random = float(after[other] - before[other]), float((beside - before[other]).max())
     total = float(before[one.key] + before[other])
     verdict = "supported" if gained > max(random, 0.25 * total) else "not here"
@@ -115,8 +124,3 @@ def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed:
         "other_before": float(before[other]), "other_after": float(after[other]), "random": float(beside.mean()),
         "random_high": float(beside.max()), "draws": draws, "sets": len(alike), "verdict": verdict,
     }  # fmt: skip
-
-
-def swapped(one: PromptTrace, other: int, moved: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
-    """The attention row with a vector added to the key and taken from the other token's."""
-    return one.with_keys({one.key: moved, other: -moved})

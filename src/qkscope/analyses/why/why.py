@@ -16,7 +16,7 @@ from qkscope.analyses.attribute import features_of
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.trace.edges import says_cancels
-from qkscope.analyses.trace.one import ATTENDED, Asked, PromptTrace
+from qkscope.analyses.trace.one import ATTENDED, PromptTrace
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut, no_sum
 from qkscope.analyses.why.output import Output
@@ -96,8 +96,8 @@ def why(
     """
     start = time.perf_counter()
     probe = Probe(scope, prompt, chat) if probe is None else probe
-    output = Output(probe.reader, Asked.of(scope, probe.prompt, query, probe.chat))
-    asked = output.asked
+    asked, run = probe.run(query)
+    output = Output(run, asked)
     if head is None:
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")

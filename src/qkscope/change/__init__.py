@@ -1,0 +1,8 @@
+"""What if: the same prompt, run again with one thing changed.
+
+In comes a prompt that was run (its attention calls) and a list of changes; out go attention and next-token logits of
+each change, run in one batch. Changes that hold for a whole ``with`` block (`Scope.ablate`, `hide`, `replace`) stand in
+`qkscope.capture.changes`.
+
+`rows` (one token's attention rows changed, that token alone run again) → `whole` (heads taken out of the running model)
+"""

@@ -1,0 +1,266 @@
+"""One layer's own code, from the residual stream to its queries, keys and values, with every norm's scalar frozen.
+
+With a norm ``N(x) = gain ⊙ σ(x) C x + bias`` frozen at what it did to the true input, all that stands between the
+stream and the vectors of a head is affine: projections, biases, QK-norm, latent attention, rotation. So the block is
+run again up to its attention, at the tokens that are asked about, and autograd gives its linear part:
+
+    ``q = J x + c``,   ``J = ∂q/∂x``,   ``c = q(0)``,   and the same for k and v.
+
+No weight is read and no rotation written down: whatever a family does, its own code does it. A layer in which more than
+norms depends on the input is not affine: then ``J x + c`` misses the true vectors, and `Layer.error` says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from qkscope.capture.projection import Norm, is_norm, take_apart
+from qkscope.capture.scope import Scope
+from qkscope.capture.tap import Call, Stop, cleared, tap
+
+Kind = Literal["q", "k", "v"]
+_AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
+_ROOM = 2**26  # numbers that gradients of several directions may take at once
+
+
+class Frozen:
+    """Norms that multiply by what they multiplied by when they first ran: the first run notes, later runs repeat."""
+
+    def __init__(self) -> None:
+        self._own: dict[nn.Module, Norm] = {}
+        self._scalars: dict[nn.Module, list[Tensor]] = {}
+        self._runs: dict[nn.Module, int] = {}
+        self._asking = False
+
+    def hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """Make linear maps of the norms among some modules for one run, until the hooks are removed."""
+        self._runs.clear()
+        return [norm.register_forward_hook(self._norm) for norm in modules if is_norm(norm)]
+
+    @torch.no_grad()
+    def _parts(self, norm: nn.Module, x: Tensor) -> Norm:
+        if norm not in self._own:
+            self._asking = True  # a norm is taken apart by running it
+            self._own[norm] = take_apart(norm, x)
+            self._asking = False
+        return self._own[norm]
+
+    def _norm(self, norm: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        if self._asking:
+            return None
+        x, own = given[0].float(), self._parts(norm, given[0])
+        y = own.gain * (x - x.mean(-1, keepdim=True) if own.centres else x)
+        run = self._runs[norm] = self._runs.get(norm, -1) + 1  # one norm may serve queries, then keys
+        noted = self._scalars.setdefault(norm, [])
+        if len(noted) == run:
+            true = y.detach()
+            scalar = ((out.detach().float() - own.bias) * true).sum(-1) / true.square().sum(-1).clamp_min(1e-30)
+            noted.append(scalar[..., None])
+        return (noted[run] * y + own.bias).to(out.dtype)
+
+
+class Layer:
+    """Queries, keys and values of one layer at p tokens of n rows, as affine functions of the stream there.
+
+    Parameters
+    ----------
+    scope : the model.
+    layer, block : which, and its module.
+    given : what the block was called with in the forward: arguments, keyword arguments.
+    true : its attention call in that forward.
+    row, columns : which sequence of the batch each row is, and its tokens.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        layer: int,
+        block: nn.Module,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        true: Call,
+        row: Int[Tensor, " n"],
+        columns: Int[Tensor, "n p"],
+    ) -> None:
+        self.scope, self.layer, self.block, self.given, self.true = scope, layer, block, given, true
+        self.hidden = stream_of(*given)
+        self.row, self.columns = row.to(self.hidden.device), columns.to(self.hidden.device)
+        self.at = self.row[:, None], self.columns
+        self._jacobians: dict[tuple[Kind, int], Tensor] = {}
+        self.x, self._vectors = self._made()
+        with torch.no_grad():
+            self.constants = self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True))
+
+    # ------------------------------------------------------------------ the layer's own code
+
+    def _made(self) -> tuple[Tensor, dict[Kind, Tensor]]:
+        """The true stream, and its vectors: of these tokens run alone where that gives the same, else of whole prompts.
+
+        A family may count columns, or mix tokens before its attention; then tokens alone are not what they were.
+        """
+        for alone in (True, False) if not self.scope.facts.anatomy.own else (False,):
+            self.alone = alone
+            x = (self.hidden[self.at] if self.alone else self.hidden[self.row]).detach().float().requires_grad_()
+            self.norms = Frozen()
+            try:
+                with torch.enable_grad():
+                    made = self._push(x, self.row, self.columns, frozen=True)
+                if not self.alone or all(self._agrees(made[kind].detach(), kind) for kind in ("q", "k")):
+                    break
+            except (RuntimeError, ValueError, IndexError, TypeError):  # its code wants the whole prompt
+                if not self.alone:
+                    raise
+        return x, made
+
+    def _agrees(self, mine: Float[Tensor, "n p h d"], kind: Kind) -> bool:
+        whole = getattr(self.true, kind)
+        true, close = whole.transpose(1, 2)[self.at].float(), max(_AGREES, 4 * torch.finfo(whole.dtype).eps)
+        return mine.shape == true.shape and bool((mine - true).abs().max() <= close * true.abs().max())
+
+    def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
+        """Vectors of a stream: of these tokens, or of the whole prompts."""
+        gather = partial(_at, columns=columns) if self.alone else _of_rows
+        call = self._run(*_replaced(self.given, self.hidden, x, partial(gather, hidden=self.hidden, row=row)), frozen)
+        return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
+
+    def _picked(self, made: dict[Kind, Tensor]) -> dict[Kind, Float[Tensor, "n p h d"]]:
+        """At the tokens asked about."""
+        rows = torch.arange(len(self.row), device=self.row.device)[:, None]
+        return made if self.alone else {kind: value[rows, self.columns] for kind, value in made.items()}
+
+    def live(self, x: Float[Tensor, "x n p d_model"], kind: Kind, head: int) -> Float[Tensor, "x n p d"]:
+        """A head's vectors of other streams at these tokens, its norms running."""
+        times = len(x)
+        row, columns = self.row.repeat(times), self.columns.repeat(times, 1)
+        flat = x.flatten(0, 1).to(self.x)
+        if self.alone:
+            return self._push(flat, row, columns, frozen=False)[kind][:, :, head].unflatten(0, (times, -1)).to(x)
+        whole, index = self.hidden[row].detach().float().clone(), torch.arange(len(row), device=row.device)
+        for slot in reversed(range(columns.shape[1])):  # padded slots come last, on a token that may be named before
+            whole[index, columns[:, slot]] = flat[:, slot]
+        made = self._push(whole, row, columns, frozen=False)[kind][index[:, None], columns, head]
+        return made.unflatten(0, (times, -1)).to(x)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: bool) -> Call:
+        found: list[Call] = []
+        stop = Stop()
+
+        def take(call: Call) -> None:
+            found.append(call)
+            raise stop
+
+        weights, module = dict(self.block.named_parameters()), self.true.module
+
+        # half precision is for the model: what is split here is split in float32
+        full = {name: weight.detach().float() for name, weight in weights.items() if weight.dtype != torch.float32}
+        hooks = self.norms.hooks(self.block.modules()) if frozen else []
+        with (
+            cleared(hooks, stop),
+            tap(self.scope.model, take, layers={id(module): self.layer}, anatomy=self.scope.facts.anatomy),
+        ):
+            functional_call(self.block, full, args, kwargs)
+        return found[0]
+
+    # ------------------------------------------------------------------ its linear part
+
+    def pull(
+        self, kind: Kind, heads: Sequence[int], along: Float[Tensor, "b n p d"]
+    ) -> tuple[Float[Tensor, "b n p d_model"], Float[Tensor, "b n p"]]:
+        """Directions on heads' vectors as directions on the stream, and what the constants say in them.
+
+        Parameters
+        ----------
+        kind : queries, keys or values.
+        heads : of each direction, whose vectors: a query head, or a head of keys or values.
+        along : directions at every token.
+        """
+        step = max(_ROOM // self._vectors[kind].numel(), 1)
+        index = torch.tensor(heads, device=self.x.device)
+        pulled = [
+            self._pulled(kind, *some) for some in zip(index.split(step), along.to(self.x).split(step), strict=True)
+        ]
+        constants = self.constants[kind][:, :, index].permute(2, 0, 1, 3)
+        return torch.cat(pulled), (along.to(constants) * constants).sum(-1)
+
+    def _pulled(self, kind: Kind, heads: Tensor, along: Float[Tensor, "b n p d"]) -> Float[Tensor, "b n p d_model"]:
+        made, every = self._vectors[kind], torch.arange(len(along), device=self.x.device)
+
+        def pull(directions: Float[Tensor, "b n t h d"]) -> Float[Tensor, "b n t d_model"]:
+            return torch.autograd.grad(made, self.x, directions, retain_graph=True, is_grads_batched=True)[0]
+
+        directions = made.new_zeros(len(along), *made.shape)
+        if self.alone:
+            directions[every, :, :, heads] = along
+            return pull(directions)
+        found = along.new_zeros(*along.shape[:-1], self.x.shape[-1])
+        # slots that name one token twice ask one after the other
+        turn = (self.columns[:, :, None] == self.columns[:, None]).tril(-1).sum(-1)
+        for i in range(int(turn.max()) + 1):
+            row, slot = (turn == i).nonzero(as_tuple=True)
+            at = row, self.columns[row, slot]
+            directions.zero_()
+            directions[every[:, None], at[0], at[1], heads[:, None]] = along[:, row, slot]
+            found[:, row, slot] = pull(directions)[:, at[0], at[1]]
+        return found
+
+    def jacobian(self, kind: Kind, head: int) -> Float[Tensor, "n p d d_model"]:
+        """``∂(a head's vector)/∂(the stream)`` at each token."""
+        if (kind, head) not in self._jacobians:
+            width = self._vectors[kind].shape[-1]
+            basis = torch.eye(width, device=self.x.device)[:, None, None].expand(-1, *self.columns.shape, -1)
+            self._jacobians[kind, head] = self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
+        return self._jacobians[kind, head]
+
+    @cached_property
+    def vectors(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
+        """Every head's vectors, as this layer makes them."""
+        return self._picked({kind: value.detach() for kind, value in self._vectors.items()})
+
+
+def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t d_model"]:
+    """The residual stream among a block's arguments."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _replaced(
+    given: tuple[Any, Any], hidden: Tensor, new: Tensor, other: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with another stream, everything else as `other` makes it."""
+
+    def one(value: Any) -> Any:
+        if value is hidden:
+            return new
+        if isinstance(value, tuple | list):
+            return type(value)(one(part) for part in value)
+        if isinstance(value, Tensor):
+            value = other(value)
+            return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
+        return value
+
+    args, kwargs = given
+    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+
+
+def _of_rows(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"]) -> Tensor:
+    """An argument for some rows of the batch, in any order and number."""
+    batch = len(hidden)
+    if value.ndim < 2 or len(value) % batch or (len(value) == 1 and batch > 1):
+        return value
+    if len(value) == batch:
+        return value[row.to(value.device)]
+    return value.unflatten(0, (batch, -1))[row.to(value.device)].flatten(0, 1)  # ALiBi: sequences times heads
+
+
+def _at(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"], columns: Int[Tensor, "m p"]) -> Tensor:
+    """An argument at some tokens of some rows: what has one entry for each token is gathered, a mask is left alone."""
+    batch, tokens = hidden.shape[:2]
+    row, columns = row.to(value.device), columns.to(value.device)
+    if value.ndim in (2, 3) and value.shape[1] == tokens and len(value) in (1, batch):
+        return value.expand(batch, *value.shape[1:])[row[:, None], columns]
+    return value
