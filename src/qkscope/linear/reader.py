@@ -165,15 +165,16 @@ class Reader:
             noted[key] = pick(args[0])
 
         def putting_out(module: nn.Module, _args: Any, out: Any) -> None:
-            run.gave[module] = pick(out[0] if isinstance(out, tuple) else out)
+            run.gave[module] = pick(out[0] if isinstance(out, tuple | list) else out)
 
         def leaving(_module: nn.Module, _args: Any, out: Any) -> Any:
             """From here on, logits are a linear function of what leaves the last block."""
             torch.set_grad_enabled(True)
             inside = {module for block in self.blocks for module in block.module.modules()}
             hooks.extend(Frozen().hooks(module for module in self.scope.model.modules() if module not in inside))
-            run.left = (out[0] if isinstance(out, tuple) else out).detach().requires_grad_()
-            return (run.left, *out[1:]) if isinstance(out, tuple) else run.left
+            several = isinstance(out, tuple | list)
+            run.left = (out[0] if several else out).detach().requires_grad_()
+            return type(out)([run.left, *out[1:]]) if several else run.left
 
         hooks: list[Any] = []
         with cleared(hooks):
