@@ -78,10 +78,12 @@ def test_a_config_of_which_no_small_copy_can_be_made_is_said(caplog: pytest.LogC
     assert "was not checked beyond its sliding_window" in caplog.text
 
 
-def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched() -> None:
+@pytest.mark.parametrize("factor", [200.0, -200.0])  # its own key has all the attention, or none
+def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched(factor: float) -> None:
     model = tiny_model("llama")
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.mul_(200.0)
+        attention = model.model.layers[0].self_attn
+        attention.q_proj.weight[:16] = factor * attention.k_proj.weight[:16]
     assert Scope.from_model(model).self_check().write_effect > 1e-3
 
 

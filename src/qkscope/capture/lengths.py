@@ -58,16 +58,20 @@ def check_model(scope: Scope) -> Check:
     check = check_at(scope, _SHORT)
     if scope.model.main_input_name != "input_ids":
         return check
-    named = named_lengths(scope.model.config)
-    limit = context_limit(scope.model, scope.facts.first_position) or _LONGEST + _BEYOND
-    length = min(max([0, *(length + _BEYOND for length in named.values() if length <= _LONGEST)]), limit)
-    if length > _SHORT:
+    if (length := _beyond(scope)) > _SHORT:
         check = _both(check, check_at(scope, length, strict=False))
-    far = sorted(name for name, length in named.items() if length > _LONGEST)
+    far = sorted(name for name, length in named_lengths(scope.model.config).items() if length > _LONGEST)
     if far and (small := _small_check(scope, ", ".join(far))) is not None:
         check = _both(check, small)
     _trust(scope, check)
     return check
+
+
+def _beyond(scope: Scope) -> int:
+    """So many tokens that they are beyond every short length, as far as a prompt may go."""
+    limit = context_limit(scope.model, scope.facts.first_position) or _LONGEST + _BEYOND
+    named = named_lengths(scope.model.config).values()
+    return min(max([0, *(length + _BEYOND for length in named if length <= _LONGEST)]), limit)
 
 
 def _both(check: Check, longer: Check) -> Check:
@@ -95,20 +99,24 @@ _CHECKED: dict[tuple[type, str], Check | BadInput] = {}  # by class and small co
 
 def _small_check(scope: Scope, names: str) -> Check | None:
     """The check of a small copy in which the lengths that a config names are short; None where none can be made."""
-    model = scope.model
+    model, verbosity = scope.model, transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # ratios in small configs are of no concern to anybody
     try:
         config = small_config(model.config)
         key = type(model), config.to_json_string(use_diff=False)
         if key not in _CHECKED:
             build = partial(type(model)._from_config, attn_implementation=model.config._attn_implementation)
             try:
-                _CHECKED[key] = check_model(type(scope)(loud_model(build, config)))
+                copy = type(scope)(loud_model(build, config))
+                _CHECKED[key] = check_at(copy, _beyond(copy), strict=False)
             except BadInput as failure:
                 _CHECKED[key] = failure
     except Exception as failure:  # whatever an unusual config makes of itself when it is small
         why = f"no small copy of it could be made ({failure})"
         log.warning("%s was not checked beyond its %s: %s.", scope.name, names, why)
         return None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     found = _CHECKED[key]
     if isinstance(found, BadInput):
         why = str(found).partition("cannot be looked into: ")[2] or str(found)
