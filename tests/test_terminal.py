@@ -125,7 +125,7 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(qkscope, t
     monkeypatch.chdir(tmp_path)
     asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
     printed = qkscope(*asked)
-    assert "(others like them: " in " ".join(printed.split())
+    assert " different sets of random heads: " in " ".join(printed.split())
     then = printed.splitlines()[-1].removeprefix("Next: ")
     assert (
         then

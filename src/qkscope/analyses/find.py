@@ -40,10 +40,10 @@ class Ranking(Result):
     """Heads, best first."""
 
     def above(self, threshold: float = THRESHOLD, by: str = "accuracy") -> list[Head]:
-        """Heads above chance whose score is at least the threshold, best first; an empty list is an answer too."""
+        """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
         if not 0 <= threshold <= 1:
             raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
-        return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold and above_chance(row)]
+        return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
 
     def top(self, by: str = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""

@@ -74,6 +74,7 @@ def verdict(before: float, after: float, random: Float[Tensor, " sets"]) -> str:
     Supported is what takes away more than a quarter of it, and more than any of the random cuts; with fewer than
     `FEW` different ones of these it is ``untested``.
 
+    >>> import torch
     >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
     >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
     ('supported', 'not here', 'unattended', 'untested')

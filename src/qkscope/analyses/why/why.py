@@ -91,7 +91,7 @@ def why(
     --------
     >>> import qkscope as qk
     >>> found = qk.why(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:", "L1H0")
-    >>> found.tables["cuts"][0]["verdict"] in ("supported", "not here", "unattended")
+    >>> found.tables["cuts"][0]["verdict"] in ("supported", "not here", "unattended", "untested")
     True
     """
     start = time.perf_counter()
