@@ -91,7 +91,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     ([*_FIT, "--shard", "5/4"], "a shard is i/n"),
     ([*_FIT, "--n", "4", "--shard", "1/4"], "cannot be shared among 4"),
     (["decompose", "binding", "--heads", "L1H1", "--out", "FULL"], "holds other things than a fit"),
-    (["decompose", "binding", "--heads", "L1H1", "--out", "FULL/thesis.tex"], "holds other things than a fit"),
+    (["decompose", "binding", "--heads", "L1H1", "--out", "FULL/thesis.tex"], "is a file: name a folder for"),
     (["decompose", "binding", "--heads", "L1H1", "--out", "/proc/nowhere"], "cannot be written"),
     (["decompose", "binding", "--heads", "L1H1", "--out", "FIT"], "holds another job"),
     ([*_FIT, "--model", "/nowhere/model"], "/nowhere/model does not exist"),

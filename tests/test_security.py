@@ -32,7 +32,7 @@ def test_a_manifest_that_claims_much_takes_no_memory(tmp_path, claim):
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about=about)
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), {**moments.manifest(), **claim})
     sums = ContrastSums(moments)
-    manifest = {"moments": {**moments.manifest(), **claim}, "cut": [], "shard": [0, 1]}
+    manifest = {"moments": {**moments.manifest(), **claim}, "cut": 0, "shard": [0, 1]}
     write_tensors(tmp_path / "s.safetensors", "sums", sums.tensors(), manifest)
     before = peak()
     for read in (

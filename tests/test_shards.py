@@ -293,9 +293,9 @@ def edited(path: Path, change) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors, said: said.update(cut=[-1]),
-        lambda tensors, said: said.update(cut=7),
-        lambda tensors, said: said.update(cut=["a"]),
+        lambda tensors, said: said.update(cut=-1),
+        lambda tensors, said: said.update(cut=[7]),
+        lambda tensors, said: said.update(cut="a"),
         lambda tensors, said: said.update(moments=[]),
         lambda tensors, said: said["moments"].update(about=None),
         lambda tensors, said: said["moments"]["about"].pop("n"),

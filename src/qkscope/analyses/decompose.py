@@ -46,7 +46,7 @@ def decompose(
     seed: int = 0,
     out: str | Path | None = None,
     shard: Shard | Literal["torchrun"] | None = None,
-    show: Callable[[Fit], object] | None = None,
+    show: Callable[[Fit], object] = lambda fit: None,
     progress: bool | None = None,
 ) -> Fit:
     """Fit the task's contrasts at these heads, controls included.
@@ -122,8 +122,7 @@ def decompose(
             noted = [*about.get("notes", ()), *neighbour_notes(scope, task, units, chosen, options)]
             about = {**about, "notes": noted} if noted else about
             fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
-            if show is not None:
-                show(fit)
+            show(fit)
             job.finish(sums, task_file(asked), fit)
             return replace(fit, kept_in=job.out)
         job.finish(sums, task_file(asked))
@@ -158,7 +157,7 @@ class _Pass:
             sums = {name: self._empty(name, scope, heads, {**about, "examples": hashes[name]}) for name in self.units}
         adds = {name: self._adder(name, sums[name]) for name in sums}
 
-        def add(part: Part[prompts.Batch]) -> dict[str, list[int]]:
+        def add(part: Part[prompts.Batch]) -> dict[str, int]:
             return {name: own(part) for name, own in adds.items()}
 
         run = prompts.unit_runner(
@@ -167,7 +166,7 @@ class _Pass:
         state = {f"{name}/{what}": tensor for name, one in sums.items() for what, tensor in one.tensors().items()}
         cut = job.stream(next(iter(sums)), self.batches, run, options.progress, state, add)
         for name, one in sums.items():
-            one.cut = [number for part in cut for number in part[name]]
+            one.cut = sum(part[name] for part in cut)
         return sums
 
     def _empty(self, name: str, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any]) -> ContrastSums:
@@ -185,12 +184,12 @@ class _Pass:
         )
         return ContrastSums(moments, shard=options.shard)
 
-    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], list[int]]:
-        """What adds a contrast's rows of each batch, whole, to its sums; it gives the number of one that was cut."""
+    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], int]:
+        """What adds a contrast's rows of each batch, whole, to its sums; it gives 1 for one that came in parts."""
         contrast, moments = self.contrasts[name], sums.moments
         unit_of, parts = prompts.null_units(self.units[name], contrast), list[prompts.Rows]()
 
-        def add(part: Part[prompts.Batch]) -> list[int]:
+        def add(part: Part[prompts.Batch]) -> int:
             batch = prompts.rows_of(part.value, self.joints, name)
             if batch is not None:
                 q, k, labels, _ = prompts.contrast_rows(batch, contrast)
@@ -200,9 +199,9 @@ class _Pass:
                 own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
                 sums.cov_k.update(own[captured.key_mask])
             if not part.last or not parts:
-                return []
+                return 0
             q, k, labels, numbers = prompts.whole_rows(parts)
-            cut = [part.number] if len(parts) > 1 else []
+            cut = int(len(parts) > 1)
             parts.clear()
             with _room(len(moments.heads), moments.replicates):
                 moments.update(q, k, {name: labels}, prompts=numbers)

@@ -26,7 +26,7 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import JOB, RESULTS, WORK
+from qkscope.runs.folder import JOB, WORK
 from qkscope.runs.provenance import MADE, provenance
 from qkscope.runs.result import Result
 from qkscope.runs.shards import SHARDS, Shard, check_split, shard_folder
@@ -162,8 +162,6 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
     check_same_model(job, scope, str(folder))
     if job.get("shard"):
         raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
-    if not (folder / RESULTS).exists():
-        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on where it stopped.")
     task = task_of(job, folder)
     sums = read_sums(folder, job, task, device=scope.device)
     written = Result.read(folder)
@@ -214,7 +212,7 @@ def fit_of(
             })  # fmt: skip
             spectrum += _spectrum(subspace, c)
     some = next(iter(sums.values())).moments
-    parted = {name: len(one.cut) for name, one in sums.items() if one.cut}  # batches that memory cut into parts
+    parted = {name: one.cut for name, one in sums.items() if one.cut}  # batches that memory cut into parts
     return Fit(
         experiment=f"decompose/{task.name}",
         answer=with_notes(_answer(rows, [s.controls.reason for s in subspaces.values() if s.controls]), about),
@@ -290,7 +288,7 @@ def merge(
     *,
     rank: Rank | Mapping[str, Rank] = "energy",
     center: Mapping[str, Center] | None = None,
-    show: Callable[[Fit], object] | None = None,
+    show: Callable[[Fit], object] = lambda fit: None,
 ) -> Fit:
     """Add up the shards of one job into a folder that is as if one process had made it.
 
@@ -321,8 +319,7 @@ def merge(
     made_from = {name: value for name, value in about.items() if name not in ("n", "batch_size", "examples")}
     fit = fit_of(sums, task, made_from, rank=rank, center=center)
     with whole.hold():
-        if show is not None:
-            show(fit)
+        show(fit)
         whole.finish(sums, task_file(job, first), fit)
     return fit
 

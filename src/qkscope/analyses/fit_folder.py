@@ -38,15 +38,15 @@ class ContrastSums(Accumulator):
     Parameters
     ----------
     moments : of the contrast; their tensors are shared.
-    cut : numbers of those that did not fit into memory and came in parts: the model ran on the parts, so another run
+    cut : how many batches did not fit into memory and came in parts: the model ran on the parts, so another run
         agrees to rounding and not bit for bit.
     shard : which share of the job it is.
     """
 
     kind = "sums"
 
-    def __init__(self, moments: Moments, cut: Sequence[int] = (), shard: Sequence[int] = (0, 1)) -> None:
-        self.moments, self.cut, self.shard = moments, list(cut), (shard[0], shard[1])
+    def __init__(self, moments: Moments, cut: int = 0, shard: Sequence[int] = (0, 1)) -> None:
+        self.moments, self.cut, self.shard = moments, cut, (shard[0], shard[1])
         device = next(iter(moments.sums.values())).device
         self.cov_q, self.cov_k = (Covariance(len(moments.heads), moments.d_head, device) for _ in range(2))
 
@@ -56,7 +56,7 @@ class ContrastSums(Accumulator):
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        return {"moments": self.moments.manifest(), "cut": list(self.cut), "shard": list(self.shard)}
+        return {"moments": self.moments.manifest(), "cut": self.cut, "shard": list(self.shard)}
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
@@ -80,7 +80,7 @@ class ContrastSums(Accumulator):
         merged.shard = (0, 1)
         for other in others:
             assert isinstance(other, ContrastSums)
-            merged.cut = merged.cut + other.cut
+            merged.cut += other.cut
         return merged
 
     def _check_same_job(self, other: Accumulator) -> None:
@@ -110,7 +110,7 @@ def _read(path: Path, shard: Shard) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, manifest = read_tensors(path, ContrastSums.kind)
     moments, cut = manifest.get("moments"), manifest.get("cut")
     about = moments.get("about") if isinstance(moments, dict) else None
-    counted = isinstance(cut, list) and all(type(number) is int and number >= 0 for number in cut)
+    counted = type(cut) is int and cut >= 0
     known = isinstance(about, dict) and {"model", "space", "n"} <= set(about)
     if not (counted and known and is_shard(manifest.get("shard"))):
         raise BadInput(f"{path} is damaged: its manifest is not what a run writes; make it again, elsewhere.")

@@ -122,12 +122,13 @@ def _measured(
             )
         return loaded[checkpoint.label]
 
-    assert job.out is not None
-    assert job.folder is not None
+    out, work = job.out, job.folder
+    assert out is not None
+    assert work is not None
     files: dict[str, str | bytes] = {}
-    listed = job.once("edges", lambda: _edges(job, plan, task, batch_size, lambda: scope_at(found[-1])))
+    listed = job.once("edges", lambda: _edges(out, plan, task, batch_size, lambda: scope_at(found[-1])))
     edges = [Edge(Head.parse(e["head"]), Duty(e["role"], e["from"], e["to"]), e["circuit"]) for e in listed]
-    if not (job.out / JOB).exists():
+    if not (out / JOB).exists():
         files[JOB] = as_json({"schema": SCHEMA, **provenance(), **plan, "edges": listed})
     about = {
         "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
@@ -136,7 +137,7 @@ def _measured(
     stored: dict[str, Mapping[str, Tensor]] = {}
     weights: dict[str, str] = {}
     for checkpoint in sorted(found, key=lambda one: one.label not in loaded):  # the one in memory, then the rest
-        path, piece = (_stored_at(folder, checkpoint.label) for folder in (job.out, job.folder))
+        path, piece = (_stored_at(folder, checkpoint.label) for folder in (out, work))
         if path.exists() or piece.exists():
             arrays, manifest = read_tensors(path if path.exists() else piece, _KIND, about)
             digest = manifest["about"]["weights"]
@@ -157,7 +158,7 @@ def _measured(
             write_tensors(piece, _KIND, arrays, manifest)
         stored[checkpoint.label] = arrays
         if not path.exists():
-            files[path.relative_to(job.out).as_posix()] = piece.read_bytes()
+            files[path.relative_to(out).as_posix()] = piece.read_bytes()
     return _result(task, plan, found, edges, stored, weights), files
 
 
@@ -167,12 +168,11 @@ def _stored_at(folder: Path, label: str) -> Path:
 
 
 def _edges(
-    job: Job, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]
+    out: Path, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]
 ) -> list[dict[str, Any]]:
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
-    assert job.out is not None
-    if (job.out / JOB).exists():
-        return list(_read_job(job.out)["edges"])
+    if (out / JOB).exists():
+        return list(_read_job(out)["edges"])
     scope, heads = last(), plan["heads"]
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
     own = measure.edges_for(scope, task, wanted, batch_size)

@@ -50,8 +50,11 @@ def main() -> None:
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:
         if isinstance(ended, SystemExit) and ended.code != _INTERRUPTED:
-            printing.check(ended)
-            raise
+            printing.flush()
+            if not printing.failed or ended.code:
+                raise
+            typer.echo(f"qkscope: not all could be printed ({printing.failed}); what --out names is written.", err=True)
+            sys.exit(1)
         typer.echo("qkscope: stopped.", err=True)
         sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
     finally:
@@ -90,13 +93,6 @@ class _Stdout:
             self.failed = str(error.strerror)
             with suppress(OSError):  # Python would try again at its end; a test's stream is no file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-    def check(self, ended: SystemExit) -> None:
-        """Say that it failed, where nothing else did."""
-        self.flush()
-        if self.failed and not ended.code:
-            typer.echo(f"qkscope: not all could be printed ({self.failed}); what --out names is written.", err=True)
-            ended.code = 1
 
 
 def _listen_to_ourselves() -> None:

@@ -146,7 +146,7 @@ def merge(
         from qkscope.analyses.trace.result import merge_traces
 
         shell.check_out(out, "trace")
-        shell.deliver(merge_traces(folders), out, as_json, everything)
+        shell.run_job(lambda job: merge_traces(folders), out, as_json, everything)
         shell.print_end(out, then=shell.command("view", out), as_json=as_json)
         return
     show = partial(shell.print_result, as_json=as_json, everything=everything)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +49,7 @@ def discover(
     source = shell.make_task(sources[0], form, size, seed, chat) if task else texts_of(sources)
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"changes": changes, **options}
-    _run(lambda job: run(scope, source, chosen, n, job=job, **asked), draw_discovery, out, as_json, everything)
+    shell.run_job(lambda job: run(scope, source, chosen, n, job=job, **asked), out, as_json, everything, draw_discovery)
     shell.print_end(out, then=shell.command("view", out), as_json=as_json)
 
 
@@ -85,22 +84,11 @@ def atlas(
     texts = texts_of(sources or [PYTHON], "an atlas takes text files and folders, or nothing for Python's own texts")
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"test": test, "heads": chosen, **options}
-    made = _run(lambda job: run(scope, texts, n, job=job, **asked), draw_atlas, out, as_json, everything)
+    made = shell.run_job(lambda job: run(scope, texts, n, job=job, **asked), out, as_json, everything, draw_atlas)
     if not as_json:
         head, said = made.tables["atlas"][0]["head"], {"model": model, "device": device, "dtype": dtype}
         named = out.with_name(head.lower())
         shell.print_end(out, then=shell.command("discover", *(sources or [PYTHON]), heads=head, out=named, **said))
-
-
-def _run(run: Callable[[Any], Any], draw: Callable[[Any], Any], out: Path, as_json: bool, everything: bool) -> Any:
-    """Run as a job; what is done is kept until the result is written."""
-    from qkscope.runs.job import Job
-
-    with Job(out).hold() as job:
-        result = run(job)
-        shell.deliver(result, out, as_json, everything, draw)
-        job.clear()
-    return result
 
 
 def is_task(source: str) -> bool:

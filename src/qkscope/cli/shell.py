@@ -134,15 +134,19 @@ def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
     print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
 
 
-def deliver(
-    result: Any, out: Path | None, as_json: bool, everything: bool = False, draw: Callable[[Any], Any] | None = None
-) -> None:
-    """Print a result, then write it into its folder: a disk that refuses takes nothing away."""
-    print_result(result, as_json, everything)
-    write(result, out, draw)
+def run_job(run: Callable[[Any], Any], out: Path | None, as_json: bool, everything: bool, draw: Any = None) -> Any:
+    """Run as a job, print what comes of it, then write it: a disk that refuses takes nothing away, and work is kept."""
+    from qkscope.runs.job import Job
+
+    with Job(out).hold() as job:
+        result = run(job)
+        print_result(result, as_json, everything)
+        write(result, out, draw)
+        job.clear()
+    return result
 
 
-def write(result: Any, out: Path | None, draw: Callable[[Any], Any] | None = None) -> None:
+def write(result: Any, out: Path | None, draw: Any = None) -> None:
     """Write a result into its folder, if there is one, with what is drawn of it: its page, if nothing else is said."""
     if out is not None:
         from qkscope.page.report import report_html

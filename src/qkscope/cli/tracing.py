@@ -67,7 +67,6 @@ def trace(
     what = _what(sources or [], prompt, form, size, seed, chat)
     features = _dictionary(dictionary, dictionary_layer, heads)
     from qkscope.analyses.trace.trace import trace as run
-    from qkscope.runs.job import Job
     from qkscope.runs.shards import parse_shard
     from qkscope.tasks.task import Task
 
@@ -83,9 +82,7 @@ def trace(
         asked["feature"] = _feature(feature, heads, scope)
     if features is not None:
         asked["dictionary"] = features
-    with Job(out).hold() as job:
-        shell.deliver(run(scope, what, heads, n, job=job, **asked), out, as_json, everything)
-        job.clear()
+    shell.run_job(lambda job: run(scope, what, heads, n, job=job, **asked), out, as_json, everything)
     if out is not None and not as_json:
         shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
     elif prompt is not None and not as_json:
