@@ -16,6 +16,7 @@ import inspect
 import math
 import operator
 import os
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,6 +81,7 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     qkscope.errors.BadInput: n is at least 1, but got 0.
     """
     table: list[tuple[list[Kind], dict[str, Kind]]] = []
+    function = function if "." in function.__qualname__ else _counted(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -99,6 +101,31 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return call
+
+
+_VERBS = threading.local()
+
+
+def verb_under_way() -> int | None:
+    """A number for the public function that a caller is waiting for; None outside of any.
+
+    Nobody changes a model while they wait, so what takes long to ask of it is asked once for each.
+    """
+    return getattr(_VERBS, "number", 0) if getattr(_VERBS, "depth", 0) else None
+
+
+def _counted(function: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        _VERBS.depth = getattr(_VERBS, "depth", 0) + 1
+        if _VERBS.depth == 1:
+            _VERBS.number = getattr(_VERBS, "number", 0) + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _VERBS.depth -= 1
+
+    return run
 
 
 def checked_class(cls: C) -> C:

@@ -46,20 +46,33 @@ class Reader:
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._speaks: dict[int, bool] = {}
         self._short: Run | None = None
+        self._writers: dict[int, list[str]] = {}
+        self._heads: dict[int, list[str]] = {}
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
         self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
         self.columns = {head: column for column, head in enumerate(self.heads)}
 
     def writers(self, layer: int) -> list[str]:
         """Names of all that write before a layer, in the order of every split, `BIAS` last."""
+        if layer not in self._writers:
+            self._writers[layer] = self._names(layer)
+        return self._writers[layer]
+
+    def _names(self, layer: int) -> list[str]:
         names = [EMBEDDING]
         for before, block in enumerate(self.blocks[:layer]):
             for node in block.walk():
                 if isinstance(node, Heads):
-                    names += [str(Head(before, i)) for i in range(self.scope.facts.layers[before].n_heads)]
+                    names += self.head_names(before)
                 elif isinstance(node, Part):
                     names.append(self.part_name(before, node.module))
         return [*names, BIAS]
+
+    def head_names(self, layer: int) -> list[str]:
+        """Names of the heads of a layer."""
+        if layer not in self._heads:
+            self._heads[layer] = [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
+        return self._heads[layer]
 
     def part_name(self, layer: int, module: nn.Module) -> str:
         """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""

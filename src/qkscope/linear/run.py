@@ -221,7 +221,7 @@ class Run:
             case Entered():
                 return entered
             case Heads():
-                names = [str(Head(layer, i)) for i in range(self.reader.scope.facts.layers[layer].n_heads)]
+                names = self.reader.head_names(layer)
                 return [Parts(names, self._head_parts(layer)), *self._constant(self.reader.output_weights(layer)[1])]
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
@@ -344,8 +344,8 @@ class Run:
                 W, b = (value.to(g) for value in self.reader.output_weights(layer))
                 asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
                 said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-                for i, value in enumerate(said.unbind(-1)):
-                    answer.add(str(Head(layer, i)), value)
+                for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
+                    answer.add(name, value)
                 answer.add(BIAS, g @ b)
                 answer.asks[layer] = answer.asks[layer] + asks if layer in answer.asks else asks
             case Part(module):
