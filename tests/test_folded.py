@@ -9,7 +9,7 @@ import qkscope as qk
 from qkscope import Example, Head
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.capture.families import tiny_model
-from qkscope.capture.writers import Reader
+from qkscope.linear.reader import Reader
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt2", "olmo2"])

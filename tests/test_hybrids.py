@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from qkscope.capture.families import tiny_model, trace_error
+from qkscope.capture.families import _batch, tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.capture.weights import head_weights
-from qkscope.capture.writers import BIAS, EMBEDDING, Reader
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.linear.check import trace_error
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import BIAS, EMBEDDING
 
 INSTEAD = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
@@ -79,7 +81,7 @@ def test_what_stands_instead_of_attention_is_a_writer(family: str) -> None:
     writers = Reader(scope, [Head(3, 0)]).writers(3)
     heads = [f"L1H{i}" for i in range(4)]
     assert writers == [EMBEDDING, "M0.0", "M0.1", *heads, "M1", "M2.0", "M2.1", BIAS]
-    assert trace_error(scope) < 1e-5
+    assert trace_error(scope, *_batch(scope)) < 1e-5
 
 
 def test_attention_that_is_not_called_is_not_taken_for_something_else() -> None:

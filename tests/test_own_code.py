@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qkscope.capture.families import tiny_model, trace_error
+from qkscope.capture.families import _batch, tiny_model
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
@@ -17,6 +17,7 @@ from qkscope.capture.tap import tap
 from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope.linear.check import trace_error
 
 ALIBI = {"alibi": True}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -70,7 +71,7 @@ def test_half_precision_is_served_and_hides_what_it_hides(family: str, dtype: to
     bias = scope.capture_inputs(encoded, places=early).bias
     later = (places.keys > early.query[:, None])[:, None].expand_as(bias)
     assert bool((bias[later] == -torch.inf).all())  # float16 hides with a number that is far from infinite
-    assert trace_error(scope) < 5e-2
+    assert trace_error(scope, *_batch(scope)) < 5e-2
 
 
 @pytest.mark.parametrize(("family", "form"), [("bloom", {}), ("mpt", {}), ("falcon", ALIBI), ("falcon", ALIBI | EAGER)])
@@ -167,7 +168,7 @@ def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
         head_weights(scope)
     with pytest.raises(BadInput, match="pre_rope is not defined here: roformer rotates inside its own code"):
         scope.capture(examples(), space="pre_rope").__next__()
-    assert trace_error(scope) < 1e-5
+    assert trace_error(scope, *_batch(scope)) < 1e-5
 
 
 def test_tokens_that_a_model_adds_itself_are_not_taken_for_ours() -> None:

@@ -12,7 +12,7 @@ from qkscope.analyses.trace.choose import choose_writers
 from qkscope.analyses.trace.edges import EdgeTest
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import task_rows
-from qkscope.capture.writers import Reader
+from qkscope.linear.reader import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.subspace import Subspace
@@ -63,7 +63,7 @@ def test_they_do_in_a_model_of_other_weights(scope):
 def test_pairs_of_a_prompt_sum_to_its_writers(nano, prompt):
     head = Head(2, 1)
     reader, asked = Reader(nano, [head]), Asked.of(nano, prompt, None, False)
-    one = PromptTrace(reader, reader.record(asked.inputs, asked.places), asked, head)
+    one = PromptTrace(reader.record(asked.inputs, asked.places), asked, head)
     pairs, writers = one.pairs(), one.marginals()
     torch.testing.assert_close(pairs.sum(1), writers["query"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pairs.sum(0), writers["key"], atol=1e-5, rtol=1e-4)

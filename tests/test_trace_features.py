@@ -16,7 +16,7 @@ from qkscope.analyses.trace.features import FeatureSplit
 from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.families import _batch, tiny_model
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader
+from qkscope.linear.reader import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.dictionaries import NULLS, null_code
@@ -40,10 +40,10 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family, back):
     layer = scope.n_layers - 1
     reader = Reader(scope, [head for head in scope.heads() if head.layer == layer][:2])
     inputs, places = _batch(scope)
-    found = reader.record(inputs, places, layers=sorted({layer, layer - back}))
+    found = reader.record(inputs, places, layers=[layer - back])
     signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
     for head in reader.heads:
-        rows = HeadRows(reader, found, head, signs, {}, [])
+        rows = HeadRows(found, head, signs, [])
         own = random_dictionary(found.entered[layer].shape[-1], layer - back, decoder_bias=None)
         split = FeatureSplit(rows, own)
         assert split.rest == (("error", "after", "bias") if back else ("error", "bias"))
