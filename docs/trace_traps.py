@@ -15,8 +15,8 @@ from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import choose_writers
 from qkscope.analyses.trace.edges import EdgeTest
 from qkscope.analyses.trace.rows import task_rows
-from qkscope.linear.reader import Reader
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.maths.writers import METRICS
 
 N = 64

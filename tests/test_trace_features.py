@@ -16,9 +16,9 @@ from qkscope.analyses.trace.features import FeatureSplit
 from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.families import _batch, tiny_model
 from qkscope.capture.scope import Scope
-from qkscope.linear.reader import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import NULLS, null_code
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_oss", "deepseek_v3", "llama4_text", "opt"]

@@ -10,9 +10,9 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
-from qkscope.linear.reader import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 
 # soft-cap, norms after attention and MLP; QK-norm; a sink; parallel blocks and LayerNorm; norms after only
 FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_oss", "cohere", "olmo2"]
@@ -53,7 +53,7 @@ def test_children_sum_to_their_parents_where_directions_go_through_a_layers_own_
     scope = qk.Scope.from_model(tiny_model(family), check=False)
     for head in [Head(1, 0), Head(1, 3)]:
         found = trace_graph(Reader(scope, [head]).record_prompt(prompt_of(scope)), head, 8, 7, width=4)
-        assert found.error < 1e-5
+        assert found.error < 5e-5  # at layer 0 one writer stands beside a logit that may be near 0
         assert check_sums(found.rows, 1e-4) > 4
 
 
@@ -74,7 +74,9 @@ def test_sources_are_what_the_weights_say():
     model = tiny_model("llama").eval()
     scope = qk.Scope.from_model(model, check=False)
     head, encoded = Head(1, 1), prompt_of(scope)
-    found = trace_graph(Reader(scope, [head]).record_prompt(encoded), head, 8, 6, others=[4], depth=1, width=99, smallest=0)
+    found = trace_graph(
+        Reader(scope, [head]).record_prompt(encoded), head, 8, 6, others=[4], depth=1, width=99, smallest=0
+    )
     first, second = model.model.layers
     width, group = scope.d_head, scope.group_size
     with torch.no_grad():
@@ -153,7 +155,14 @@ def test_a_nano_model_is_followed_down_and_sources_sum_to_the_writers_share():
         keys = alone.places.keys[0].tolist()
         key, others = keys[1], [keys[0], keys[2]]
         found = trace_graph(
-            reader.record_prompt(alone), head, int(alone.places.query[0]), key, others=others, width=99, smallest=0, depth=1
+            reader.record_prompt(alone),
+            head,
+            int(alone.places.query[0]),
+            key,
+            others=others,
+            width=99,
+            smallest=0,
+            depth=1,
         )
         assert found.error < 1e-5, text
         assert check_sums(found.rows) > 10, text
@@ -176,7 +185,9 @@ def test_a_features_part_and_the_rest_sum_to_the_whole():
     basis = torch.linalg.qr(torch.randn(scope.d_head, 3, generator=torch.Generator().manual_seed(0)))[0]
     P = basis @ basis.T
     whole, inside, outside = (
-        trace_graph(Reader(scope, [head]).record_prompt(encoded), head, 8, 6, depth=0, width=99, smallest=0, projector=projector)
+        trace_graph(
+            Reader(scope, [head]).record_prompt(encoded), head, 8, 6, depth=0, width=99, smallest=0, projector=projector
+        )
         for projector in (None, P, torch.eye(len(P)) - P)
     )
     parts = [{(row["side"], row["writer"]): row["value"] for row in found.rows} for found in (whole, inside, outside)]
@@ -207,7 +218,7 @@ def test_what_cannot_be_asked_is_refused():
         trace_graph(reader.record_prompt(encoded), head, 2, 3)
     with pytest.raises(BadInput, match="nothing that token 1 could be compared with"):
         trace_graph(reader.record_prompt(encoded), head, 1, 1)
-    with pytest.raises(BadInput, match="one prompt, but got 2"):
+    with pytest.raises(BadInput, match="one prompt is followed down its writers, but got 2"):
         reader.record_prompt(scope.encode(["hat: O", "jam: O"]))
     with pytest.raises(BadInput, match="L2H0 does not write before L2H3"):
         sources_of(reader, [], head, {"key": ["L2H0"]})

@@ -143,8 +143,10 @@ def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
         else inner.h[head.layer].attn.c_proj.weight.T
     )
     kept = {}
-    hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, -1].detach()))
     one = probe.head(head)
+    hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, one.asked.query]))
+    with torch.no_grad():
+        model(**one.asked.inputs)
     hook.remove()
     output = Output(one.run, one.asked)
     v = one.run.calls[head.layer].v[0, one.run.kv(head, "v"), one.key].float()
