@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -278,26 +279,50 @@ class Run:
             source = Heads if later == layer else Entered
             carried = self._carried(later, self.reader.blocks[later].tree, source, values)
             values = torch.zeros_like(values) if carried is None else carried
+        if not self._straight:
+            return None
         with torch.enable_grad():
             v = torch.zeros_like(self.logits, requires_grad=True)
-            (pulled,) = torch.autograd.grad(self.logits, self.left, v, create_graph=True, retain_graph=True)
+            (pulled,) = torch.autograd.grad(self._uncapped, self.left, v, create_graph=True, retain_graph=True)
             at = self.row.to(pulled.device), self.columns[:, 0].to(pulled.device)
             pushed = (pulled[at] * values[:, 0].to(pulled)).sum()
-            found, bent = torch.autograd.grad(pushed, (v, self.left), allow_unused=True, retain_graph=True)
-        return None if bent is not None and bool(bent.any()) else found.to(self.row.device)
+            (found,) = torch.autograd.grad(pushed, v, retain_graph=True)
+        return found.to(self.row.device)
 
     def pushes(self, token: int) -> dict[str, Float[Tensor, "n 1"]] | None:
         """What every writer adds, at the query, to a token's logit over the mean of all; None where `direct` is."""
-        if self.direct(len(self.reader.blocks) - 1, torch.zeros_like(self.entered[0][:, 0])) is None:
+        if not self._straight:
             return None
         assert self.left is not None
-        assert self.logits is not None
         with torch.enable_grad():
-            logit = (self.logits[:, token] - self.logits.mean(1)).sum()
-            (g,) = torch.autograd.grad(logit, self.left, retain_graph=True)
-        g = g[self.row.to(g.device), self.columns[:, 0].to(g.device)][:, None].to(self.entered[0])
-        slots = torch.zeros(1, dtype=torch.long, device=g.device)
-        return self.answer(Direction(len(self.reader.blocks), slots, g, torch.zeros_like(g[..., 0]))).values
+            logit = self._uncapped[:, token] - self._uncapped.mean(1)
+            (g,) = torch.autograd.grad(logit.sum(), self.left, retain_graph=True)
+        at = self.row.to(g.device), self.columns[:, 0].to(g.device)
+        constants = logit.detach() - (g[at].float() * self.left.detach()[at].float()).sum(-1)
+        g, slots = g[at][:, None].to(self.entered[0]), torch.zeros(1, dtype=torch.long, device=self.row.device)
+        return self.answer(Direction(len(self.reader.blocks), slots, g, constants[:, None].to(g))).values
+
+    @cached_property
+    def _uncapped(self) -> Float[Tensor, "n v"]:
+        """Next-token logits before any soft-cap."""
+        assert self.logits is not None
+        cap = getattr(self.reader.scope.model.config.get_text_config(), "final_logit_softcapping", None)
+        with torch.enable_grad():
+            return self.logits if cap is None else (self.logits / cap).atanh() * cap
+
+    @cached_property
+    def _straight(self) -> bool:
+        """Whether what stands between the last block and the logits is linear, its norms frozen."""
+        assert self.left is not None
+        with torch.enable_grad():
+            along = torch.linspace(-1, 1, self._uncapped.shape[-1]).to(self._uncapped).expand_as(self._uncapped)
+            (g,) = torch.autograd.grad(self._uncapped, self.left, along, create_graph=True, retain_graph=True)
+            if not g.requires_grad:
+                return True
+            (bent,) = torch.autograd.grad(g.square().sum(), self.left, allow_unused=True, retain_graph=True)
+        return bent is None or bool(
+            (bent * self.left).abs().max() <= 1e-2 * g.detach().square().max()
+        )  # a cap undone rounds
 
     def _carried(self, layer: int, node: Node, source: type, values: Tensor) -> Float[Tensor, "n 1 d"] | None:
         """What vectors that enter a block, or that its heads write, are behind it, at the query; None: nothing."""
