@@ -17,8 +17,8 @@ from torch.nn.functional import normalize
 
 import qkscope as qk
 from qkscope.capture.pick import Places
-from qkscope.capture.writers import Reader
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.tasks.texts import python_texts
 
 LAYER, FEATURES, ACTIVE = 18, 2048, 32

@@ -15,8 +15,8 @@ from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import choose_writers
 from qkscope.analyses.trace.edges import EdgeTest
 from qkscope.analyses.trace.rows import task_rows
-from qkscope.capture.writers import Reader
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.maths.writers import METRICS
 
 N = 64
@@ -41,10 +41,10 @@ def main() -> None:
         _, (rows,) = task_rows(reader, units, batch, False, {})
         plain = rows.edges(test.instead(rows, None))
         keys = plain.rows.k.clone()
-        mean = chosen.mean["key"].sum(0)[None, None, None].expand(len(keys), 1, 1, -1)
-        at = rows.found.slots([0, 1])
+        mean = chosen.mean["key"].sum(0).expand(1, len(keys), 1, -1)  # of the stream
+        at = rows.run.slots([0, 1])
         at.columns[:, 1] = plain.first
-        keys[torch.arange(len(keys)), 0, plain.first] = reader.turn(at, head.layer, mean, "key")[:, 0, 0]
+        keys[torch.arange(len(keys)), 0, plain.first] = at.live(head, "key", mean)[0, :, 0].detach()
         for way, edges in (("as trace does it", plain), ("first key overwritten, too", replace_keys(plain, keys))):
             nothing = torch.zeros_like(test.masks[0][:1])
             found.setdefault((way, "before"), []).append(plain.replaced(nothing, nothing)[0])

@@ -9,7 +9,7 @@ import qkscope as qk
 from browser import Watched, chromium
 from qkscope.analyses.trace import many
 from qkscope.analyses.trace.many import cut, first_writers, text_examples, told
-from qkscope.capture.writers import Reader
+from qkscope.linear.reader import Reader
 from qkscope.page.blocks import blocks_of
 from qkscope.page.report import write_report
 from qkscope.runs.job import Job

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from qkscope.capture.families import tiny_model, trace_error
+from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.capture.weights import head_weights
-from qkscope.capture.writers import BIAS, EMBEDDING, Reader
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.linear.check import trace_error
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import BIAS, EMBEDDING
 
 INSTEAD = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",

@@ -12,9 +12,9 @@ from qkscope.analyses.trace.choose import choose_writers
 from qkscope.analyses.trace.edges import EdgeTest
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import task_rows
-from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import METRICS, Edge, edge_masks
 
@@ -63,7 +63,7 @@ def test_they_do_in_a_model_of_other_weights(scope):
 def test_pairs_of_a_prompt_sum_to_its_writers(nano, prompt):
     head = Head(2, 1)
     reader, asked = Reader(nano, [head]), Asked.of(nano, prompt, None, False)
-    one = PromptTrace(reader, reader.record(asked.inputs, asked.places), asked, head)
+    one = PromptTrace(reader.record(asked.inputs, asked.places), asked, head)
     pairs, writers = one.pairs(), one.marginals()
     torch.testing.assert_close(pairs.sum(1), writers["query"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pairs.sum(0), writers["key"], atol=1e-5, rtol=1e-4)
@@ -187,7 +187,7 @@ def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
 
 def test_a_part_replaced_by_itself_changes_nothing(measured):
     test, rows, values = measured
-    edges = rows.edges(rows.parts)
+    edges = rows.edges({side: rows.stream(side) for side in rows.parts})
     found = edges.replaced(*(mask[:8] | True for mask in test.masks))
     torch.testing.assert_close(found, values["whole"].expand_as(found), atol=1e-4, rtol=1e-4)
 
@@ -204,7 +204,7 @@ def test_the_first_tokens_key_stays_even_where_it_is_named(scope, tmp_path):
     task, head = qk.tasks.from_jsonl(path), Head(1, 1)
     reader = Reader(scope, [head])
     _, (rows,) = task_rows(reader, task.test(6), range(6), False, {})
-    edges = rows.edges({side: torch.zeros_like(parts) for side, parts in rows.parts.items()})
+    edges = rows.edges({side: torch.zeros_like(rows.stream(side)) for side in rows.parts})
     assert torch.equal(edges.first, rows.first())
     assert bool((edges.named == edges.first[:, None]).any())
     everything = torch.ones(1, rows.parts["key"].shape[1], dtype=torch.bool)

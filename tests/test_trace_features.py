@@ -14,11 +14,11 @@ import qkscope as qk
 from planted_model import READER, planted
 from qkscope.analyses.trace.features import FeatureSplit
 from qkscope.analyses.trace.rows import HeadRows
-from qkscope.capture.families import _batch, tiny_model
+from qkscope.capture.families import tiny_model, two_prompts
 from qkscope.capture.scope import Scope
-from qkscope.capture.writers import Reader
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import NULLS, null_code
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_oss", "deepseek_v3", "llama4_text", "opt"]
@@ -39,11 +39,11 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family, back):
     scope = Scope.from_model(tiny_model(family), check=False)
     layer = scope.n_layers - 1
     reader = Reader(scope, [head for head in scope.heads() if head.layer == layer][:2])
-    inputs, places = _batch(scope)
-    found = reader.record(inputs, places, layers=sorted({layer, layer - back}))
+    inputs, places = two_prompts(scope)
+    found = reader.record(inputs, places, layers=[layer - back])
     signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
     for head in reader.heads:
-        rows = HeadRows(reader, found, head, signs, {}, [])
+        rows = HeadRows(found, head, signs, [])
         own = random_dictionary(found.entered[layer].shape[-1], layer - back, decoder_bias=None)
         split = FeatureSplit(rows, own)
         assert split.rest == (("error", "after", "bias") if back else ("error", "bias"))

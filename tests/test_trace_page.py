@@ -5,8 +5,8 @@ import pytest
 import qkscope as qk
 from browser import Watched, chromium
 from qkscope.analyses.trace.graph import trace_graph
-from qkscope.capture.writers import Reader
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
 from qkscope.page.blocks import blocks_of
 from qkscope.page.report import write_report
 from qkscope.runs.result import Result
@@ -20,7 +20,9 @@ def result():
     scope = qk.Scope.load("nano:mixed")
     encoded = scope.encode([PROMPT])
     query = int(encoded.places.query[0])
-    found = trace_graph(Reader(scope, [HEAD]), encoded, HEAD, query, query - 1)  # all its attention is there
+    found = trace_graph(
+        Reader(scope, [HEAD]).record_prompt(encoded), HEAD, query, query - 1
+    )  # all its attention is there
     return Result("trace", {"graph": found.rows, "prompt": found.prompt}, answer="One head.", model=scope.name)
 
 

@@ -101,8 +101,8 @@ def test_the_row_is_the_models_and_cutting_nothing_changes_nothing(tiny):
     row = true.attentions[head.layer][0, head.index, one.asked.query]
     assert torch.allclose(one.attention, row, atol=1e-5)
     assert torch.allclose(one.cut({}), row, atol=1e-5)
-    assert torch.allclose(one.with_keys({one.key: torch.zeros(tiny.d_head)}), row, atol=1e-5)
-    output = Output(probe.reader, one.asked)
+    assert torch.allclose(one.changed({one.key: torch.zeros(tiny.d_head)}), row, atol=1e-5)
+    output = Output(one.run, one.asked)
     assert torch.allclose(output.logits, true.logits[0, one.asked.query], atol=1e-4)
 
 
@@ -110,10 +110,8 @@ def test_without_the_attention_is_what_a_run_with_that_logit_masked_gives(nano):
     """By hand: the head's output with the key's weight shared out among the others, put before the matrix W_O."""
     probe, head = Probe(nano, PROMPT), Head.parse("L1H0")
     one = probe.head(head)
-    output = Output(probe.reader, one.asked)
-    values = output.seen.values[head.layer]
-    shape = nano.facts.layers[head.layer]
-    v = values[head.kv(shape.n_heads // shape.n_kv_heads)].float()
+    output = Output(one.run, one.asked)
+    v = one.run.calls[head.layer].v[0, one.run.kv(head, "v")].float()
     left = one.attention.clone()
     left[one.key] = 0
     mixed = (left / left.sum()) @ v[: len(left)]
@@ -133,11 +131,10 @@ def test_without_the_attention_is_what_a_run_with_that_logit_masked_gives(nano):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_straight_to_the_logits_is_the_unembedding_behind_the_held_norm(family):
+def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
     scope = Scope.from_model(tiny_model(family), check=False)
     head, model = last_head(scope), scope.model
     probe = Probe(scope, IDS)
-    one = probe.head(head)
     inner = model.model if family == "llama" else model.transformer
     norm = inner.norm if family == "llama" else inner.ln_f
     W_O = (
@@ -146,11 +143,13 @@ def test_straight_to_the_logits_is_the_unembedding_behind_the_held_norm(family):
         else inner.h[head.layer].attn.c_proj.weight.T
     )
     kept = {}
+    one = probe.head(head)
     hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, one.asked.query]))
-    output = Output(probe.reader, one.asked)
+    with torch.no_grad():
+        model(**one.asked.inputs)
     hook.remove()
-    shape = scope.facts.layers[head.layer]
-    v = output.seen.values[head.layer][head.kv(shape.n_heads // shape.n_kv_heads), one.key].float()
+    output = Output(one.run, one.asked)
+    v = one.run.calls[head.layer].v[0, one.run.kv(head, "v"), one.key].float()
     own = slice(head.index * scope.d_head, (head.index + 1) * scope.d_head)
     written = W_O[:, own] @ (one.attention[one.key] * v)
     with torch.no_grad():

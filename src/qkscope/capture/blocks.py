@@ -101,6 +101,11 @@ def _walk(node: Node) -> Iterator[Node]:
     yield node
 
 
+def _enters(node: Node) -> bool:
+    """Whether something is made of what entered the block."""
+    return any(isinstance(one, Entered) for one in _walk(node))
+
+
 @dataclass
 class _Seen:
     """What the modules of one block were given and gave in one forward."""
@@ -147,7 +152,8 @@ class _Seen:
             if terms is not None:
                 nodes = [(number, self.explain(out, inside | set(makers))) for number, out in terms]
                 if all(node is not None for _, node in nodes):
-                    return Sum(tuple((number, node) for number, node in nodes if node is not None))
+                    found = [(number, node) for number, node in nodes if node is not None]
+                    return Sum(tuple(sorted(found, key=lambda term: not _enters(term[1]))))  # what entered comes first
         return None
 
     def with_silent(self, tree: Node | None) -> Node | None:
@@ -161,7 +167,7 @@ class _Seen:
             if apart and not bool(out.any()) and any(True for _ in module.parameters()):
                 silent.append(Part(module))
         terms = tree.terms if isinstance(tree, Sum) else ((1.0, tree),)
-        through = [any(isinstance(node, Entered) for node in _walk(term)) for _, term in terms]
+        through = [_enters(term) for _, term in terms]
         place = through.index(True) + 1 if True in through else 0  # heads come before other parts, as in all blocks
         more = tuple((1.0, node) for node in silent)
         return Sum((*terms[:place], *more[:heads], *terms[place:], *more[heads:])) if silent else tree

@@ -243,7 +243,7 @@ def norm_unit(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"
 def take_apart(norm: nn.Module, like: Tensor) -> Norm:
     """Gain, bias and centring of a norm, found by asking it; ``like`` is what it normalises."""
     names = _gain_names(norm)
-    shape = norm.get_parameter(names[0]).shape if names else like.shape[-1:]
+    shape = dict(norm.named_parameters())[names[0]].shape if names else like.shape[-1:]
     signs = (1 - 2 * (torch.arange(shape[-1], device=like.device) % 2)).float()
     signs = signs.expand(shape)  # alternating ±1: no entry of its normalised form vanishes
     gain = _norm_at(norm, signs, gain=None) / norm_unit(norm, signs)

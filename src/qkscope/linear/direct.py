@@ -7,6 +7,8 @@ down to every writer: gradient times activation, one backward for all.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -31,33 +33,55 @@ def direct_effect(run: Run, layer: int, written: Float[Tensor, "n d_model"]) -> 
         source = Heads if later == layer else Entered
         carried = _carried(run, run.reader.blocks[later].tree, source, values)
         values = torch.zeros_like(values) if carried is None else carried
-    left, logits = _end(run)
+    end = _End.of(run)
+    if not end.linear:
+        return None
     with torch.enable_grad():
-        v = torch.zeros_like(logits, requires_grad=True)
-        (pulled,) = torch.autograd.grad(logits, left, v, create_graph=True, retain_graph=True)
-        at = run.row.to(pulled.device), run.columns[:, 0].to(pulled.device)
-        pushed = (pulled[at] * values[:, 0].to(pulled)).sum()
-        found, bent = torch.autograd.grad(pushed, (v, left), allow_unused=True, retain_graph=True)
-    return None if bent is not None and bool(bent.any()) else found.to(run.row.device)
+        v = torch.zeros_like(end.logits, requires_grad=True)
+        (pulled,) = torch.autograd.grad(end.logits, end.left, v, create_graph=True, retain_graph=True)
+        pushed = (pulled[end.at] * values[:, 0].to(pulled)).sum()
+        (found,) = torch.autograd.grad(pushed, v, retain_graph=True)
+    return found.to(run.row.device)
 
 
 def direct_effects(run: Run, token: int) -> dict[str, Float[Tensor, "n 1"]] | None:
     """What every writer adds, at the query, to a token's logit over the mean of all; None where `direct_effect` is."""
-    if direct_effect(run, len(run.reader.blocks) - 1, torch.zeros_like(run.entered[0][:, 0])) is None:
+    end = _End.of(run)
+    if not end.linear:
         return None
-    left, logits = _end(run)
     with torch.enable_grad():
-        logit = (logits[:, token] - logits.mean(1)).sum()
-        (g,) = torch.autograd.grad(logit, left, retain_graph=True)
-    g = g[run.row.to(g.device), run.columns[:, 0].to(g.device)][:, None].to(run.entered[0])
-    slots = torch.zeros(1, dtype=torch.long, device=g.device)
-    return run.answer(Direction(len(run.reader.blocks), slots, g, torch.zeros_like(g[..., 0]))).values
+        logit = end.logits[:, token] - end.logits.mean(1)
+        (g,) = torch.autograd.grad(logit.sum(), end.left, retain_graph=True)
+    constants = logit.detach() - (g[end.at].float() * end.left.detach()[end.at].float()).sum(-1)
+    g, slots = g[end.at][:, None].to(run.entered[0]), torch.zeros(1, dtype=torch.long, device=run.row.device)
+    return run.answer(Direction(len(run.reader.blocks), slots, g, constants[:, None].to(g))).values
 
 
-def _end(run: Run) -> tuple[Tensor, Tensor]:
-    assert run.left is not None
-    assert run.logits is not None
-    return run.left, run.logits
+class _End(NamedTuple):
+    """What leaves the last block, next-token logits before any soft-cap, where the queries are, and if it is linear."""
+
+    left: Float[Tensor, "b t d_model"]
+    logits: Float[Tensor, "n v"]
+    at: tuple[Tensor, Tensor]
+    linear: bool
+
+    @classmethod
+    def of(cls, run: Run) -> _End:
+        """The end of a run with logits."""
+        left, logits = run.left, run.logits
+        assert left is not None
+        assert logits is not None
+        cap = getattr(run.reader.scope.model.config.get_text_config(), "final_logit_softcapping", None)
+        with torch.enable_grad():
+            logits = logits if cap is None else (logits / cap).atanh() * cap
+            along = torch.linspace(-1, 1, logits.shape[-1]).to(logits).expand_as(logits)
+            (g,) = torch.autograd.grad(logits, left, along, create_graph=True, retain_graph=True)
+            bent = None
+            if g.requires_grad:
+                (bent,) = torch.autograd.grad(g.square().sum(), left, allow_unused=True, retain_graph=True)
+        # a cap undone rounds
+        linear = bent is None or bool((bent * left).abs().max() <= 1e-2 * g.detach().square().max())
+        return cls(left, logits, (run.row.to(left.device), run.columns[:, 0].to(left.device)), linear)
 
 
 def _carried(run: Run, node: Node, source: type, values: Tensor) -> Float[Tensor, "n 1 d"] | None:

@@ -1,0 +1,242 @@
+"""The linear engine against references written apart: parts, half precision, any rows, cuts, and direct effects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import qkscope as qk
+from batches import look, padded
+from qkscope.analyses.trace.edges import CANCELS
+from qkscope.analyses.trace.prompt import Probe
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
+from qkscope.heads import Head
+from qkscope.linear.check import sum_error
+from qkscope.linear.direct import direct_effect, direct_effects
+from qkscope.linear.many import values_of
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
+
+IDS = qk.Example(ids=tuple(range(3, 14)))
+
+
+def residual_parts(model: nn.Module, inputs: dict[str, Tensor], last: int) -> tuple[dict[str, Tensor], Tensor]:
+    """By writer, what it left in the stream that enters a layer of a Llama at every token, by hooks; and the stream."""
+    parts: dict[str, Tensor] = {}
+    entered: list[Tensor] = []
+    inner, hooks = model.model, []
+    for i, layer in enumerate(inner.layers[:last]):
+
+        def heads(module: nn.Module, args: tuple[Tensor], i: int = i) -> None:
+            for h, z in enumerate(args[0].split(inner.layers[i].self_attn.head_dim, -1)):
+                parts[f"L{i}H{h}"] = z @ module.weight[:, h * z.shape[-1] : (h + 1) * z.shape[-1]].T
+
+        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
+        hooks.append(layer.mlp.register_forward_hook(lambda _m, _a, out, i=i: parts.update({f"M{i}": out})))
+    hooks.append(inner.embed_tokens.register_forward_hook(lambda _m, _a, out: parts.update(embedding=out)))
+    hooks.append(inner.layers[last].register_forward_pre_hook(lambda _m, args: entered.append(args[0])))
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return parts, entered[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_writers_part_is_what_the_weights_of_a_llama_say(side):
+    scope = look("llama", num_hidden_layers=3)
+    model, layer = scope.model, scope.model.model.layers[2]
+    inputs, places = padded(scope, side)
+    parts, x = residual_parts(model, inputs, 2)
+    norm, width = layer.input_layernorm, scope.d_head
+    cos, sin = model.model.rotary_emb(x, inputs["position_ids"])
+    scale = norm.weight * x.square().mean(-1, keepdim=True).add(norm.variance_epsilon).rsqrt()
+
+    def turned(writer: str, weight: Tensor) -> Tensor:
+        vectors = ((parts[writer] * scale) @ weight.T).unflatten(-1, (-1, width)).transpose(1, 2)
+        return apply_rotary_pos_emb(vectors, vectors, cos, sin)[0].transpose(1, 2).detach()
+
+    run = Reader(scope, [Head(2, i) for i in range(4)]).record(inputs, places)
+    names, rows = run.reader.writers(2)[:-1], torch.arange(2)[:, None]
+    assert set(names) == set(parts)
+    for head in run.reader.heads:
+        for own, weight in (("query", layer.self_attn.q_proj.weight), ("key", layer.self_attn.k_proj.weight)):
+            index = head.index if own == "query" else head.index // scope.group_size
+            ours, at = run.read(head, own, run.stream(2)), run.columns[:, run.at(own)]
+            true = torch.stack([turned(name, weight)[rows, at, index] for name in names], dim=1)
+            shown = places.key_mask[:, None, :, None] if own == "key" else torch.ones(1)
+            assert ((ours[:, :-1] - true) * shown).abs().max() <= 1e-5 * (true * shown).abs().max()
+            assert not ours[:, -1].any()  # no biases
+
+
+# ---------------------------------------------------------------------- half precision
+
+
+def attended(run: Run, mask: Tensor) -> Tensor:
+    """Weights of each head's keys: the one with the largest logit over the mean of the others."""
+    logits = [
+        torch.einsum("nd,nkd->nk", run.true(head, "query")[:, 0], run.true(head, "key")) for head in run.reader.heads
+    ]
+    best = torch.stack(logits, dim=1).masked_fill(~mask[:, None], -torch.inf).argmax(-1)
+    chosen = torch.nn.functional.one_hot(best, mask.shape[1])
+    others = (mask[:, None] & ~chosen.bool()).float()
+    return chosen - others / others.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "nano:mixed"])
+def test_half_precision_gives_the_sums_and_shares_of_full_precision(name, dtype):
+    """Where the model's own logit is the same to 2% and shares do not cancel: a split is no better than its logit."""
+    loaded = qk.Scope.load(name) if name.startswith("nano") else look(name)
+    asked = loaded.encode(["hat: O jam: Z cat: B jam:"]) if name.startswith("nano") else None
+    inputs, places = padded(loaded, "left") if asked is None else (asked.inputs, asked.everywhere())
+    weights, values = None, []
+    for kind in (torch.float32, dtype):  # of the same rounded weights
+        scope = Scope.from_model(loaded.model.to(dtype).to(kind), check=False)
+        reader = Reader(scope, [head for head in scope.heads() if head.layer])
+        run = reader.record(inputs, places)
+        weights = attended(run, places.key_mask) if weights is None else weights
+        values.append([side for _, *sides in values_of(run, weights) for side in sides])
+        assert max(sum_error(run, head, places.key_mask) for head in reader.heads) <= 2e-2
+    apart = [
+        float((half / half.sum() - full / full.sum()).abs().max())
+        for sides in zip(*values, strict=True)
+        for full, half in zip(*sides, strict=True)
+        if abs(float(half.sum() / full.sum()) - 1) < 0.02 and full.abs().sum() <= CANCELS * full.sum().abs()
+    ]
+    assert len(apart) >= 12  # of 16
+    assert max(apart) <= 0.02
+
+
+# ---------------------------------------------------------------------- any rows and slots
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "falcon"])  # tokens run alone, and whole prompts
+def test_rows_and_slots_come_in_any_order_and_number(family):
+    """Several queries of one example, an example twice, a token named twice, padded slots: as each alone."""
+    scope = look(family, num_hidden_layers=3)
+    inputs, places = padded(scope, "left")
+    reader, draw = Reader(scope, [Head(2, 1), Head(2, 3)]), torch.Generator().manual_seed(0)
+    whole = reader.record(inputs, places)
+    some = Places(
+        torch.tensor([1, 0, 1, 1]),
+        torch.tensor([8, 6, 5, 8]),
+        torch.tensor([[4, 4, 3, 8], [2, 6, 2, -1], [5, 3, 5, 5], [8, 7, -1, -1]]),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool(),
+    )
+    run = reader.record(inputs, some)
+    weights = torch.randn(4, 2, 4, generator=draw) * some.key_mask[:, None]
+    for part, rows in ((run, slice(0, 4)), (run.rows(slice(1, 3)), slice(1, 3))):
+        told = {head: (query, key) for head, query, key in values_of(part, weights[rows])}
+        for i, head in enumerate(reader.heads):
+            assert sum_error(part, head, some.key_mask[rows]) <= 2e-5
+            true = whole.read(head, "key", whole.stream(2))  # by token
+            ours = part.read(head, "key", part.stream(2))
+            wanted = true[some.row, :, some.keys.clamp(min=0).T].permute(1, 2, 0, 3)[rows]
+            shown = some.key_mask[rows, None, :, None]
+            assert ((ours - wanted) * shown).abs().max() <= 1e-5 * wanted.abs().max()
+            w, keys = weights[rows, i], torch.arange(1, 5)
+            _, asked = part.ask(head, 0, keys, w)
+            q = part.true(head, "query")[:, 0] * part.calls[2].scale
+            by_key = torch.einsum("nckd,nd,nk->nc", wanted, q, w)
+            answer = part.answer(asked["key"]).values
+            for values in (told[head][1], torch.stack([answer[name].sum(1) for name in reader.writers(2)], dim=1)):
+                assert (values - by_key).abs().max() <= 2e-5 * by_key.abs().max()
+
+
+# ---------------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # and norms of queries and keys
+@pytest.mark.parametrize("side", ["key", "query"])
+def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, side):
+    scope = look(family, num_hidden_layers=3, attn_implementation="eager")
+    head, layer = Head(2, 2), scope.model.model.layers[2]
+    one = Probe(scope, IDS).head(head, query=9, key=4)
+    at, rest = {"key": 4, "query": 9}[side], [1, 2, 3, 5, 6, 7, 8]
+    written, x = residual_parts(scope.model, one.asked.inputs, 2)
+    sigma = (layer.input_layernorm(x) / x)[0, at].detach()
+    made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
+    kept: dict[nn.Module, Tensor] = {}
+
+    def attention(cut: list[str]) -> Tensor:
+        def enter(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            z = args[0].clone()
+            for name in cut:
+                z[0, at] += sigma * (written[name][0, rest].mean(0) - written[name][0, at])
+            return (z,)
+
+        def frozen(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            return args[0] * kept.setdefault(module, out / args[0])
+
+        norms = [own for name, own in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
+        hooks = [made.register_forward_pre_hook(enter), *(norm.register_forward_hook(frozen) for norm in norms)]
+        with torch.no_grad():
+            row = scope.model(**one.asked.inputs, output_attentions=True).attentions[2][0, head.index, 9]
+        for hook in hooks:
+            hook.remove()
+        return row
+
+    assert (attention([]) - one.attention).abs().max() <= 1e-5
+    for chosen in ([0], [3], [5, 1], list(range(len(one.writers) - 1))):
+        found = one.cut({side: chosen})
+        assert (found - attention([one.writers[i] for i in chosen])).abs().max() <= 1e-5
+        assert (found - one.attention).abs().max() > 1e-4
+
+
+# ---------------------------------------------------------------------- direct effects
+
+
+def asked_of(scope: Scope) -> Run:
+    return Probe(scope, IDS).run()[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {}), ("gemma2", {}), ("gpt2", {}), ("opt", {"word_embed_proj_dim": 32}), ("granite", {}), ("olmo2", {})],
+)
+def test_pushes_of_all_writers_and_biases_sum_to_a_tokens_logit_over_the_mean(family, overrides):
+    scope = look(family, **overrides)
+    run, model, uncapped = asked_of(scope), scope.model, []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, out: uncapped.append(out[0, -1]))
+    with torch.no_grad():
+        model(**run.inputs)
+    hook.remove()
+    logits = uncapped[0] if family == "gemma2" else run.logits[0].detach()  # before the cap
+    for token in (int(logits.argmax()), 17):
+        pushed = direct_effects(run, token)
+        assert set(pushed) == set(run.reader.writers(scope.n_layers))
+        largest = max(float(value.abs()) for value in pushed.values())
+        total = sum(float(value) for value in pushed.values())
+        assert total == pytest.approx(float(logits[token] - logits.mean()), abs=1e-5 * largest)
+        if family not in ("gpt2", "opt"):
+            assert abs(float(pushed["bias"])) <= 1e-5 * largest
+        for head in scope.heads():
+            W = run.reader.output_weights(head.layer)[0][head.index]
+            z = run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]
+            direct = direct_effect(run, head.layer, (W @ z)[None])[0]
+            assert float(direct[token] - direct.mean()) == pytest.approx(float(pushed[str(head)]), abs=1e-5 * largest)
+
+
+def test_the_last_norms_bias_pushes_what_the_unembedding_makes_of_it():
+    scope, token = look("gpt2"), 17
+    bias = scope.model.transformer.ln_f.bias
+    before = direct_effects(asked_of(scope), token)["bias"]
+    with torch.no_grad():
+        wanted = scope.model.get_output_embeddings().weight @ bias
+        bias.zero_()
+    after = direct_effects(asked_of(scope), token)["bias"]
+    assert float(before - after) == pytest.approx(float(wanted[token] - wanted.mean()), abs=1e-5)
+
+
+def test_where_logits_are_no_linear_function_of_the_stream_nothing_is_pushed():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = transformers.AutoConfig.for_model("bert", vocab_size=120, is_decoder=True, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    run = asked_of(Scope.from_model(model, check=False))
+    assert direct_effects(run, 17) is None
+    assert direct_effect(run, 1, torch.ones(1, 64)) is None
