@@ -31,7 +31,6 @@ from qkscope.capture.inputs import input_device, model_pad_id, pad_rows, short_i
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
-from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 
@@ -166,6 +165,8 @@ def _limits(scope: Scope) -> Iterator[str]:
     for space, why in sorted(refused):
         yield f"no {space}: {why}"
     try:
+        from qkscope.linear.weights import head_weights
+
         head_weights(scope)
     except BadInput as refusal:
         yield f"no weights: {refusal}"

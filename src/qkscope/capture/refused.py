@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkscope.capture.inputs import text_config
-from qkscope.capture.projection import place_of
+from qkscope.capture.layers import place_of
 from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 
