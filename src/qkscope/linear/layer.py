@@ -12,7 +12,7 @@ norms depends on the input is not affine: then ``J x + c`` misses the true vecto
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -106,7 +106,9 @@ class Layer:
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
         """Vectors of a stream: of these tokens, or of the whole prompts."""
         gather = partial(_at, columns=columns) if self.alone else _of_rows
-        call = self._run(*_replaced(self.given, self.hidden, x, partial(gather, hidden=self.hidden, row=row)), frozen)
+        replaced = partial(_replaced, hidden=self.hidden, new=x, other=partial(gather, hidden=self.hidden, row=row))
+        args, kwargs = self.given
+        call = self._run(replaced(args), {name: replaced(value) for name, value in kwargs.items()}, frozen)
         return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
 
     def _picked(self, made: dict[Kind, Tensor]) -> dict[Kind, Float[Tensor, "n p h d"]]:
@@ -210,23 +212,16 @@ def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _replaced(
-    given: tuple[Any, Any], hidden: Tensor, new: Tensor, other: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replaced(value: Any, hidden: Tensor, new: Tensor, other: Callable[[Tensor], Tensor]) -> Any:
     """Arguments with another stream, everything else as `other` makes it."""
-
-    def one(value: Any) -> Any:
-        if value is hidden:
-            return new
-        if isinstance(value, tuple | list):
-            return type(value)(one(part) for part in value)
-        if isinstance(value, Tensor):
-            value = other(value)
-            return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
-        return value
-
-    args, kwargs = given
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+    if value is hidden:
+        return new
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(part, hidden, new, other) for part in value)
+    if isinstance(value, Tensor):
+        value = other(value)
+        return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
+    return value
 
 
 def _of_rows(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"]) -> Tensor:

@@ -134,7 +134,9 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     shape = layers[wanted[0].layer].d_head, stream.shape[-1] + 1
     W = {kind: torch.empty(count, *shape, device=stream.device) for kind, count in counts.items()}
     c = {kind: torch.empty_like(value[..., 0]) for kind, value in W.items()}
-    for number, plan in layout.plans.items():
+    for number, plan in sorted(
+        layout.plans.items(), reverse=True
+    ):  # one that runs again may hand other keys to later ones
         layer, offsets, before = _unit(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
@@ -189,8 +191,8 @@ def _unit(
     name = f"{scope.model.config.model_type} layer {number}"
     if not layer.reads("k"):
         raise BadInput(
-            f"{name} has no weights to read: it has no keys of its own but reads those of a layer before them; ask for"
-            " heads of other layers."
+            f"{name} has no weights to read: some layers have no keys of their own but read those of a layer before"
+            " them; ask for heads of the others."
         )
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
     draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
@@ -202,24 +204,30 @@ def _unit(
         layer.unit(unbiased=qk_norms)
         linear = layer.pushed(torch.cat([0 * x, x, x + x.roll(1, 0), _FAR * x]), frozen=True)
     offsets = {kind: (biased[kind] - layer.constants[kind])[0, 0] for kind in biased}
+    rounding = max(_CLOSE, 4 * torch.finfo(stream.dtype).eps)  # of cos and sin
     seen: dict[Kind, str] = {"q": "queries", "k": "keys"}
     for kind, what in seen.items():
-        _check_form(f"{name}: its {what}", live[kind], turned[kind], linear[kind].chunk(4), offsets[kind])
+        _check_form(f"{name}: its {what}", live[kind], turned[kind], linear[kind].chunk(4), offsets[kind], rounding)
     before = None if called.before is None or set(layer.norms.ran) - qk_norms else take_apart(called.before, stream)
     return layer, offsets, before
 
 
-def _check_form(what: str, live: Tensor, turned: Tensor, linear: Sequence[Tensor], offset: Tensor) -> None:
+def _check_form(
+    what: str, live: Tensor, turned: Tensor, linear: Sequence[Tensor], offset: Tensor, rounding: float
+) -> None:
     """Refuse vectors that are not ``s W x̂ + c``, or whose rotation does more than rotate."""
     zero, once, both, far = linear
-    close = lambda one, other: bool((one - other).norm(dim=-1).max() <= _CLOSE * other.norm(dim=-1).mean())  # noqa: E731
+
+    def close(one: Tensor, other: Tensor, limit: float = _CLOSE) -> bool:
+        return bool((one - other).norm(dim=-1).max() <= limit * other.norm(dim=-1).mean())
+
     # of two different inputs: a layer that routes them to other weights is straight along each
     if not (close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)):
         raise BadInput(f"{what} are no linear function of its input, so they have no single weight matrix.")
     s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(-1, keepdim=True).clamp_min(1e-30)
     if not close(s * once + offset, live):
         raise BadInput(f"{what} are normalised in parts, so they are not one scalar times a linear map.")
-    if not close(turned.norm(dim=-1, keepdim=True), live.norm(dim=-1, keepdim=True)):
+    if not close(turned.norm(dim=-1, keepdim=True), live.norm(dim=-1, keepdim=True), rounding):
         raise BadInput(f"{what} are scaled unevenly after the rotation, so no weight matrix stands before it.")
 
 
