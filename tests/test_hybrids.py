@@ -9,13 +9,13 @@ from torch import nn
 from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.linear.check import trace_error
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
+from qkscope.linear.weights import head_weights
 
 INSTEAD = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
@@ -50,7 +50,7 @@ def test_a_head_of_a_layer_without_attention_is_one_sentence(scope: Scope) -> No
     instead = INSTEAD[scope.model.config.model_type]
     with pytest.raises(BadInput, match=rf"layer 2 of .* has a {instead} instead of attention; heads are in L1, L3\."):
         scope.check("L2H0")
-    with pytest.raises(BadInput, match="layers with attention are L1, L3"):
+    with pytest.raises(BadInput, match="instead of attention; heads are in L1, L3"):
         head_weights(scope.model, "L2H0")
 
 

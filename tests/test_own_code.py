@@ -14,10 +14,10 @@ from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
-from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.linear.check import trace_error
+from qkscope.linear.weights import head_weights
 
 ALIBI = {"alibi": True}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}

@@ -84,9 +84,7 @@ def test_terms_sum_to_the_relative_logit_of_the_models_own_call(family):
         # a component that the queries do not have (QK-norm takes their mean out) has no coordinate either
         size_of = basis.read[own].norm(dim=-2)
         alpha, turned = alpha * size_of, found.query[:, own] * size_of
-        ratio = float(turned.norm() / alpha.norm())  # YaRN scales rotated vectors
-        assert ratio == pytest.approx(1.0, abs=1e-3) or family == "gpt_oss"
-        assert float((turned - ratio * alpha).abs().max()) < 2e-3 * float(turned.abs().max())
+        assert float((turned - alpha).abs().max()) < 2e-3 * float(turned.abs().max())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "biogpt"])

@@ -24,11 +24,11 @@ from qkscope.capture.families import FAMILIES, LENGTHS, tiny_model
 from qkscope.capture.inputs import forward, short_ids
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.weights import head_weights
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.kinds import checked_call
 from qkscope.linear.check import trace_error
+from qkscope.linear.weights import head_weights
 
 CLOSE = 2e-5
 Verdict = Literal["right", "refused", "wrong", "not built"]

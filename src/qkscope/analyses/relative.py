@@ -24,12 +24,12 @@ from qkscope.capture.files import cache_dir
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
-from qkscope.capture.weights import head_weights
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.linear.weights import head_weights
 from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.bases import heads_at_once

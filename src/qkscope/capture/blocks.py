@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import forward, short_inputs
-from qkscope.capture.projection import block_of, is_norm, place_of
+from qkscope.capture.layers import block_of, place_of
+from qkscope.capture.norms import is_norm
 from qkscope.capture.tap import Call, cleared, tap
 from qkscope.errors import BadInput
 
@@ -241,7 +242,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     """
     names = {module: name for name, module in model.named_modules()}
     attentions = {layer_of[id(module)]: module for module in names if id(module) in layer_of}
-    blocks = {layer: block_of(names[module], model) for layer, module in attentions.items()}
+    blocks = {layer: block_of(model, names[module]) for layer, module in attentions.items()}
     place = place_of(model, names[attentions[min(attentions)]])
     if place is not None and len(place[0]) > len(blocks):  # layers without attention write, too
         blocks = dict(enumerate(place[0])) | blocks

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
+from qkscope.capture.layers import place_of
 from qkscope.capture.own_code import own_attention
-from qkscope.capture.projection import layer_number
 from qkscope.capture.refused import check_honoured, check_kind, refusal, replaced, without_attention
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
 from qkscope.capture.tap import Anatomy, Call, Stop, cleared, tap
@@ -196,7 +196,8 @@ def probe(model: Any) -> Facts:
     family = _family_refusals(model, inputs, calls)
     takes_positions, first_position, sides = _counting(model, inputs, calls, bool(instead))
     names = {id(module): name for name, module in model.named_modules()}
-    numbers = [layer_number(model, names[module], i) for i, module in enumerate(modules)]
+    places = [place_of(model, names[module]) for module in modules]
+    numbers = [i if place is None else place[1] for i, place in enumerate(places)]
     layer_of = dict(zip(modules, numbers, strict=True))
     found = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
     found |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qkscope.capture.inputs import text_config
-from qkscope.capture.projection import place_of
+from qkscope.capture.layers import place_of
 from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 

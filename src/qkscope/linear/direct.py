@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.capture.blocks import Entered, Heads, Node, Normed, Scaled, Sum
-from qkscope.linear.run import Direction, Run, centred
+from qkscope.linear.run import Direction, Run
 
 
 def direct_effect(run: Run, layer: int, written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n v"] | None:
@@ -97,5 +97,5 @@ def _carried(run: Run, node: Node, source: type, values: Tensor) -> Float[Tensor
         case Normed(norm, inner):
             found = _carried(run, inner, source, values)
             own, scale = run.scale(norm, slice(0, 1))
-            return None if found is None else centred(found, own) * scale
+            return None if found is None else own.centred(found) * scale
     return values if isinstance(node, source) else None

@@ -12,7 +12,7 @@ norms depends on the input is not affine: then ``J x + c`` misses the true vecto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -21,49 +21,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qkscope.capture.projection import Norm, is_norm, take_apart
+from qkscope.capture.norms import Frozen
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
 
 Kind = Literal["q", "k", "v"]
 _AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
 _ROOM = 2**26  # numbers that gradients of several directions may take at once
-
-
-class Frozen:
-    """Norms that multiply by what they multiplied by when they first ran: the first run notes, later runs repeat."""
-
-    def __init__(self) -> None:
-        self._own: dict[nn.Module, Norm] = {}
-        self._scalars: dict[nn.Module, list[Tensor]] = {}
-        self._runs: dict[nn.Module, int] = {}
-        self._asking = False
-
-    def hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
-        """Make linear maps of the norms among some modules for one run, until the hooks are removed."""
-        self._runs.clear()
-        return [norm.register_forward_hook(self._norm) for norm in modules if is_norm(norm)]
-
-    @torch.no_grad()
-    def _parts(self, norm: nn.Module, x: Tensor) -> Norm:
-        if norm not in self._own:
-            self._asking = True  # a norm is taken apart by running it
-            self._own[norm] = take_apart(norm, x)
-            self._asking = False
-        return self._own[norm]
-
-    def _norm(self, norm: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
-        if self._asking:
-            return None
-        x, own = given[0].float(), self._parts(norm, given[0])
-        y = own.gain * (x - x.mean(-1, keepdim=True) if own.centres else x)
-        run = self._runs[norm] = self._runs.get(norm, -1) + 1  # one norm may serve queries, then keys
-        noted = self._scalars.setdefault(norm, [])
-        if len(noted) == run:
-            true = y.detach()
-            scalar = ((out.detach().float() - own.bias) * true).sum(-1) / true.square().sum(-1).clamp_min(1e-30)
-            noted.append(scalar[..., None])
-        return (noted[run] * y + own.bias).to(out.dtype)
 
 
 class Layer:
@@ -93,24 +57,40 @@ class Layer:
         self.row, self.columns = row.to(self.hidden.device), columns.to(self.hidden.device)
         self.at = self.row[:, None], self.columns
         self._jacobians: dict[tuple[Kind, int], Tensor] = {}
-        self.x, self._vectors = self._made()
-        with torch.no_grad():
-            self.constants = self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True))
+        self.x, self._vectors = self._found()
+        self.constants = self._at_zero()
 
     # ------------------------------------------------------------------ the layer's own code
 
     def _made(self) -> tuple[Tensor, dict[Kind, Tensor]]:
+        x = (self.hidden[self.at] if self.alone else self.hidden[self.row]).detach().float().requires_grad_()
+        with torch.enable_grad():
+            return x, self._push(x, self.row, self.columns, frozen=True)
+
+    @torch.no_grad()
+    def _at_zero(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
+        return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True))
+
+    def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
+        """From now on every norm's scalar is 1, and some norms have no bias."""
+        self.norms.unit(unbiased)
+        self._jacobians.clear()
+        self.x, self._vectors = self._made()
+        self.constants = self._at_zero()
+
+    def reads(self, kind: Kind) -> bool:
+        """Whether its vectors are made of the stream at all; some layers read keys of another."""
+        return self._vectors[kind].requires_grad
+
+    def _found(self) -> tuple[Tensor, dict[Kind, Tensor]]:
         """The true stream, and its vectors: of these tokens run alone where that gives the same, else of whole prompts.
 
         A family may count columns, or mix tokens before its attention; then tokens alone are not what they were.
         """
         for alone in (True, False) if not self.scope.facts.anatomy.own else (False,):
-            self.alone = alone
-            x = (self.hidden[self.at] if self.alone else self.hidden[self.row]).detach().float().requires_grad_()
-            self.norms = Frozen()
+            self.alone, self.norms = alone, Frozen()
             try:
-                with torch.enable_grad():
-                    made = self._push(x, self.row, self.columns, frozen=True)
+                x, made = self._made()
                 if not self.alone or all(self._agrees(made[kind].detach(), kind) for kind in ("q", "k")):
                     break
             except (RuntimeError, ValueError, IndexError, TypeError):  # its code wants the whole prompt
@@ -126,7 +106,9 @@ class Layer:
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
         """Vectors of a stream: of these tokens, or of the whole prompts."""
         gather = partial(_at, columns=columns) if self.alone else _of_rows
-        call = self._run(*_replaced(self.given, self.hidden, x, partial(gather, hidden=self.hidden, row=row)), frozen)
+        replaced = partial(_replaced, hidden=self.hidden, new=x, other=partial(gather, hidden=self.hidden, row=row))
+        args, kwargs = self.given
+        call = self._run(replaced(args), {name: replaced(value) for name, value in kwargs.items()}, frozen)
         return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
 
     def _picked(self, made: dict[Kind, Tensor]) -> dict[Kind, Float[Tensor, "n p h d"]]:
@@ -134,18 +116,23 @@ class Layer:
         rows = torch.arange(len(self.row), device=self.row.device)[:, None]
         return made if self.alone else {kind: value[rows, self.columns] for kind, value in made.items()}
 
+    def pushed(self, x: Float[Tensor, "x n p d_model"], frozen: bool = False) -> dict[Kind, Float[Tensor, "x n p h d"]]:
+        """Vectors of other streams at these tokens, the norms running or frozen."""
+        if self.alone:
+            row, columns = self.row.repeat(len(x)), self.columns.repeat(len(x), 1)
+            made = self._push(x.flatten(0, 1).to(self.x), row, columns, frozen)
+            return {kind: value.unflatten(0, (len(x), -1)) for kind, value in made.items()}
+        every, index = [], torch.arange(len(self.row), device=self.row.device)
+        for stream in x.to(self.x):
+            whole = self.x.detach().clone()
+            for slot in reversed(range(stream.shape[1])):  # padded slots come last, on a token that may be named before
+                whole[index, self.columns[:, slot]] = stream[:, slot]
+            every.append(self._picked(self._push(whole, self.row, self.columns, frozen)))
+        return {kind: torch.stack([made[kind] for made in every]) for kind in every[0]}
+
     def live(self, x: Float[Tensor, "x n p d_model"], kind: Kind, head: int) -> Float[Tensor, "x n p d"]:
         """A head's vectors of other streams at these tokens, its norms running."""
-        times = len(x)
-        row, columns = self.row.repeat(times), self.columns.repeat(times, 1)
-        flat = x.flatten(0, 1).to(self.x)
-        if self.alone:
-            return self._push(flat, row, columns, frozen=False)[kind][:, :, head].unflatten(0, (times, -1)).to(x)
-        whole, index = self.hidden[row].detach().float().clone(), torch.arange(len(row), device=row.device)
-        for slot in reversed(range(columns.shape[1])):  # padded slots come last, on a token that may be named before
-            whole[index, columns[:, slot]] = flat[:, slot]
-        made = self._push(whole, row, columns, frozen=False)[kind][index[:, None], columns, head]
-        return made.unflatten(0, (times, -1)).to(x)
+        return self.pushed(x)[kind][..., head, :].to(x)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: bool) -> Call:
         found: list[Call] = []
@@ -228,23 +215,16 @@ def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _replaced(
-    given: tuple[Any, Any], hidden: Tensor, new: Tensor, other: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replaced(value: Any, hidden: Tensor, new: Tensor, other: Callable[[Tensor], Tensor]) -> Any:
     """Arguments with another stream, everything else as `other` makes it."""
-
-    def one(value: Any) -> Any:
-        if value is hidden:
-            return new
-        if isinstance(value, tuple | list):
-            return type(value)(one(part) for part in value)
-        if isinstance(value, Tensor):
-            value = other(value)
-            return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
-        return value
-
-    args, kwargs = given
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+    if value is hidden:
+        return new
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(part, hidden, new, other) for part in value)
+    if isinstance(value, Tensor):
+        value = other(value)
+        return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
+    return value
 
 
 def _of_rows(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"]) -> Tensor:

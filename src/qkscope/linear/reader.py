@@ -18,13 +18,13 @@ from qkscope.capture.blocks import Heads, Part, read_blocks
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import Picker, index_on, layout_of
 from qkscope.capture.inputs import input_device, short_inputs
+from qkscope.capture.norms import Frozen, Norm, take_apart
 from qkscope.capture.pick import Places
-from qkscope.capture.projection import Norm, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.layer import Frozen, stream_of
+from qkscope.linear.layer import stream_of
 from qkscope.linear.run import BIAS, EMBEDDING, KINDS, Run, Side
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.blocks import Entered, Heads, Node, Normed, Part, Scaled, Sum
+from qkscope.capture.norms import Norm, full_output
 from qkscope.capture.pick import Capture
-from qkscope.capture.projection import Norm, norm_unit
 from qkscope.capture.tap import Call
 from qkscope.heads import Head
 from qkscope.linear.layer import Kind, Layer
@@ -236,14 +236,14 @@ class Run:
             case Normed(norm, inner):
                 own, scale = self.scale(norm)
                 pieces = self._through(layer, inner, entered)
-                turned = [Parts(p.writers, centred(p.values, own) * scale[:, None]) for p in pieces]
+                turned = [Parts(p.writers, own.centred(p.values) * scale[:, None]) for p in pieces]
                 return [*turned, *self._constant(own.bias)]
 
     def scale(self, norm: nn.Module, slots: Any = slice(None)) -> tuple[Norm, Float[Tensor, "n p d"]]:
         """What a norm in the stream multiplied each place by, its gain included."""
         given = self.given[norm][:, slots]
         own = self.reader.taken_apart(norm, given)
-        return own, norm_scalar(norm, own, given)[..., None] * own.gain.to(given)
+        return own, own.scalar(given, full_output(norm, given)) * own.gain.to(given)
 
     def _head_parts(self, layer: int) -> Float[Tensor, "n h p d"]:
         """What each head of a layer put into the stream; on a GPU made for many layers at once."""
@@ -360,17 +360,5 @@ class Run:
             case Normed(norm, inner):
                 own, scale = self.scale(norm, slots)
                 answer.add(BIAS, g @ own.bias.to(g))
-                return self._back(answer, slots, layer, inner, centred(g * scale, own))
+                return self._back(answer, slots, layer, inner, own.centred(g * scale))
         return torch.zeros_like(g)
-
-
-def norm_scalar(norm: nn.Module, own: Norm, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
-    """What a norm multiplies its (centred) input by, besides its gain."""
-    given = centred(x, own)
-    there = next(norm.parameters(), x).device
-    return (norm_unit(norm, x.to(there)).to(x.device) * given).sum(-1) / given.square().sum(-1).clamp_min(1e-30)
-
-
-def centred(x: Float[Tensor, "*b d"], norm: Norm) -> Float[Tensor, "*b d"]:
-    """Less its mean, where the norm subtracts it."""
-    return x - x.mean(-1, keepdim=True) if norm.centres else x

@@ -1,0 +1,250 @@
+"""W_Q and W_K of every head, with everything that stands before them folded in.
+
+With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended,
+
+    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale · (R_m q)·(R_n k)``,
+
+where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
+the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything along **1**. s is 1, or the one scalar
+per token and head that QK-norm leaves; c is 0, or QK-norm's own bias. W is the gradient of the layer's own code at the
+first token, where a rotation turns nothing, with every norm's scalar set to 1 (`Layer.unit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkscope.capture.gather import layout_of
+from qkscope.capture.inputs import short_inputs
+from qkscope.capture.layers import block_of
+from qkscope.capture.norms import Norm, is_norm, take_apart
+from qkscope.capture.scope import Scope
+from qkscope.capture.tap import Call, Stop, cleared
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.linear.layer import Kind, Layer, stream_of
+
+_FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
+_CLOSE = 1e-3  # how far vectors may be from the form above, of their length
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of some heads, in float32, keys once per KV head.
+
+    Attributes
+    ----------
+    heads : tuple of Head
+        The query heads, in the order asked for.
+    W_Q : Float[Tensor, "h d_head d_model+1"]
+        One per query head.
+    W_K : Float[Tensor, "g d_head d_model+1"]
+        One per key head that at least one of the heads reads.
+    kv_of_head : Int[Tensor, "h"]
+        Which row of `W_K` each query head reads; rows stand in order of first use, as in `Capture`.
+    scale : Float[Tensor, "h"]
+        What the attention call multiplies ``q·k`` by (1 where a family scales its queries instead).
+    c_Q, c_K : Float[Tensor, "h d_head"], Float[Tensor, "g d_head"]
+        QK-norm's own bias: zero in nearly every family.
+    """
+
+    heads: tuple[Head, ...]
+    W_Q: Float[Tensor, "h d_head d_model+1"]
+    W_K: Float[Tensor, "g d_head d_model+1"]
+    kv_of_head: Int[Tensor, "h"]
+    scale: Float[Tensor, "h"]
+    c_Q: Float[Tensor, "h d_head"]
+    c_K: Float[Tensor, "g d_head"]
+
+    def to(self, device: torch.device | str) -> HeadWeights:
+        """The same weights on another device."""
+        tensors: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+    def __getitem__(
+        self, head: str | Head
+    ) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, "d_head d_model+1"]]:
+        """``W_Q`` and ``W_K`` of one head."""
+        head = Head.parse(head)
+        if head not in self.heads:
+            raise BadInput(f"{head} is not among the heads whose weights were read.")
+        row = self.heads.index(head)
+        return self.W_Q[row], self.W_K[self.kv_of_head[row]]
+
+
+def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = None) -> HeadWeights:
+    """Read the folded query and key weights of some heads.
+
+    Parameters
+    ----------
+    model : Scope or PreTrainedModel
+        Any supported model.
+    heads : str, Head or sequence of them, optional
+        The heads wanted, all by default.
+
+    Returns
+    -------
+    HeadWeights
+        On the device of the first layer asked for.
+
+    Raises
+    ------
+    BadInput
+        If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
+        a norm on a part of the key, a gain applied after the rotation, clipped projections, keys of another layer).
+    """
+    scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
+    wanted, kind = scope.parse(heads), scope.model.config.model_type
+    own = [layer.refusals["pre_rope"] for layer in scope.facts.layers if "pre_rope" in layer.refusals]
+    if own and scope.facts.anatomy.own:  # at which place its vectors are not turned is not known
+        raise BadInput(f"{kind} has no weights to read: {own[0]}.")
+    if len({scope.facts.layers[head.layer].d_head for head in wanted}) > 1:
+        raise BadInput("the heads asked for differ in width: ask for those of one width at a time.")
+    try:
+        return _read(scope, wanted)
+    except (BadInput, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a layer asked so may fail in any way: that it has no weights is then the news
+        raise BadInput(
+            f"{kind} has no weights to read: a layer, asked for its queries and keys alone, failed with {error!r}."
+        ) from error
+
+
+class _Called(NamedTuple):
+    """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
+
+    block: nn.Module
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    call: Call
+    before: nn.Module | None
+
+
+def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
+    layers = scope.facts.layers
+    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in layers), tuple(wanted))
+    called = _recorded(scope, max(layout.plans))
+    stream = stream_of(*called[wanted[0].layer].given)
+    counts: dict[Kind, int] = {"q": len(wanted), "k": max(layout.kv_of_head) + 1}
+    shape = layers[wanted[0].layer].d_head, stream.shape[-1] + 1
+    W = {kind: torch.empty(count, *shape, device=stream.device) for kind, count in counts.items()}
+    c = {kind: torch.empty_like(value[..., 0]) for kind, value in W.items()}
+    for number, plan in sorted(
+        layout.plans.items(), reverse=True
+    ):  # one that runs again may hand other keys to later ones
+        layer, offsets, before = _unit(scope, number, called[number])
+        rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
+        for kind, (heads, slots) in rows.items():
+            W[kind][slots] = _matrices(layer, kind, heads, before).to(stream.device)
+            c[kind][slots] = offsets[kind][heads].to(stream.device)
+    scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c["q"])
+    kv_of_head = torch.tensor(layout.kv_of_head, device=stream.device)
+    return HeadWeights(tuple(wanted), W["q"], W["k"], kv_of_head, scale, c["q"], c["k"])
+
+
+@torch.no_grad()
+def _recorded(scope: Scope, last: int) -> dict[int, _Called]:
+    """How each layer up to the last one wanted is called with two tokens."""
+    names = {id(module): name for name, module in scope.model.named_modules()}
+    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[int, Call] = {}
+    made: dict[int, tuple[nn.Module, Tensor]] = {}  # an id means something only while its tensor lives
+    stop = Stop()
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[module] = args, kwargs
+
+    def normed(norm: nn.Module, _args: Any, out: Tensor) -> None:
+        made[id(out)] = norm, out
+
+    def take(call: Call) -> None:
+        calls[call.layer] = call
+        if call.layer == last:
+            raise stop
+
+    hooks = [module.register_forward_pre_hook(entering, with_kwargs=True) for module in scope.model.modules()]
+    hooks += [norm.register_forward_hook(normed) for norm in scope.model.modules() if is_norm(norm)]
+    with cleared(hooks, stop):
+        scope.watch(short_inputs(scope.model, (2,)), take)
+    found = {}
+    for layer, call in calls.items():
+        block = block_of(scope.model, names[id(call.module)])
+        if stream_of(*given[block]).ndim > 3:  # several streams: the attention is given one vector that is made of them
+            block = call.module
+        norm, _ = made.get(id(stream_of(*given[block])), (None, None))
+        found[layer] = _Called(block, given[block], call, norm)
+    return found
+
+
+def _unit(
+    scope: Scope, number: int, called: _Called
+) -> tuple[Layer, dict[Kind, Float[Tensor, "h d_head"]], Norm | None]:
+    """A layer at the first token as ``W x̂``, the offsets c, and the norm before it where its own code has none."""
+    stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
+    ends = (0, stream.shape[1] - 1)
+    layer, last = (Layer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends)
+    name = f"{scope.model.config.model_type} layer {number}"
+    if not layer.reads("k"):
+        raise BadInput(
+            f"{name} has no weights to read: some layers have no keys of their own but read those of a layer before"
+            " them; ask for heads of the others."
+        )
+    qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
+    draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
+    x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])
+    with torch.no_grad():
+        live, turned = layer.pushed(x), last.pushed(x)
+        layer.unit()
+        biased = layer.constants
+        layer.unit(unbiased=qk_norms)
+        linear = layer.pushed(torch.cat([0 * x, x, x + x.roll(1, 0), _FAR * x]), frozen=True)
+    offsets = {kind: (biased[kind] - layer.constants[kind])[0, 0] for kind in biased}
+    rounding = max(_CLOSE, 4 * torch.finfo(stream.dtype).eps)  # of cos and sin
+    seen: dict[Kind, str] = {"q": "queries", "k": "keys"}
+    for kind, what in seen.items():
+        _check_form(f"{name}: its {what}", live[kind], turned[kind], linear[kind].chunk(4), offsets[kind], rounding)
+    before = None if called.before is None or set(layer.norms.ran) - qk_norms else take_apart(called.before, stream)
+    return layer, offsets, before
+
+
+def _check_form(
+    what: str, live: Tensor, turned: Tensor, linear: Sequence[Tensor], offset: Tensor, rounding: float
+) -> None:
+    """Refuse vectors that are not ``s W x̂ + c``, or whose rotation does more than rotate."""
+    zero, once, both, far = linear
+
+    def close(one: Tensor, other: Tensor, limit: float = _CLOSE) -> bool:
+        return bool((one - other).norm(dim=-1).max() <= limit * other.norm(dim=-1).mean())
+
+    # of two different inputs: a layer that routes them to other weights is straight along each
+    if not (close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)):
+        raise BadInput(f"{what} are no linear function of its input, so they have no single weight matrix.")
+    s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    if not close(s * once + offset, live):
+        raise BadInput(f"{what} are normalised in parts, so they are not one scalar times a linear map.")
+    if not close(turned.norm(dim=-1, keepdim=True), live.norm(dim=-1, keepdim=True), rounding):
+        raise BadInput(f"{what} are scaled unevenly after the rotation, so no weight matrix stands before it.")
+
+
+def _matrices(
+    layer: Layer, kind: Kind, heads: Sequence[int], before: Norm | None
+) -> Float[Tensor, "n d_head d_model+1"]:
+    """W of some heads, less what it reads of the part of its input that is the same for every token.
+
+    Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x`` is the same for all
+    tokens, ``n = 1/gain``. No token can say what is read along n, so it moves to the constant.
+    """
+    a = layer.constants[kind][0, 0, list(heads)]
+    width = a.shape[-1]
+    basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
+    J = layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1)
+    if before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
+        normal = (1 / before.gain).to(J)
+        along = J @ normal / normal.square().sum()
+        J, a = J - along[..., None] * normal, a + along * (normal @ before.bias.to(J))
+    return torch.cat([J, a[..., None]], dim=-1)
