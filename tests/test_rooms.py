@@ -8,7 +8,7 @@ import qkscope
 
 SOURCE = Path(qkscope.__file__).parent
 NOUNS = ["errors", "kinds", "draws", "heads", "examples", "attention", "hooks"]
-INSTRUMENT = [*NOUNS, "runs", "tasks", "capture", "maths", "analyses", "nano", "page", "explorer"]
+INSTRUMENT = [*NOUNS, "runs", "tasks", "capture", "linear", "change", "maths", "analyses", "nano", "page", "explorer"]
 BELOW = ["papers", "bench", "cli"]
 ROOMS = [*INSTRUMENT, *BELOW]  # in the order of the design: a room imports itself and those above it
 ALONE = {
@@ -16,6 +16,8 @@ ALONE = {
     "maths": {"maths", "runs", *NOUNS} - {"examples"},
     "tasks": {"tasks", "runs", *NOUNS},
     "capture": {"capture", "runs", *NOUNS},
+    "linear": {"linear", "capture", *NOUNS},
+    "change": {"change", "linear", "capture", *NOUNS},
 }
 
 
@@ -48,7 +50,7 @@ def test_no_room_imports_one_below_it():
             assert ROOMS.index(other) <= ROOMS.index(room), f"{path.relative_to(SOURCE)} imports {other}"
 
 
-def test_maths_tasks_and_capture_know_the_nouns_and_the_disk_alone():
+def test_these_rooms_know_the_nouns_and_what_they_stand_on_alone():
     for path, room in files().items():
         assert imported(path) <= ALONE.get(room, set(ROOMS)), f"{path.relative_to(SOURCE)} imports {imported(path)}"
 

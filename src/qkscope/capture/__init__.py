@@ -2,8 +2,7 @@
 
 What comes in: the name of a model (`Scope.load`) and examples, text with marked queries and keys (`Example`).
 What goes out: a `Capture` for each batch (queries, keys, and the rest of their attention rows, which `Capture.rows`
-gives as `AttentionRows`), patched runs (`Edit`), and the weights
-``W_Q``, ``W_K`` of heads (`head_weights`).
+gives as `AttentionRows`), and patched runs (`Edit`).
 
 Its files, in reading order. The way of a batch through a model:
 
@@ -17,7 +16,9 @@ Its files, in reading order. The way of a batch through a model:
 - ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else: `Capture`
 - ``gather``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``tokens``: what a token is before any context, and what it reads as
-- ``patch``: other keys, queries or logits in chosen heads, and the model runs on
+- ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
+- ``changes``: writers ablated, keys hidden, tokens replaced, for a ``with`` block
+- ``running``: runs under the tap, watched, patched, continued, with such changes in force
 
 Whether a model can be trusted to be looked into:
 
@@ -26,20 +27,9 @@ Whether a model can be trusted to be looked into:
 - ``selfcheck``: five facts that must hold before a number is believed
 - ``small``: a config made small, its lengths made short, and loud weights for it
 - ``lengths``: the check beyond every length that a config names, on a small copy where that is long
-- ``families``: a tiny random model of every family, and whether parts sum to its logits
-
-Who wrote what a head reads:
-
-- ``stream``: each block taken apart into what it adds to the residual stream, by looking
-- ``notes``: what heads, MLPs and the embedding left at chosen places in one forward
-- ``held``: a layer's own code as a linear map, its norms held, where it has no weights to read
-- ``writers``: what was left, as another head's queries and keys read it
-- ``marginals``: the relative logits of many heads at once, split among writers
-- ``sources``: directions followed back to the writers at a token, and to the tokens that those read
-- ``folded``: one head's queries and keys at many tokens, added up without carrying writers to each
-- ``ablate``: whole heads taken out of the running model
-
-Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
+- ``families``: a tiny random model of every family
+- ``blocks``: each block taken apart into what it adds to the residual stream, by looking; ``norms`` as linear maps;
+  ``layers``: where a module stands among them
 
 From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint (``fetch`` installs
 the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder, which

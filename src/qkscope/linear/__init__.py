@@ -1,1 +1,13 @@
-"""One linear engine."""
+"""One linear engine: who writes what a head reads, with norms frozen.
+
+What comes in: a `Scope` and a batch. What goes out: a `Run`, in which queries, keys, values and next-token logits are
+split among writers. Its files, in reading order:
+
+- ``layer``: one layer's own code, its norms frozen; autograd gives its linear part
+- ``run``: what one forward leaves at chosen places; writers pushed up, directions pulled down
+- ``reader``: some heads of a model, and forwards recorded as runs
+- ``many``: relative logits of many heads at once, split among writers
+- ``direct``: what writers add to the next token's logits by themselves
+- ``weights``: W_Q and W_K of heads, norms folded in, by the same gradient
+- ``check``: whether parts sum to the whole
+"""
