@@ -4,7 +4,7 @@ Public names are imported on first use, so that ``import qkscope`` and ``qkscope
 
 The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws` (random numbers by
 address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, each
-importing those before it: `runs`, `tasks`, `capture`, `maths`, `analyses`, `nano`, `page`, `explorer`; and below the
+importing those before it: `runs`, `tasks`, `capture`, `linear`, `change`, `maths`, `analyses`, `nano`, `page`, `explorer`; and below the
 instrument `papers`, `bench`, `cli`.
 """
 
