@@ -4,8 +4,8 @@ Public names are imported on first use, so that ``import qkscope`` and ``qkscope
 
 The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws` (random numbers by
 address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, each
-importing those before it: `runs`, `tasks`, `capture`, `linear`, `change`, `maths`, `analyses`, `nano`, `page`, `explorer`; and below the
-instrument `papers`, `bench`, `cli`.
+importing those before it: `runs`, `tasks`, `capture`, `linear`, `change`, `maths`, `analyses`, `nano`, `page`,
+`explorer`; and below the instrument `papers`, `bench`, `cli`.
 """
 
 from __future__ import annotations
