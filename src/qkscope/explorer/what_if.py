@@ -20,13 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import PromptTrace, verdict
-from qkscope.analyses.trace.rows import addresses_of
 from qkscope.attention import soft
 from qkscope.capture.pick import Capture
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.explorer.looked import Row
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_writers
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys
 from qkscope.maths.writers import draw_alike
@@ -145,7 +144,7 @@ class WhatIf:
         """As many changed rows of the same kind and size that name nothing in particular."""
         if all(change.kind == "remove" for change in changes):
             return self._hidden_elsewhere(draws)
-        layers = [] if self.trace is None else addresses_of(self.trace.writers)
+        layers = [] if self.trace is None else parse_writers(self.trace.writers[:-1])
         made: list[Row] = []
         for draw in range(draws):
             writers = {}

@@ -22,10 +22,10 @@ from qkscope.capture.projection import Norm, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.blocks import Heads, Part, read_blocks
 from qkscope.linear.layer import Frozen, stream_of
-from qkscope.linear.run import BIAS, EMBEDDING, Run, Side
+from qkscope.linear.run import Run, Side
 
 
 class Reader:
@@ -64,7 +64,7 @@ class Reader:
     def part_name(self, layer: int, module: nn.Module) -> str:
         """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""
         parts = self.blocks[layer].parts
-        return f"M{layer}" if len(parts) == 1 else f"M{layer}.{parts.index(module)}"
+        return str(Writer(layer, "mlp", () if len(parts) == 1 else (parts.index(module),)))
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qkscope.capture.pick import Capture
 from qkscope.capture.projection import Norm, norm_unit
 from qkscope.capture.tap import Call
-from qkscope.heads import Head
+from qkscope.heads import BIAS, EMBEDDING, Head
 from qkscope.linear.blocks import Entered, Heads, Node, Normed, Part, Scaled, Sum
 from qkscope.linear.layer import Kind, Layer
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
 
 Side = Literal["query", "key"]
-EMBEDDING, BIAS = "embedding", "bias"
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
 _AT_ONCE = 2**28  # bytes of W_O whose layers are done together on a GPU
 

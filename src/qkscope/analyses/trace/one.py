@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
+from qkscope.analyses.trace.rows import ATTENDED, SIDES
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -26,7 +26,7 @@ from qkscope.capture.tokens import token_texts
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_writers
 from qkscope.linear.run import Parts, Run, Side, named
 from qkscope.maths.writers import draw_alike, first_by
 
@@ -257,7 +257,7 @@ class PromptTrace:
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
-        layers, made = addresses_of(self.writers), []
+        layers, made = parse_writers(self.writers[:-1]), []
         sizes = [size for size in CUTS if size < len(layers)]
         for side in ("key", "query", "both"):
             for size in sizes:

@@ -11,7 +11,7 @@ from qkscope.analyses.prompts import with_notes
 from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
 from qkscope.analyses.trace.rows import ATTENDED, Tally
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import BIAS, Head
 from qkscope.kinds import checked_class
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -115,7 +115,7 @@ def _in_short(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
-    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != "bias"][:count]
+    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != BIAS][:count]
     return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
 
 
