@@ -169,10 +169,10 @@ class Writer:
         return f"Writer {self}"
 
 
-def parse_writers(names: Iterable[str | Writer]) -> list[Writer]:
-    """Read several writers.
+def parse_writers(names: str | Iterable[str]) -> list[Writer]:
+    """Read several writers, or ``"M9.N120,M8.N7"``.
 
     >>> [(writer.kind, writer.layer) for writer in parse_writers(["embedding", "L0H0", "M12.1"])]
     [('embedding', -1), ('head', 0), ('mlp', 12)]
     """
-    return [Writer.parse(name) for name in names]
+    return [Writer.parse(name.strip()) for name in (names.split(",") if isinstance(names, str) else names)]

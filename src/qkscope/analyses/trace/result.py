@@ -27,6 +27,14 @@ class Trace(Result):
 
 @checked_class
 @dataclass(frozen=True)
+class NeuronTrace(Trace):
+    """A trace of one prompt with the neurons of its MLPs."""
+
+    main = "neurons"
+
+
+@checked_class
+@dataclass(frozen=True)
 class FeatureTrace(Trace):
     """Pairs of a dictionary's features, beside copies without meaning."""
 
