@@ -90,7 +90,7 @@ def _pulled(
     """A direction on what the last modules of a part put out, as one on the activations; a norm is frozen."""
     weight = next(last[0].parameters())
     with cleared(Frozen().hooks(last)), torch.enable_grad():
-        x = activations.to(weight).requires_grad_()
+        x = activations.to(weight, copy=True).requires_grad_()
         out = reduce(lambda value, module: module(value), last, x)
         return torch.autograd.grad(out, x, g.to(out))[0].to(g)
 

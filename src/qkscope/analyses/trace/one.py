@@ -131,7 +131,7 @@ class PromptTrace:
             raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
         return place
 
-    @property
+    @cached_property
     def writers(self) -> list[str]:
         """Names of the writers."""
         return self.reader.writers(self.head.layer)
