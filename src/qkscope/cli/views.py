@@ -245,7 +245,8 @@ VIEWS: Mapping[str, Sequence[View]] = {
              "neuron of the query": "query", "its share": "of_query"},
             "share: of the logit of the key over the others; at: the key token that most of it is from; M9.N120: neuron"
             " 120 of the MLP of layer 9.",
-            made=_sides,
+            _first_writers,
+            _sides,
         ),
         View(
             "feature_pairs",
