@@ -22,7 +22,7 @@ import qkscope as qk
 from qkscope.analyses.relative import relative_rows, singular_basis
 from qkscope.analyses.sparsity import answers_right
 from qkscope.capture.pick import Places
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.papers.lee2026.language import THRESHOLD, ChosenHeads, choose_heads
 from qkscope.tasks.sides import split
@@ -346,7 +346,7 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
         ("Five writers a side keep half of the accuracy above chance", f"{whole:.2f} to {five:.2f}",
          five - chance >= 0.5 * (whole - chance)),
         ("The first writer of its keys is an attention head", f"{writer['writer']} {writer['share']:.2f}",
-         writer["writer"].startswith("L")),
+         Writer.parse(writer["writer"]).head is not None),
         ("On natural text the terms of most heads are sparser than over rotated vectors", per_cent(below), below > 0.5),
         ("99% of a relative logit takes fewer vectors than random terms do (median head)",
          f"{needed:.1f} against {random:.1f}", needed < random),

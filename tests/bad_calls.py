@@ -643,5 +643,8 @@ MORE_CALLS: list[tuple[str, str]] = [
     ('qk.trace(scope, "hat: A jam", "L1H3", depth=-1)', 'depth is at least 0'),
     ('qk.trace(scope, "hat: A jam", "L1H3", feature=fit)', 'feature of trace should be'),
     ('qk.trace(scope, "hat: A jam", "L1H3", chat="yes")', 'chat of trace should be'),
+    ('qk.trace(scope, "hat: A jam", "L1H3", neurons=7)', 'neurons of trace should be'),
+    ('qk.trace(scope, "hat: A jam", "L1H3", neurons="M1.N0")', ''),
+    ('qk.trace(scope, task, "L1H3", neurons=True)', ''),
     ('qk.trace(scope, task, "L1H3", shard=3)', 'shard of trace should be'),
 ]  # fmt: skip

@@ -119,6 +119,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["trace", "binding", "--heads", "L0H1"], "only the embedding writes: trace a later head"),
     (["trace", "binding", "--n", "0"], "--n is at least 1"),
     (["trace", "binding", "--key", "3"], "--query, --key and --versus are for one prompt"),
+    (["trace", "binding", "--heads", "L1H0", "--neurons"], "--neurons is for one prompt without a dictionary"),
     (["trace", "binding", "--heads", "L1H0", "--shard", "0/2"], "leaves its part in a folder"),
     (["trace", "binding", "--shard", "0/2", "--out", "OUT"], "--shard is for a task and heads that are named"),
     (["trace", "binding", "--heads", "L1H0", "--shard", "3/2", "--out", "OUT"], "a shard is i/n"),

@@ -13,7 +13,7 @@ from qkscope.analyses.trace.edges import EdgeTest
 from qkscope.analyses.trace.one import Asked, PromptTrace
 from qkscope.analyses.trace.rows import task_rows
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import METRICS, Edge, edge_masks
@@ -176,7 +176,7 @@ def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
     writers = len(test.asked.writers) - 1
     conditions = [Edge("both", "cut", "share", writers), Edge("both", "keep", "share", 0),
                   Edge("both", "cut", "share", 0), Edge("both", "keep", "share", writers)]  # fmt: skip
-    masks = edge_masks(conditions, test.chosen.scores, [("L", 0)] * writers)
+    masks = edge_masks(conditions, test.chosen.scores, [Writer(0, "head", (0,))] * writers)
     all_cut, none_kept, none_cut, all_kept = edges.replaced(*masks)
     assert torch.equal(all_cut, none_kept)
     assert torch.equal(none_cut, all_kept)

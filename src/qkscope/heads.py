@@ -1,15 +1,19 @@
-"""The address of an attention head: layer and query-head index, printed ``L18H6``."""
+"""Addresses: an attention head (``L18H6``), and whoever writes into the residual stream (``M9``, ``M9.N120``)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, checked_call, checked_class
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
+_PART = re.compile(r"M(\d{1,4})(?:\.(\d{1,4}))?(?:\.N(\d{1,7}))?", re.IGNORECASE | re.ASCII)
+EMBEDDING, BIAS = "embedding", "bias"
+_LAST = 10_000  # beyond every layer
 
 
 @checked_class
@@ -90,3 +94,85 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
     if twice:
         raise BadInput(f"{twice[0]} is named twice: name each head once.")
     return parsed
+
+
+@checked_class
+@dataclass(frozen=True, order=True)
+class Writer:
+    """One that writes into the residual stream; sorted as the stream runs, the embedding first and the biases last.
+
+    Parameters
+    ----------
+    layer : that it writes in; -1 of the embedding.
+    kind : of writer; ``mlp`` is any part of a block besides its heads.
+    index : of a head in its layer; of a part where its block has several; of a neuron, behind its part's.
+
+    Examples
+    --------
+    >>> sorted(map(Writer.parse, ["bias", "M9.N120", "M9", "L9H3", "embedding", "M8.1"]))
+    [Writer embedding, Writer M8.1, Writer L9H3, Writer M9, Writer M9.N120, Writer bias]
+    >>> Writer.parse("M8.1.N7").mlp
+    Writer M8.1
+    """
+
+    comes_from = "like L17H8, M9 or M9.N120"
+    layer: int
+    kind: Literal["embedding", "head", "mlp", "neuron", "bias"]
+    index: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str | Head | Writer) -> Writer:
+        """Read a writer as it is printed; a `Writer` passes through, and a `Head` is one.
+
+        Parameters
+        ----------
+        text : ``embedding``, ``bias``, ``L17H8``, ``M9`` (``M9.1`` where a block has several parts), ``M9.N120``.
+        """
+        if isinstance(text, Writer):
+            return text
+        if isinstance(text, Head):
+            return cls(text.layer, "head", (text.index,))
+        if text in (EMBEDDING, BIAS):
+            return cls(-1, "embedding") if text == EMBEDDING else cls(_LAST, "bias")
+        if head := _PATTERN.fullmatch(text):
+            return cls.parse(Head(int(head[1]), int(head[2])))
+        part = _PART.fullmatch(text)
+        if part is None:
+            said = f"{text[:40]!r} is not a writer"
+            raise BadInput(f"{said}: write a head like L17H8, an MLP like M9, a neuron like M9.N120.")
+        index = tuple(int(number) for number in part.groups()[1:] if number is not None)
+        return cls(int(part[1]), "mlp" if part[3] is None else "neuron", index)
+
+    @property
+    def head(self) -> Head | None:
+        """The head that it is; None where it is another writer."""
+        return Head(self.layer, *self.index) if self.kind == "head" else None
+
+    @property
+    def mlp(self) -> Writer:
+        """The MLP whose neuron it is."""
+        return Writer(self.layer, "mlp", self.index[:-1])
+
+    @property
+    def block(self) -> int | None:
+        """The layer that it writes in; the embedding and the biases are of none."""
+        return None if self.kind in (EMBEDDING, BIAS) else self.layer
+
+    def __str__(self) -> str:
+        if self.kind == "neuron":
+            return f"{self.mlp}.N{self.index[-1]}"
+        if self.kind == "mlp":
+            return ".".join(map(str, (f"M{self.layer}", *self.index)))
+        return self.kind if self.head is None else str(self.head)
+
+    def __repr__(self) -> str:
+        return f"Writer {self}"
+
+
+def parse_writers(names: str | Iterable[str]) -> list[Writer]:
+    """Read several writers, or ``"M9.N120,M8.N7"``.
+
+    >>> [(writer.kind, writer.layer) for writer in parse_writers(["embedding", "L0H0", "M12.1"])]
+    [('embedding', -1), ('head', 0), ('mlp', 12)]
+    """
+    return [Writer.parse(name.strip()) for name in (names.split(",") if isinstance(names, str) else names)]

@@ -19,12 +19,11 @@ from qkscope.analyses.names.sight import FIRST, PASSAGES, TESTED, Options
 from qkscope.analyses.names.study import Study, Texts, counted, documents_of, passages_of
 from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.many import first_writers, told
-from qkscope.analyses.trace.rows import is_head
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_call, checked_class
 from qkscope.linear.reader import Reader
 from qkscope.runs.job import Job
@@ -149,7 +148,7 @@ def one_query(passage: Passage, number: int, seed: int) -> Example:
 
 def _read_words(reads: Sequence[Mapping[str, Any]]) -> str:
     """The head that has a good part of the keys of most others."""
-    keys = [row for row in reads if row["side"] == "key" and row["share"] >= _MUCH and is_head(row["writer"])]
+    keys = [row for row in reads if row["side"] == "key" and row["share"] >= _MUCH and Writer.parse(row["writer"]).head]
     if not keys:
         return ""
     writer, count = Counter(row["writer"] for row in keys).most_common(1)[0]

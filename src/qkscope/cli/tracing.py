@@ -33,6 +33,7 @@ def trace(
     dictionary_layer: Annotated[
         int | None, typer.Option("--dictionary-layer", help="The layer it enters, where its file does not say.")
     ] = None,
+    neurons: Annotated[bool, typer.Option("--neurons", help="Of a prompt, also the first ten neurons a side.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="Prompts for choosing, and for testing; or texts.")] = 128,
     whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Also take whole heads out of the model.")] = True,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the results and the page.")] = None,
@@ -57,6 +58,8 @@ def trace(
     one = {"query": query, "key": key, "versus": versus}
     if prompt is None and any(value is not None for value in one.values()):
         raise BadInput("--query, --key and --versus are for one prompt: name it with --prompt.")
+    if neurons and (prompt is None or dictionary is not None):
+        raise BadInput("--neurons is for one prompt without a dictionary: name it with --prompt.")
     if n < 1 or depth < 0:
         raise BadInput(f"--n is at least 1, but got {n}." if n < 1 else f"--depth is at least 0, but got {depth}.")
     if prompt is not None and heads == "all":
@@ -77,7 +80,7 @@ def trace(
     scope = shell.load_scope(model, device, dtype)
     asked: Any = {"depth": depth, "whole": whole, "batch_size": batch_size, "seed": seed, "shard": share}
     if prompt is not None:
-        asked |= {**one, "chat": chat}
+        asked |= {**one, "chat": chat, "neurons": neurons}
     if feature is not None:
         asked["feature"] = _feature(feature, heads, scope)
     if features is not None:
@@ -87,7 +90,8 @@ def trace(
         shell.print_end(out, then="qkscope merge SHARDS... --out DIR" if shard else shell.command("view", out))
     elif prompt is not None and not as_json:
         same: Any = {**one, "depth": depth, "feature": feature, "dictionary": dictionary, "model": model}
-        same |= {"dictionary_layer": dictionary_layer, "seed": seed, "chat": chat, "device": device, "dtype": dtype}
+        same |= {"dictionary_layer": dictionary_layer, "neurons": neurons, "seed": seed, "chat": chat}
+        same |= {"device": device, "dtype": dtype}
         shell.print_end(then=shell.command("trace", prompt=prompt, heads=heads, **same, out="runs/trace"))
 
 

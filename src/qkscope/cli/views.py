@@ -33,12 +33,14 @@ class View:
         in ``?`` is left out where all rows say the same.
     note : what the headings mean, in a line.
     pick : which rows, in which order; those after the tenth are left out.
+    made : makes other rows of the table's, before any is picked.
     """
 
     table: str
     columns: Mapping[str, Source] | Callable[[Rows], Mapping[str, Source]]
     note: str = ""
     pick: Callable[[Rows], Rows] = list
+    made: Callable[[Rows], Rows] = list
 
 
 class Shown(NamedTuple):
@@ -66,7 +68,7 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> Shown | None
         rows = tables.get(main) or next((rows for rows in tables.values() if rows), [])
         view = View("", _differing)
     else:
-        rows = tables[view.table]
+        rows = view.made(tables[view.table])
     if not rows:
         return None
     picked = list(view.pick(rows))[:MOST_ROWS]
@@ -205,6 +207,15 @@ def _first_writers(rows: Rows) -> Rows:
     return [row for of in order for row in found[of][:most]]
 
 
+def _sides(rows: Rows) -> Rows:
+    """Of every head the first of its key beside the first of its query, and so on."""
+    found: dict[str, list[list[Row]]] = {}
+    for row in rows:
+        found.setdefault(row["head"], [[], []])[row["side"] == "query"].append(row)
+    every = [zip(*sides, strict=True) for sides in found.values()]
+    return [{**key, "query": query["writer"], "of_query": query["share"]} for own in every for key, query in own]
+
+
 _SWAPPED = (
     "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
     "interval; random, key_pca: as many other directions."
@@ -228,6 +239,15 @@ _NAMED: tuple[Mapping[str, Source], str] = (
 
 VIEWS: Mapping[str, Sequence[View]] = {
     "trace": [
+        View(
+            "neurons",
+            {"head?": "head", "neuron of the key": "writer", "share": "share", "at": "token",
+             "neuron of the query": "query", "its share": "of_query"},
+            "share: of the logit of the key over the others; at: the key token that most of it is from; M9.N120: neuron"
+            " 120 of the MLP of layer 9.",
+            _first_writers,
+            _sides,
+        ),
         View(
             "feature_pairs",
             {"head?": "head", "feature of the query": "query_feature", "of the key": "key_feature",

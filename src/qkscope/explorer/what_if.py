@@ -20,14 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.one import PromptTrace
-from qkscope.analyses.trace.rows import addresses_of
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.attention import soft
 from qkscope.capture.pick import Capture
 from qkscope.change.rows import Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_writers
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys
 from qkscope.maths.writers import draw_alike
@@ -146,7 +145,7 @@ class WhatIf:
         """As many changed rows of the same kind and size that name nothing in particular."""
         if all(change.kind == "remove" for change in changes):
             return self._hidden_elsewhere(draws)
-        layers = [] if self.trace is None else addresses_of(self.trace.writers)
+        layers = [] if self.trace is None else parse_writers(self.trace.writers[:-1])
         made: dict[object, Row] = {}  # by what was drawn: of few writers alike, many draws are one
         for draw in range(draws):
             writers: dict[str, list[int]] = {}

@@ -7,6 +7,7 @@ split among writers. Its files, in reading order:
 - ``run``: what one forward leaves at chosen places; writers pushed up, directions pulled down
 - ``reader``: some heads of a model, and forwards recorded as runs
 - ``many``: relative logits of many heads at once, split among writers
+- ``neurons``: an MLP's neurons as writers
 - ``direct``: what writers add to the next token's logits by themselves
 - ``weights``: W_Q and W_K of heads, norms folded in, by the same gradient
 - ``check``: whether parts sum to the whole

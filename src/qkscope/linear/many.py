@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.heads import Head
-from qkscope.linear.run import BIAS, Parts, Run
+from qkscope.heads import BIAS, Head
+from qkscope.linear.run import Parts, Run
 
 _ROOM = {"cpu": 2**27, "gpu": 2**29}  # bytes of writers at once
 _LAYERS = {"cpu": 4, "gpu": 64}  # that ask together: one product with many directions is quicker than many products

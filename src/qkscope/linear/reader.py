@@ -7,7 +7,7 @@ forward. What no token decides (biases of any kind) is the writer `BIAS`, always
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import stream_of
-from qkscope.linear.run import BIAS, EMBEDDING, KINDS, Run, Side
+from qkscope.linear.neurons import last_modules
+from qkscope.linear.run import KINDS, Run, Side
 
 
 class Reader:
@@ -77,7 +78,7 @@ class Reader:
     def part_name(self, layer: int, module: nn.Module) -> str:
         """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""
         parts = self.blocks[layer].parts
-        return f"M{layer}" if len(parts) == 1 else f"M{layer}.{parts.index(module)}"
+        return str(Writer(layer, "mlp", () if len(parts) == 1 else (parts.index(module),)))
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""
@@ -94,6 +95,11 @@ class Reader:
         if id(bias) not in self._speaks:
             self._speaks[id(bias)] = bool(bias.any())
         return self._speaks[id(bias)]
+
+    @cached_property
+    def last(self) -> dict[nn.Module, list[nn.Module]]:
+        """By part that has neurons, its last matrix and what stands behind it."""
+        return last_modules(self.scope.model, self.blocks)
 
     @torch.no_grad()
     def output_weights(self, layer: int) -> tuple[Float[Tensor, "h d e"], Float[Tensor, " d"]]:
@@ -131,6 +137,7 @@ class Reader:
         deep: bool = False,
         layers: Sequence[int] = (),
         logits: bool = False,
+        neurons: bool = False,
     ) -> Run:
         """Run a batch up to the deepest layer that is read, and keep what the writers left at these places.
 
@@ -144,12 +151,14 @@ class Reader:
         deep : whether every layer can be asked, not only those of the heads: what their writers read, and why.
         layers : others whose input is kept.
         logits : whether to run the whole model, with next-token logits at the queries.
+        neurons : whether to keep what the last matrix of every MLP is given.
         """
         keys = places.keys.masked_fill(~places.key_mask, 0)
         run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
         rows, mask = len(next(iter(inputs.values()))), inputs.get("attention_mask")
         last = len(self.blocks) - 1 if logits else max(self.layers)
         kept = set(range(max(self.layers) + 1)) if deep else {*self.layers, *layers}
+        last_of = self.last if neurons else {}
         pickers: list[Picker] = []
 
         def pick(value: Tensor) -> Tensor:
@@ -201,6 +210,8 @@ class Reader:
                         hooks.append(block.output.register_forward_pre_hook(partial(giving, run.heads, layer)))
                     hooks += [norm.register_forward_pre_hook(partial(giving, run.given, norm)) for norm in block.norms]
                     hooks += [module.register_forward_hook(putting_out) for module in block.parts]
+                    for part in last_of.keys() & block.parts:
+                        hooks.append(last_of[part][0].register_forward_pre_hook(partial(giving, run.neurons, part)))
             run.logits = self.scope.watch(inputs, *visits, take, rotary=True, logits_at=places if logits else None)
         if pickers:
             run.captured = pickers[0].finish(places.row, {})

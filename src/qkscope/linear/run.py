@@ -20,7 +20,7 @@ from qkscope.capture.blocks import Entered, Heads, Node, Normed, Part, Scaled, S
 from qkscope.capture.norms import Norm, full_output
 from qkscope.capture.pick import Capture
 from qkscope.capture.tap import Call
-from qkscope.heads import Head
+from qkscope.heads import BIAS, EMBEDDING, Head
 from qkscope.linear.layer import Kind, Layer
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Side = Literal["query", "key"]
 KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
-EMBEDDING, BIAS = "embedding", "bias"
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
 _AT_ONCE = 2**28  # bytes of W_O whose layers are done together on a GPU
 

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from qkscope.attention import AttentionRows
 from qkscope.draws import derived_seed
+from qkscope.heads import Writer
 
 METRICS = ("attention", "first", "among", "accuracy", "logit")
 """Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
@@ -113,30 +114,25 @@ def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> li
     return values.argsort(descending=True)[:size].tolist()
 
 
-Address = tuple[str, int]
-"""Of which kind a writer is, and in which layer."""
-
-
-def draw_alike(chosen: Sequence[int], addresses: Sequence[Address], seed: int, least: int = 1) -> list[int]:
+def draw_alike(chosen: Sequence[int], writers: Sequence[Writer], seed: int, least: int = 1) -> list[int]:
     """Other writers at random, one for each chosen: of its kind and layer, or of the nearest where there are too few.
 
     A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in, and for a head where
     there are fewer than ``least`` others.
 
-    >>> heads = [("L", 0), ("L", 0), ("L", 0), ("M", 0), ("M", 1)]
-    >>> draw_alike([0, 3], heads, seed=0)[1]
+    >>> from qkscope.heads import parse_writers
+    >>> draw_alike([0, 3], parse_writers(["L0H0", "L0H1", "L0H2", "M0", "M1"]), seed=0)[1]
     4
     """
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = []
-    for writer in chosen:
-        kind, layer = addresses[writer]
-        free = [c for c in range(len(addresses)) if c not in chosen and c not in drawn]
-        same = [c for c in free if addresses[c][0] == kind] or free
+    for own in (writers[c] for c in chosen):
+        free = [c for c in range(len(writers)) if c not in chosen and c not in drawn]
+        same = [c for c in free if writers[c].kind == own.kind] or free
         if not same:
             break
-        far = sorted(abs(addresses[c][1] - layer) for c in same)[: least if kind == "L" else _NEAREST][-1]
-        alike = [c for c in same if abs(addresses[c][1] - layer) <= far]
+        far = sorted(abs(writers[c].layer - own.layer) for c in same)[: _NEAREST if own.head is None else least][-1]
+        alike = [c for c in same if abs(writers[c].layer - own.layer) <= far]
         drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
     return drawn
 
@@ -153,7 +149,7 @@ def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, lis
 def edge_masks(
     edges: Sequence[Edge],
     scores: Mapping[str, Mapping[str, Float[Tensor, " c"]]],
-    addresses: Sequence[Address],
+    writers: Sequence[Writer],
     seed: int = 0,
 ) -> tuple[Bool[Tensor, "x c"], Bool[Tensor, "x c"]]:
     """Which parts of the query, and which of the keys, each condition replaces.
@@ -162,11 +158,10 @@ def edge_masks(
     ----------
     edges : the conditions.
     scores : of each way to choose, by side (``query``, ``key``).
-    addresses : kind and layer of each writer but the last, the biases.
+    writers : all but the last, the biases.
     seed : of the random writers.
     """
-    writers = len(addresses)
-    masks = torch.zeros(2, len(edges), writers + 1, dtype=torch.bool)
+    masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
     for row, edge in enumerate(edges):
         for side, mask in zip(("query", "key"), masks, strict=True):
             if edge.side not in (side, "both"):
@@ -174,10 +169,10 @@ def edge_masks(
             own = scores["share" if edge.by == RANDOM else edge.by][side]
             chosen = first_by(own, edge.k, signed=edge.by == "signed")
             if edge.by == RANDOM:
-                chosen = draw_alike(chosen, addresses, derived_seed(seed, "edges", side, edge.k, edge.draw))
+                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, edge.k, edge.draw))
             mask[row, chosen] = True
             if edge.kind == "keep":
-                mask[row, :writers] = ~mask[row, :writers]
+                mask[row, :-1] = ~mask[row, :-1]
     return masks[0], masks[1]
 
 

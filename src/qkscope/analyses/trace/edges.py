@@ -20,13 +20,13 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import ORDERS, Chosen
-from qkscope.analyses.trace.rows import SIDES, HeadRows, Tally, addresses_of, answer_signs, edge_rows, is_head
+from qkscope.analyses.trace.rows import SIDES, HeadRows, Tally, answer_signs, edge_rows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
 from qkscope.capture.patch import Edit
 from qkscope.change.whole import held, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, cancelling, draw_alike, edge_masks
@@ -73,7 +73,7 @@ class EdgeTest:
     def __init__(self, head: Head, writers: Sequence[str], chosen: Chosen, seed: int, draws: int = DRAWS) -> None:
         self.head, self.chosen, self.seed = head, chosen, seed
         self.edges = all_edges(len(writers), draws)
-        self.masks = edge_masks(self.edges, chosen.scores, addresses_of(writers), derived_seed(seed, str(head)))
+        self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head)))
         flat = chosen.pairs[:-1, :-1].abs().flatten().argsort(descending=True)[:PAIRS]
         self.asked = Asked.of(head, writers, [divmod(int(i), len(writers) - 1) for i in flat])
         places = {edge: i for i, edge in enumerate(self.asked.cells)}
@@ -221,7 +221,7 @@ def strongest_heads(chosen: Chosen, writers: Sequence[str]) -> list[Head]:
     shares = chosen.scores["share"]
     size = shares["query"].abs() + shares["key"].abs()
     order = size[:-1].argsort(descending=True).tolist()
-    return [Head.parse(writers[i]) for i in order if is_head(writers[i])][:MOST]
+    return [head for i in order if (head := Writer.parse(writers[i]).head)][:MOST]
 
 
 def whole_heads(
@@ -242,8 +242,7 @@ def whole_heads(
     if not heads:
         return []
     instead = _mean_outputs(reader, choosing[:MEANS], chat)
-    only = [name for name in names[:-1] if is_head(name)]
-    layers = addresses_of([*only, names[-1]])
+    only = [writer for writer in parse_writers(names) if writer.head]
     tallies: dict[Any, Tally] = {}
     cases = [(size, mlps, kind) for size in range(1, len(heads) + 1) for mlps, kind in _KINDS]
 
@@ -258,9 +257,9 @@ def whole_heads(
             for row, i in enumerate(indices):
                 chosen_heads = heads[:size]
                 if kind == "random":  # each prompt has heads of its own
-                    mine = [only.index(str(h)) for h in chosen_heads]
-                    drawn = draw_alike(mine, layers, derived_seed(seed, "whole", size, i))
-                    chosen_heads = [Head.parse(only[c]) for c in drawn]
+                    mine = [only.index(Writer.parse(h)) for h in chosen_heads]
+                    drawn = draw_alike(mine, only, derived_seed(seed, "whole", size, i))
+                    chosen_heads = [other for c in drawn if (other := only[c].head)]
                 for one in chosen_heads:
                     masks.setdefault(one, torch.zeros(len(indices), dtype=torch.bool))[row] = True
             edits = [Edit.outputs(one, rows, instead[one.layer][one.index]) for one, rows in masks.items()]

@@ -28,7 +28,7 @@ from torch import Tensor
 from qkscope.capture.encode import Encoding
 from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Direction, Run, Side
 
@@ -155,9 +155,10 @@ class _Builder:
         values = {name: float(value.sum()) for name, value in answer.values.items()}
         self._check(parent, torch.stack([*answer.values.values()]))
         at = {"position": int(asked.slots[0]) - 1}
-        for name, row in self._children(parent, side, values, lambda name: {"writer": name, **at}, at):
-            if name.startswith("L") and depth > 0:
-                head = Head.parse(name)
+        for name, row in self._children(
+            parent, side, values, lambda name: {"writer": name, "layer": Writer.parse(name).block, **at}, at
+        ):
+            if depth > 0 and (head := Writer.parse(name).head):
                 self._sources(row, side, head, asked.slots, answer.asks[head.layer][:, :, head.index], depth)
 
     def _sources(
@@ -226,8 +227,6 @@ class _Builder:
         attention: float | None = None,
         towards: int | None = None,
     ) -> dict[str, Any]:
-        if layer is None and writer is not None and writer[0] in "LM":
-            layer = int(writer[1:].replace("H", ".").split(".")[0])
         row = {
             "head": self.head, "id": len(self.rows), "parent": None if parent is None else parent["id"], "kind": kind,
             "side": side, "writer": writer, "layer": layer, "position": position,
@@ -274,7 +273,7 @@ def sources_of(
     >>> sources_of(Reader(scope, [head]), [batch], head, {"key": ["L1H0"]}, width=1)[0]["side"]
     'key'
     """
-    named = {side: [Head.parse(name) for name in names if name.startswith("L")] for side, names in writers.items()}
+    named = {side: [other for name in names if (other := Writer.parse(name).head)] for side, names in writers.items()}
     for other in (other for heads in named.values() for other in heads):
         if other.layer >= head.layer:
             raise BadInput(f"{other} does not write before {head}: its sources are not asked for.")

@@ -26,10 +26,10 @@ from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import BIAS, Head
 from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
-from qkscope.linear.run import BIAS, Run
+from qkscope.linear.run import Run
 from qkscope.maths.writers import cancelling, relative_weights
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, addresses_of
+from qkscope.analyses.trace.rows import ATTENDED, SIDES
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
@@ -27,8 +27,9 @@ from qkscope.capture.tokens import token_texts
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
-from qkscope.linear.run import Parts, Run, Side, named
+from qkscope.heads import Head, Writer, parse_writers
+from qkscope.linear.neurons import first_neurons
+from qkscope.linear.run import Direction, Parts, Run, Side, named
 from qkscope.maths.writers import different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)
@@ -132,7 +133,7 @@ class PromptTrace:
             raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
         return place
 
-    @property
+    @cached_property
     def writers(self) -> list[str]:
         """Names of the writers."""
         return self.reader.writers(self.head.layer)
@@ -174,10 +175,13 @@ class PromptTrace:
         return self.weights @ self.rows.k[0, 0]
 
     @cached_property
-    def _marginals(self) -> dict[str, Float[Tensor, " c"]]:
+    def _directions(self) -> dict[Side, Direction]:
         used = self.weights.nonzero()[:, 0]
-        _, asked = self.run.ask(self.head, 1 + self.asked.query, used + 1, self.weights[used][None], self.projector)
-        answers = {side: self.run.answer(direction).values for side, direction in asked.items()}
+        return self.run.ask(self.head, 1 + self.asked.query, used + 1, self.weights[used][None], self.projector)[1]
+
+    @cached_property
+    def _marginals(self) -> dict[str, Float[Tensor, " c"]]:
+        answers = {side: self.run.answer(direction).values for side, direction in self._directions.items()}
         return {side: torch.stack([own[name].sum() for name in self.writers]) for side, own in answers.items()}
 
     def marginals(self) -> dict[str, Float[Tensor, " c"]]:
@@ -264,7 +268,7 @@ class PromptTrace:
 
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
-        layers, made = addresses_of(self.writers), []
+        layers, made = parse_writers(self.writers[:-1]), []
         sizes = [size for size in CUTS if size < len(layers)]
         for side in ("key", "query", "both"):
             for size in sizes:
@@ -312,6 +316,16 @@ class PromptTrace:
                 for i in values.abs().argsort(descending=True).tolist()
             ]  # fmt: skip
         return made
+
+    def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
+        """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
+        total = self.total
+        return [
+            {"head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer, "value": value,
+             "share": value / total if total else None, "position": slot - 1, "token": self.asked.tokens[slot - 1]}
+            for side, asked in self._directions.items()
+            for neuron, value, slot in first_neurons(self.run, asked, named)
+        ]  # fmt: skip
 
     def pair_rows(self, count: int = 20) -> list[dict[str, Any]]:
         """The strongest pairs."""

@@ -18,7 +18,8 @@ from qkscope.analyses.trace.rows import ATTENDED, SIDES
 from qkscope.analyses.trace.verdicts import controls_of, named_cut
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
+from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
 from qkscope.maths.writers import cancelling
@@ -34,13 +35,15 @@ def trace_prompt(
     versus: int | None = None,
     depth: int = 2,
     projectors: Mapping[Head, Tensor] | None = None,
+    neurons: bool | Sequence[Writer] = False,
     chat: bool = False,
     draws: int = 20,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Fields of a `Trace` of one prompt."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    run = reader.record(asked.inputs, asked.places, deep=True)
+    run = reader.record(asked.inputs, asked.places, deep=True, neurons=bool(neurons))
+    named = () if isinstance(neurons, bool) else neurons
     names = ("writers", "pairs", "cuts", "graph", "prompt", "tokens", "check")
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     said = []
@@ -62,6 +65,11 @@ def trace_prompt(
             "first": float(one.attention[0]), "n": 1,
         })  # fmt: skip
         said.append(_said(one, cuts))
+        if neurons:
+            without = check_neurons(run, head, named)
+            rows = one.neuron_rows(named)
+            tables.setdefault("neurons", []).extend(rows)
+            said.append(_said_of_neurons(rows, without))
     return {
         "experiment": "trace/prompt",
         "answer": " ".join(said),
@@ -90,6 +98,13 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
             f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
         )
     return said
+
+
+def _said_of_neurons(rows: Sequence[dict[str, Any]], without: Sequence[Writer]) -> str:
+    first = {side: next(row for row in rows if row["side"] == side) for side in SIDES}
+    told = {side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for side, row in first.items()}
+    missing = f" {', '.join(map(str, without))}: no neurons to name." if without else ""
+    return f"The first neuron of its key is {told['key']}, of its query {told['query']}.{missing}"
 
 
 _READERS: WeakKeyDictionary[Scope, tuple[str, Reader]] = WeakKeyDictionary()

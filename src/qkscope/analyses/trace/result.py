@@ -12,7 +12,7 @@ from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
 from qkscope.analyses.trace.rows import ATTENDED, Tally
 from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import BIAS, Head
 from qkscope.kinds import checked_class
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
@@ -25,6 +25,14 @@ class Trace(Result):
     """Writers of queries and keys, with the edges cut and kept."""
 
     main = "writers"
+
+
+@checked_class
+@dataclass(frozen=True)
+class NeuronTrace(Trace):
+    """A trace of one prompt with the neurons of its MLPs."""
+
+    main = "neurons"
 
 
 @checked_class
@@ -117,7 +125,7 @@ def _in_short(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
-    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != "bias"][:count]
+    own = [row for row in rows if row["head"] == head and row["side"] == side and row["writer"] != BIAS][:count]
     return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
 
 

@@ -22,9 +22,9 @@ from qkscope.capture.pick import Capture
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
-from qkscope.linear.run import EMBEDDING, Parts, Run, Side, named
+from qkscope.linear.run import Parts, Run, Side, named
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.maths.writers import Address, EdgeRows, WriterSplit, relative_weights
+from qkscope.maths.writers import EdgeRows, WriterSplit, relative_weights
 from qkscope.tasks.task import ANSWER, ASKED, Unit
 
 SIDES: tuple[Side, Side] = ("query", "key")
@@ -100,23 +100,6 @@ def edge_rows(captured: Capture, head: Head, named: Int[Tensor, "n k"], signs: I
     first = rows.present().int().argmax(1)  # padding stands before it, or behind the prompt
     nothing = rows.q[:, :0]
     return EdgeRows(rows, named, signs, first, nothing, nothing[:, :, None].expand(-1, -1, named.shape[1], -1))
-
-
-def addresses_of(names: Sequence[str]) -> list[Address]:
-    """Kind and layer of each writer but the last (the biases); the embedding is of a kind of its own, at -1.
-
-    >>> addresses_of(["embedding", "L0H0", "M0", "L12H3", "bias"])
-    [('embedding', -1), ('L', 0), ('M', 0), ('L', 12)]
-    """
-    return [
-        (EMBEDDING, -1) if name == EMBEDDING else (name[0], int(name[1:].split("H")[0].split(".")[0]))
-        for name in names[:-1]
-    ]
-
-
-def is_head(writer: str) -> bool:
-    """Whether a writer is a head."""
-    return writer.startswith("L")
 
 
 def words_of(units: Sequence[Unit]) -> list[str]:

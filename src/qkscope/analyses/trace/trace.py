@@ -23,13 +23,13 @@ from qkscope.analyses.trace.features import check_dictionary, features_of_prompt
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.many import Texts, trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.result import FeatureTrace, Trace, trace_result
+from qkscope.analyses.trace.result import FeatureTrace, NeuronTrace, Trace, trace_result
 from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
 from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_writers
 from qkscope.kinds import Count, Natural, checked_call
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
@@ -54,6 +54,7 @@ def trace(
     depth: Natural = 2,
     feature: Subspace | None = None,
     dictionary: Dictionary | None = None,
+    neurons: bool | str | Sequence[str] = False,
     whole: bool = True,
     draws: Count = DRAWS,
     chat: bool | None = None,
@@ -79,6 +80,8 @@ def trace(
     feature : look inside this subspace alone: its projector is put between query and key.
     dictionary : split among this dictionary's features instead of writers, beside copies of it without meaning; edges
         are not cut then.
+    neurons : of one prompt, whether to name the first ten neurons a side of the MLPs before the head; or those to name,
+        as ``"M9.N120"``.
     whole : whether whole heads are taken out of the running model, too (of a task).
     draws : random writers of the same layers beside those chosen; of a dictionary, copies of each kind.
     chat : whether a prompt goes into the chat template; a task says so itself.
@@ -92,8 +95,8 @@ def trace(
     -------
     Trace
         ``tables["writers"]``, ``["pairs"]``, ``["edges"]``, ``["whole"]``, ``["check"]``; of one prompt ``["tokens"]``,
-        ``["cuts"]`` and ``["graph"]``. With a dictionary: ``["feature_pairs"]``, ``["features"]``, ``["copies"]``,
-        ``["held"]``, ``["check"]``.
+        ``["cuts"]`` and ``["graph"]``, with neurons ``["neurons"]``. With a dictionary: ``["feature_pairs"]``,
+        ``["features"]``, ``["copies"]``, ``["held"]``, ``["check"]``.
 
     Examples
     --------
@@ -113,6 +116,8 @@ def trace(
     if feature is not None and (head == "all" or not isinstance(what, Task | str | Example)):
         raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
     projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
+    if neurons and (dictionary is not None or not isinstance(what, str | Example)):
+        raise BadInput("neurons are named of one prompt, and not beside a dictionary: give a prompt alone.")
     if dictionary is not None:
         if head == "all" or not isinstance(what, Task | str | Example) or shard != (0, 1):
             raise BadInput("a dictionary is for a task or a prompt, at heads that are named, in one piece: name them.")
@@ -137,7 +142,9 @@ def trace(
         found = _TaskTrace(Reader(scope, heads), what, projectors, job or Job(), *run).result()
     elif isinstance(what, str | Example):
         asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
-        found = Trace(**trace_prompt(scope, what, heads, projectors=projectors, chat=bool(chat), **asked))
+        asked["neurons"] = neurons if isinstance(neurons, bool) else parse_writers(neurons)
+        kind = NeuronTrace if neurons else Trace
+        found = kind(**trace_prompt(scope, what, heads, projectors=projectors, chat=bool(chat), **asked))
     else:
         _refuse("texts", query=query, key=key, versus=versus, chat=chat)
         found = Trace(**trace_many(scope, what, heads, n, **many))

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.trace.one import ATTENDED, PromptTrace
-from qkscope.analyses.trace.rows import addresses_of
 from qkscope.analyses.trace.verdicts import FEW
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.heads import parse_writers
 from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.maths.singular import singular_coordinates
 from qkscope.maths.subspace import Subspace
@@ -97,7 +97,7 @@ def other_token(one: PromptTrace) -> int | None:
 
 def swap_row(one: PromptTrace, other: int, size: int = 2, draws: int = 20, seed: int = 0) -> dict[str, Any]:
     """A row of the table ``swaps``: attention on both tokens before and after, beside random writers."""
-    chosen, layers = one.strongest("key", size), addresses_of(one.writers)
+    chosen, layers = one.strongest("key", size), parse_writers(one.writers[:-1])
     gains = one.exchanged(other)
 
     def swapped(writers: list[int]) -> Float[Tensor, " t"]:

@@ -1,0 +1,140 @@
+"""An MLP's neurons as writers: ``M9 = Σ_i a_i w_i + b``, activations times the columns of its last matrix.
+
+Which matrix is the last one is seen in a short forward: what it puts out is all that its part of the block puts out. A
+part that adds up several (experts) has none, and one that looks at other tokens, too (a state-space mixer), is no MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qkscope.capture.blocks import Block
+from qkscope.capture.inputs import short_inputs
+from qkscope.capture.norms import Frozen
+from qkscope.capture.tap import cleared
+from qkscope.errors import BadInput
+from qkscope.heads import Head, Writer
+from qkscope.linear.layer import stream_of
+from qkscope.linear.run import Direction, Run
+
+
+def last_modules(model: PreTrainedModel, blocks: Sequence[Block]) -> dict[nn.Module, list[nn.Module]]:
+    """By part of a block that has neurons: its last matrix, and behind it the part itself where that is a norm."""
+    given: dict[nn.Module, Tensor] = {}
+    gave: dict[nn.Module, Tensor] = {}
+    found: dict[nn.Module, list[nn.Module]] = {}
+
+    def entering(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = stream_of(args, kwargs)
+        new = x.detach().requires_grad_()
+        every = {name: new if value is x else value for name, value in kwargs.items()}
+        return tuple(new if value is x else value for value in args), every
+
+    def inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        if isinstance(out, Tensor):
+            given[module], gave[module] = stream_of(args, kwargs), out.clone()  # it may be added to in place
+
+    def leaving(block: Block, *_: Any) -> None:
+        for part in block.parts:
+            behind = [] if any(weight.ndim == 2 for weight in part.parameters()) else [part]  # a norm, or a scale
+            target = given[part] if behind else gave[part]
+            alike = [m for m, out in gave.items() if m not in behind and out.numel() == target.numel()]
+            makers = [m for m in alike if torch.equal(gave[m].flatten(), target.flatten())]
+            matrices = [m for m in makers if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+            mlp = max(makers, key=lambda m: sum(weight.numel() for weight in m.parameters()), default=part)
+            if matrices and not _looks_elsewhere(target, given[mlp]):
+                found[part] = [matrices[-1], *behind]
+        given.clear()
+        gave.clear()
+
+    hooks: list[Any] = []
+    with cleared(hooks), torch.enable_grad():
+        for block in blocks:
+            hooks.append(block.module.register_forward_pre_hook(entering, with_kwargs=True))
+            attention = set() if block.attention is None else set(block.attention.modules())
+            others = [module for module in block.module.modules() if module not in {block.module, *attention}]
+            hooks += [module.register_forward_hook(inside, with_kwargs=True) for module in others]
+            hooks.append(block.module.register_forward_hook(partial(leaving, block)))
+        model.base_model(**short_inputs(model, (7,)))
+    return found
+
+
+def _looks_elsewhere(out: Tensor, given: Tensor) -> bool:
+    """Whether what is put out at the last token depends on what was given at others."""
+    last = out.reshape(-1, out.shape[-1])[-1]
+    (g,) = torch.autograd.grad(last, given, last.detach(), retain_graph=True)
+    return bool(g.reshape(-1, g.shape[-1])[:-1].any())
+
+
+def neuron_parts(run: Run, asked: Direction) -> Iterator[tuple[Writer, Float[Tensor, "n p f"]]]:
+    """What the neurons of each MLP before a layer say in a direction; they sum to their MLP, less its bias."""
+    reader, along = run.reader, run.answer(asked).parts
+    for layer, block in enumerate(reader.blocks[: asked.layer]):
+        for part in block.parts:
+            name = reader.part_name(layer, part)
+            if part in run.neurons and name in along:
+                activations = run.neurons[part][:, asked.slots]
+                yield Writer.parse(name), activations * _pulled(reader.last[part], along[name], activations)
+
+
+def _pulled(
+    last: Sequence[nn.Module], g: Float[Tensor, "n p d"], activations: Float[Tensor, "n p f"]
+) -> Float[Tensor, "n p f"]:
+    """A direction on what the last modules of a part put out, as one on the activations; a norm is frozen."""
+    weight = next(last[0].parameters())
+    with cleared(Frozen().hooks(last)), torch.enable_grad():
+        x = activations.to(weight, copy=True).requires_grad_()
+        out = reduce(lambda value, module: module(value), last, x)
+        return torch.autograd.grad(out, x, g.to(out))[0].to(g)
+
+
+def first_neurons(
+    run: Run, asked: Direction, named: Sequence[Writer] = (), count: int = 10
+) -> list[tuple[Writer, float, int]]:
+    """The neurons that say most in a direction, or those named, of one prompt.
+
+    Returns
+    -------
+    list of (neuron, its value over all slots, the slot with the largest part of it)
+    """
+    found = []
+    for mlp, parts in neuron_parts(run, asked):
+        values, slots = parts[0].sum(0), asked.slots[parts[0].abs().argmax(0)]
+        largest = values.abs().topk(min(count, len(values))).indices.tolist()
+        chosen = [writer.index[-1] for writer in named if writer.mlp == mlp] if named else largest
+        found += [(Writer(mlp.layer, "neuron", (*mlp.index, i)), float(values[i]), int(slots[i])) for i in chosen]
+    found.sort(key=lambda row: -abs(row[1]))
+    return found if named else found[:count]
+
+
+def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]:
+    """Refuse neurons that are not there, or do not write before a head; say which of its parts have none."""
+    reader = run.reader
+    before = [(layer, part) for layer, block in enumerate(reader.blocks[: head.layer]) for part in block.parts]
+    parts = {Writer.parse(reader.part_name(layer, part)): part for layer, part in before}
+    without = [mlp for mlp, part in parts.items() if part not in run.neurons]
+    why = "it adds up experts, or is no MLP: a neuron is one row of what an MLP's last matrix is given"
+    if len(without) == len(parts):
+        some = without[0] if without else f"what writes before {head}"
+        raise BadInput(f"{reader.scope.name} has no neurons to name. {some}: {why}.")
+    for writer in named:
+        if writer.kind != "neuron":
+            raise BadInput(f"{writer} is no neuron: write one like M9.N120.")
+        if writer.layer >= head.layer:
+            raise BadInput(f"{writer} does not write before {head}: name a neuron of an earlier layer.")
+        if writer.mlp in without:
+            raise BadInput(f"{writer.mlp} has no neurons to name: {why}.")
+        if writer.mlp not in parts:
+            raise BadInput(f"there is no {writer.mlp} in {reader.scope.name}: it has {', '.join(map(str, parts))}.")
+        width = run.neurons[parts[writer.mlp]].shape[-1]
+        if writer.index[-1] >= width:
+            raise BadInput(f"there is no {writer}: {writer.mlp} has {width} neurons, N0 to N{width - 1}.")
+    return without

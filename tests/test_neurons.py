@@ -1,0 +1,156 @@
+"""MLP neurons as writers: they sum to their MLP less its bias, are found by looking, and are refused in words."""
+
+import pytest
+import torch
+from torch import nn
+
+import qkscope as qk
+from qkscope.capture.families import tiny_model
+from qkscope.capture.inputs import short_inputs
+from qkscope.capture.pick import Places
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.heads import Head, Writer, parse_writers
+from qkscope.linear.neurons import check_neurons, first_neurons, neuron_parts
+from qkscope.linear.reader import Reader
+
+PROMPT = "hat: O\njam: Z\ncat: B\njam:"
+
+
+def recorded(scope, head, length=9, **options):
+    inputs = short_inputs(scope.model, (length,), positions=scope.facts.takes_positions)
+    row = torch.zeros(1, dtype=torch.long)
+    places = Places.everywhere(row, row + length - 1, inputs["attention_mask"])
+    return Reader(scope, [head]).record(inputs, places, deep=True, **options)
+
+
+def asked(run, head):
+    weights = torch.zeros(1, run.columns.shape[1] - 1)
+    weights[0, 1:6] = torch.tensor([-0.25, -0.25, -0.25, -0.25, 1.0])
+    return run.ask(head, run.columns.shape[1] - 1, torch.arange(1, run.columns.shape[1]), weights)[1]
+
+
+def sum_to_their_mlps(run, head):
+    """How far neurons are from their MLP less its bias, over the largest neuron, at the worst; and of how many MLPs."""
+    worst, seen = 0.0, set()
+    for direction in asked(run, head).values():
+        answer = run.answer(direction)
+        for mlp, parts in neuron_parts(run, direction):
+            part = run.reader.blocks[mlp.layer].parts[mlp.index[0] if mlp.index else 0]
+            bias = getattr(run.reader.last[part][0], "bias", None)
+            constant = 0.0 if bias is None else answer.parts[str(mlp)] @ bias.detach()
+            missed = parts.sum(-1) - (answer.values[str(mlp)] - constant)
+            worst = max(worst, float(missed.abs().max() / parts.abs().max()))
+            seen.add(mlp)
+    return worst, len(seen)
+
+
+# plain; a Conv1D with a bias; no module around the MLP; a norm behind it; one to which attention is added in place
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2", "falcon", "jamba"])
+def test_neurons_sum_to_their_mlp_less_its_bias(family):
+    scope = Scope.from_model(tiny_model(family), check=False)
+    for module in scope.model.modules():  # tiny models have biases of 0
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            nn.init.normal_(module.bias, std=0.1)
+    head = scope.heads()[-1]
+    worst, mlps = sum_to_their_mlps(recorded(scope, head, neurons=True), head)
+    assert worst <= 1e-5
+    assert mlps == {"jamba": 2}.get(family, head.layer)
+
+
+def test_they_do_in_a_real_model_and_the_first_ten_of_each_side_are_named():
+    scope, head = Scope.load("smollm2-135m"), Head.parse("L18H6")
+    worst, mlps = sum_to_their_mlps(recorded(scope, head, neurons=True), head)
+    assert worst <= 1e-5
+    assert mlps == 18
+    found = qk.trace(scope, PROMPT, head, depth=0, draws=1, neurons=True)
+    for side in ("query", "key"):
+        rows = [row for row in found.table() if row["side"] == side]
+        assert len(rows) == 10
+        sizes = [abs(row["value"]) for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
+        assert all(row["layer"] == Writer.parse(row["writer"]).layer < 18 for row in rows)
+        assert {row["token"] for row in rows} == {":"} or side == "key"
+    assert rows[0]["writer"] in found.answer
+
+
+def test_a_neuron_that_is_taken_out_takes_its_value_with_it():
+    """The sum over neurons could hide a wrong order: one column of the matrix set to 0 changes the MLP by that one."""
+    scope = Scope.from_model(tiny_model("gpt2"), check=False)
+    head = scope.heads()[-1]
+    run = recorded(scope, head, neurons=True)
+    direction = asked(run, head)["key"]
+    ((neuron, value, _),) = first_neurons(run, direction, parse_writers("M0.N5"))
+    ((_, parts),) = neuron_parts(run, direction)
+    matrix = run.reader.last[run.reader.blocks[0].parts[0]][0]
+    with torch.no_grad():
+        before = matrix(run.neurons[run.reader.blocks[0].parts[0]])
+        matrix.weight[5] = 0
+        after = matrix(run.neurons[run.reader.blocks[0].parts[0]])
+    along = run.answer(direction).parts["M0"]
+    assert str(neuron) == "M0.N5"
+    assert value == pytest.approx(float(((before - after)[:, direction.slots] * along).sum()), rel=1e-4)
+    assert value == pytest.approx(float(parts[..., 5].sum()), rel=1e-5)
+
+
+def test_neurons_are_kept_only_where_they_are_asked_for():
+    scope = Scope.from_model(tiny_model("llama"), check=False)
+    assert recorded(scope, Head(1, 0)).neurons == {}
+
+
+# adds experts up; adds them to a shared one in place; one module of experts
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "gpt_oss"])
+def test_experts_have_no_neurons_to_name(family):
+    scope = Scope.from_model(tiny_model(family), check=False)
+    with pytest.raises(BadInput, match="has no neurons to name"):
+        check_neurons(recorded(scope, Head(1, 0), neurons=True), Head(1, 0), ())
+
+
+def test_a_state_space_part_has_none_though_it_ends_in_a_matrix():
+    scope = Scope.from_model(tiny_model("falcon_h1"), check=False)
+    run = recorded(scope, Head(1, 0), neurons=True)
+    assert [str(writer) for writer in check_neurons(run, Head(1, 0), ())] == ["M0.1"]
+    with pytest.raises(BadInput, match=r"M0\.1 has no neurons to name"):
+        check_neurons(run, Head(1, 0), parse_writers("M0.1.N3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("M1.N0", "M1.N0 does not write before L1H3: name a neuron of an earlier layer"),
+        ("M9.N0", "M9.N0 does not write before L1H3"),
+        ("M0.N99999", "there is no M0.N99999: M0 has 96 neurons, N0 to N95"),
+        ("M0.1.N3", "there is no M0.1 in"),
+        ("M0", "M0 is no neuron: write one like M9.N120"),
+        ("N120", "'N120' is not a writer"),
+    ],
+)
+def test_a_neuron_that_is_not_there_is_refused(scope, name, said):
+    with pytest.raises(BadInput, match=said):
+        qk.trace(scope, "hat is in A", "L1H3", neurons=name)
+
+
+def test_named_neurons_are_given_on_both_sides(scope):
+    rows = qk.trace(scope, "hat is in A", "L1H3", neurons=["M0.N5", "M0.N2"]).table("neurons")
+    assert sorted((row["side"], row["writer"]) for row in rows) == [
+        (side, name) for side in ("key", "query") for name in ("M0.N2", "M0.N5")
+    ]
+
+
+def test_neurons_are_for_one_prompt(scope):
+    with pytest.raises(BadInput, match="neurons are named of one prompt"):
+        qk.trace(scope, qk.tasks.binding(2), "L1H3", neurons=True)
+
+
+def test_a_writer_prints_as_it_is_parsed():
+    names = ["embedding", "L0H2", "M0", "M0.N7", "L3H11", "M3.0", "M3.0.N12", "M3.1", "bias"]
+    writers = parse_writers(names)
+    assert [str(writer) for writer in writers] == names
+    kinds = ["embedding", "head", "mlp", "neuron", "head", "mlp", "neuron", "mlp", "bias"]
+    assert [writer.kind for writer in writers] == kinds
+    assert [writer.block for writer in writers] == [None, 0, 0, 0, 3, 3, 3, 3, None]
+    assert Writer.parse(Head(3, 11)) == writers[4]
+    assert writers[4].head == Head(3, 11)
+    assert str(writers[6].mlp) == "M3.0"
+    assert sorted(reversed(writers)) == sorted(writers)
+    assert (min(writers), max(writers)) == (writers[0], writers[-1])
