@@ -9,6 +9,7 @@ from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
+from qkscope.cli import views
 from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.neurons import check_neurons, first_neurons, neuron_parts
@@ -154,3 +155,23 @@ def test_a_writer_prints_as_it_is_parsed():
     assert str(writers[6].mlp) == "M3.0"
     assert sorted(reversed(writers)) == sorted(writers)
     assert (min(writers), max(writers)) == (writers[0], writers[-1])
+
+
+def test_the_command_shows_ten_of_each_side_beside_each_other(scope):
+    found = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
+    shown = views.shown(found.experiment, found.tables, found.main)
+    assert (len(shown.cells), shown.rows) == (10, 10)
+    for heading, side in (("neuron of the key", "key"), ("neuron of the query", "query")):
+        column = shown.headings.index(heading)
+        names = [row["writer"] for row in found.table("neurons") if row["side"] == side]
+        assert [cells[column] for cells in shown.cells] == names
+
+
+def test_half_precision_gives_the_same_neurons_nearly():
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        scope = Scope.from_model(tiny_model("gemma2").to(dtype), check=False)
+        head = scope.heads()[-1]
+        run = recorded(scope, head, neurons=True)
+        rows.append(torch.cat([parts.sum(1)[0] for _, parts in neuron_parts(run, asked(run, head)["key"])]))
+    assert (rows[0] - rows[1]).abs().max() <= 2e-2 * rows[0].abs().sum()
