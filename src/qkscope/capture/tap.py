@@ -249,6 +249,7 @@ def tap(
     layers: Mapping[int, int] | None = None,
     rotary: bool = False,
     anatomy: Anatomy | None = None,
+    within: nn.Module | None = None,
 ) -> Iterator[list[int]]:
     """Show every attention call of a model, in eval mode, to visitors, for the duration of a ``with`` block.
 
@@ -268,10 +269,12 @@ def tap(
         Also record what the modelling file's rotary function was given (`Call.rotary`).
     anatomy : Anatomy, optional
         Of this model, where it was looked for before.
+    within : Module, optional
+        The part of it that runs, where that is a block of a model that ran just before.
     """
     called: list[int] = []
-    parts = list(model.modules())
-    if anatomy is not None and parts != anatomy.parts:
+    parts = list((within or model).modules())
+    if within is None and anatomy is not None and parts != anatomy.parts:
         raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
     with ExitStack() as stack:
