@@ -2,8 +2,7 @@
 
 What comes in: the name of a model (`Scope.load`) and examples, text with marked queries and keys (`Example`).
 What goes out: a `Capture` for each batch (queries, keys, and the rest of their attention rows, which `Capture.rows`
-gives as `AttentionRows`), patched runs (`Edit`), and the weights
-``W_Q``, ``W_K`` of heads (`head_weights`).
+gives as `AttentionRows`), and patched runs (`Edit`).
 
 Its files, in reading order. The way of a batch through a model:
 
@@ -23,6 +22,7 @@ Whether a model can be trusted to be looked into:
 
 - ``probe``: what its attention is and how it counts positions, read off live calls
 - ``refused``: the true cause where a model cannot be looked into
+- ``layers``: where a module stands among a model's layers
 - ``selfcheck``: five facts that must hold before a number is believed
 - ``families``: a tiny random model of every family, and the checks behind ``qkscope models``: also whether parts sum
   to the logit
@@ -37,8 +37,6 @@ Who wrote what a head reads:
 - ``sources``: directions followed back to the writers at a token, and to the tokens that those read
 - ``folded``: one head's queries and keys at many tokens, added up without carrying writers to each
 - ``ablate``: whole heads taken out of the running model
-
-Its weights: ``projection`` asks a layer for its queries and keys; ``weights`` makes matrices of them, norms folded in.
 
 From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint (``fetch`` installs
 the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder, which
