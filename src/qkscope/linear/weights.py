@@ -248,7 +248,9 @@ def _matrices(
     width = a.shape[-1]
     basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
     J = layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1)
-    if before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
+    if before is not None and layer.block is layer.true.module:  # its norm stands outside
+        J, a = before.centred(J * before.gain), a + J @ before.bias
+    elif before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
         normal = (1 / before.gain).to(J)
         along = J @ normal / normal.square().sum()
         J, a = J - along[..., None] * normal, a + along * (normal @ before.bias.to(J))
