@@ -40,7 +40,7 @@ from qkscope.tasks.task import ANSWER
 log = logging.getLogger(__name__)
 
 _CACHED = 1 << 28  # numbers of a basis that is worth keeping: 1 GiB
-_VERSION = 2
+_VERSION = 3
 
 
 @checked_call

@@ -7,12 +7,12 @@ run again up to its attention, at the tokens that are asked about, and autograd 
     ``q = J x + c``,   ``J = ∂q/∂x``,   ``c = q(0)``,   and the same for k and v.
 
 No weight is read and no rotation written down: whatever a family does, its own code does it. A layer in which more than
-norms depends on the input is not affine: then ``J x + c`` misses the true vectors, and `Layer.error` says by how much.
+norms depends on the input is not affine: then ``J x + c`` misses the true vectors, as `check.sum_error` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -106,9 +106,8 @@ class Layer:
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
         """Vectors of a stream: of these tokens, or of the whole prompts."""
         gather = partial(_at, columns=columns) if self.alone else _of_rows
-        replaced = partial(_replaced, hidden=self.hidden, new=x, other=partial(gather, hidden=self.hidden, row=row))
-        args, kwargs = self.given
-        call = self._run(replaced(args), {name: replaced(value) for name, value in kwargs.items()}, frozen)
+        args, kwargs = _replaced(self.given, self.hidden, x, partial(gather, hidden=self.hidden, row=row))
+        call = self._run(args, kwargs, frozen)
         return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
 
     def _picked(self, made: dict[Kind, Tensor]) -> dict[Kind, Float[Tensor, "n p h d"]]:
@@ -224,6 +223,8 @@ def _replaced(value: Any, hidden: Tensor, new: Tensor, other: Callable[[Tensor],
         return new
     if isinstance(value, tuple | list):
         return type(value)(_replaced(part, hidden, new, other) for part in value)
+    if isinstance(value, Mapping):  # some layers hand keys on in one, and must not when they run again
+        return {name: _replaced(part, hidden, new, other) for name, part in value.items()}
     if isinstance(value, Tensor):
         value = other(value)
         return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value

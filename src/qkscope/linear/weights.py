@@ -134,9 +134,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     shape = layers[wanted[0].layer].d_head, stream.shape[-1] + 1
     W = {kind: torch.empty(count, *shape, device=stream.device) for kind, count in counts.items()}
     c = {kind: torch.empty_like(value[..., 0]) for kind, value in W.items()}
-    for number, plan in sorted(
-        layout.plans.items(), reverse=True
-    ):  # one that runs again may hand other keys to later ones
+    for number, plan in layout.plans.items():
         layer, offsets, before = _unit(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
@@ -188,11 +186,11 @@ def _unit(
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
     ends = (0, stream.shape[1] - 1)
     layer, last = (Layer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends)
-    name = f"{scope.model.config.model_type} layer {number}"
+    family = scope.model.config.model_type
     if not layer.reads("k"):
         raise BadInput(
-            f"{name} has no weights to read: some layers have no keys of their own but read those of a layer before"
-            " them; ask for heads of the others."
+            f"{family} has no weights to read in every layer: some have no keys of their own but read those of a layer"
+            " before them; ask for heads of the others."
         )
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
     draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
@@ -207,7 +205,14 @@ def _unit(
     rounding = max(_CLOSE, 4 * torch.finfo(stream.dtype).eps)  # of cos and sin
     seen: dict[Kind, str] = {"q": "queries", "k": "keys"}
     for kind, what in seen.items():
-        _check_form(f"{name}: its {what}", live[kind], turned[kind], linear[kind].chunk(4), offsets[kind], rounding)
+        _check_form(
+            f"{family} layer {number}: its {what}",
+            live[kind],
+            turned[kind],
+            linear[kind].chunk(4),
+            offsets[kind],
+            rounding,
+        )
     before = None if called.before is None or set(layer.norms.ran) - qk_norms else take_apart(called.before, stream)
     return layer, offsets, before
 
@@ -243,7 +248,9 @@ def _matrices(
     width = a.shape[-1]
     basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
     J = layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1)
-    if before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
+    if before is not None and layer.block is layer.true.module:  # its norm stands outside
+        J, a = before.centred(J * before.gain), a + J @ before.bias
+    elif before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
         normal = (1 / before.gain).to(J)
         along = J @ normal / normal.square().sum()
         J, a = J - along[..., None] * normal, a + along * (normal @ before.bias.to(J))
