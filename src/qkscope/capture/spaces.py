@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -39,6 +39,11 @@ class Rotary:
     sin: Tensor
     q_rotated: Float[Tensor, "b h s r"]
     k_rotated: Float[Tensor, "b g s r"]
+
+    def slim(self) -> Rotary:
+        """The rotation alone, without the vectors that it was given."""
+        names = ("q", "k", "q_rotated", "k_rotated")
+        return replace(self, **{name: getattr(self, name)[:1, :1, :1].clone() for name in names})
 
     def unrotated(
         self, q: Float[Tensor, "b h s d"], k: Float[Tensor, "b g t d"], offset: int

@@ -168,6 +168,7 @@ class Reader:
         def take(call: Call) -> None:
             if call.layer in kept:
                 run.calls[call.layer] = call
+                call.rotary = call.rotary and call.rotary.slim()
             if deep:  # one prompt: every row is made from its call
                 if call.layer == last and not logits:
                     raise Stop
@@ -179,7 +180,8 @@ class Reader:
             pickers[0].visit(call)
 
         def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            run.entered[layer] = pick(stream_of(args, kwargs))
+            if layer == 0 or not deep or layer in layers:
+                run.entered[layer] = pick(stream_of(args, kwargs))
             if layer in kept:
                 run.called[layer] = args, kwargs
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Side = Literal["query", "key"]
 KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
+_KEPT = 4096  # tokens of layers that are kept ready to be asked again
 _AT_ONCE = 2**28  # bytes of W_O whose layers are done together on a GPU
 
 
@@ -150,6 +151,10 @@ class Run:
         """A layer's own code at some slots."""
         key = layer, (slots.start, slots.stop) if isinstance(slots, slice) else tuple(slots)
         if key not in self._layers:
+            while self._layers and sum(one.columns.numel() for one in self._layers.values()) > _KEPT:
+                del self._layers[
+                    next(iter(self._layers))
+                ]  # of a long prompt, the graphs of a few are all there is room for
             block = self.reader.blocks[layer].module
             true, given = self.calls[layer], self.called[layer]
             self._layers[key] = Layer(self.reader.scope, layer, block, given, true, self.row, self.columns[:, slots])

@@ -218,7 +218,7 @@ class PromptTrace:
     def mean(self) -> Float[Tensor, "c d_model"]:
         """What each writer but the biases leaves in the stream, on average over the prompt's other tokens."""
         rest = [i for i in self.others if i not in (self.key, self.asked.query)] or self.others
-        return torch.cat([named(pieces) for _, pieces in self._chunks(rest)], dim=2)[0].mean(1)
+        return torch.stack([named(pieces)[0].sum(1) for _, pieces in self._chunks(rest)]).sum(0) / len(rest)
 
     def moved(self, side: Side, place: int, instead: Float[Tensor, "c d_model"]) -> Float[Tensor, "c d"]:
         """What this head's vector at a token loses where a writer's part of the stream there is another one."""
