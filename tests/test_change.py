@@ -1,0 +1,181 @@
+"""What if: writers ablated, keys hidden, tokens replaced, rows run again, against plain forwards with hooks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import qkscope as qk
+from batches import look
+from qkscope.capture.families import two_prompts
+from qkscope.capture.patch import Edit
+from qkscope.change.rows import Rerun
+from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+
+PROMPT = "hat: O jam: Z cat: B jam:"
+
+
+@pytest.fixture(scope="module")
+def nano() -> qk.Scope:
+    return qk.Scope.load("nano:mixed")
+
+
+def logits(scope, inputs):
+    with torch.no_grad():
+        return scope.model(**inputs, use_cache=False).logits
+
+
+def patched(scope, inputs):
+    with scope.patched([]):
+        return logits(scope, inputs)
+
+
+def others_mean(z, mask):
+    """The mean over a prompt's other tokens, the first left out, token by token."""
+    found = z.clone()
+    for row in range(len(z)):
+        shown = mask[row].nonzero()[1:, 0].tolist()
+        for t in mask[row].nonzero()[:, 0].tolist():
+            rest = [s for s in shown if s != t]
+            if rest:
+                found[row, t] = z[row, rest].mean(0)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss", "bloom"])
+def test_a_pattern_is_the_models_own(family):
+    scope = look(family)
+    inputs = {"input_ids": torch.tensor([[11, 25, 33, 47, 25, 60, 71]])}
+    plain = look(family).model
+    plain.set_attn_implementation("eager") if family != "bloom" else None
+    with torch.no_grad():
+        theirs = plain(**inputs, output_attentions=True, use_cache=False).attentions
+    for head in scope.heads()[:: len(scope.heads()) // 3]:
+        ours = scope.attention(qk.Example(ids=tuple(inputs["input_ids"][0].tolist())), head)
+        torch.testing.assert_close(ours, theirs[head.layer][0, head.index, :, :7], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ablated_writers_put_out_their_mean_over_the_other_tokens(nano, padded):
+    prompts = [PROMPT, "hat: O jam:"] if padded else [PROMPT]
+    inputs = nano.encode(prompts).inputs
+    mask, layers, width = inputs["attention_mask"].bool(), nano.model.model.layers, nano.d_head
+
+    def head(_module, args):
+        z = args[0].clone()
+        z[..., 2 * width : 3 * width] = others_mean(z[..., 2 * width : 3 * width], mask)
+        return (z,)
+
+    hooks = [
+        layers[0].self_attn.o_proj.register_forward_pre_hook(head),
+        layers[1].mlp.register_forward_hook(lambda _m, _a, out: others_mean(out, mask)),
+    ]
+    theirs = logits(nano, inputs)
+    for hook in hooks:
+        hook.remove()
+    with nano.ablate("L0H2", "M1"):
+        ours = patched(nano, inputs)
+    assert (logits(nano, inputs) - theirs)[mask].abs().max() > 0.1
+    torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(patched(nano, inputs), logits(nano, inputs), atol=1e-5, rtol=1e-5)  # all is as it was
+
+
+@pytest.mark.parametrize("query", [None, 11])
+def test_a_hidden_key_gets_nothing(nano, monkeypatch, query):
+    inputs = nano.encode([PROMPT]).inputs
+    own = modeling_llama.eager_attention_forward
+
+    def hidden(module, q, k, v, mask, scaling, **kwargs):
+        if module.layer_idx != 1:
+            return own(module, q, k, v, mask, scaling=scaling, **kwargs)
+        k, v = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (k, v))
+        scores = q @ k.mT * scaling + torch.full(q.shape[2:3] * 2, -torch.inf).triu(1)
+        scores[:, 0, slice(None) if query is None else query, 6] = -torch.inf
+        return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "eager_attention_forward", hidden)
+        patch.setattr(nano.model.config, "_attn_implementation_internal", "eager")
+        theirs = logits(nano, inputs)
+    with nano.hide("L1H0", key="Z", query=query):
+        ours = patched(nano, inputs)
+        row = nano.attention(PROMPT, "L1H0")[11]
+    assert float(row[6]) == 0
+    assert float(row.sum()) == pytest.approx(1)
+    later = slice(7, None) if query is None else slice(None)  # the key itself sees nothing else
+    torch.testing.assert_close(ours[:, later], theirs[:, later], atol=1e-4, rtol=1e-4)
+
+
+def test_a_replaced_token_is_another_prompt(nano):
+    other = PROMPT.replace("jam: Z", "pen: Z")
+    answer, pattern = qk.why(nano, other, "L2H3").answer, nano.attention(other, "L1H0")
+    with nano.replace("jam#1", "pen"):
+        assert qk.why(nano, PROMPT, "L2H3").answer == answer
+        torch.testing.assert_close(nano.attention(PROMPT, "L1H0"), pattern)
+    with nano.replace(-1, "jam"):
+        assert nano.encode([PROMPT, "hat: O"]).inputs["input_ids"][:, -1].unique().numel() == 1
+
+
+def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
+    plain = qk.why(nano, PROMPT, "L2H3")
+    with nano.ablate("L0H2", "M1"), nano.hide("L1H0", key=-2):
+        found = qk.why(nano, PROMPT, "L2H3")
+        text = nano.generate(PROMPT, 3)
+    assert found.tables["check"][0]["sum_error"] < 1e-5
+    assert found.tables["check"][0]["logit"] != pytest.approx(plain.tables["check"][0]["logit"], rel=1e-3)
+    assert isinstance(text, str)
+    assert qk.why(nano, PROMPT, "L2H3").tables["writers"] == plain.tables["writers"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
+    scope = look(family)
+    inputs = {name: value[:1] for name, value in two_prompts(scope)[0].items()}
+    reader = Reader(scope, scope.heads()[-1:])
+    run = reader.record_prompt(scope.encode([qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))]))
+    query, edges = inputs["input_ids"].shape[1] - 1, [(Head(0, 1), 3), (Head(1, 0), 5)]
+    again = Rerun(scope, run.inputs, run.calls)
+    again._alone = alone
+    ours = again.hidden(query, edges)
+    for found, (head, key) in zip(ours, edges, strict=True):
+        edit = Edit.logits(head, torch.tensor([query]), torch.tensor([[key]]), torch.tensor([[-torch.inf]]))
+        with scope.patched([edit]):
+            theirs = logits(scope, run.inputs)[0, -1]
+        torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_heads_output_can_be_set(nano):
+    inputs, value = nano.encode([PROMPT, "hat: O jam:"]).inputs, torch.arange(24.0)
+
+    def replaced(_module, args):
+        z = args[0].clone()
+        z[1, :, 24:48] = value
+        return (z,)
+
+    hook = nano.model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(replaced)
+    theirs = logits(nano, inputs)
+    hook.remove()
+    with nano.patched([Edit.outputs("L1H1", torch.tensor([False, True]), value)]):
+        torch.testing.assert_close(logits(nano, inputs), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.hide("L1H0", key="Q"), "'Q' is no token of the prompt"),
+        (lambda s: s.hide("L1H0", key="jam"), "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'"),
+        (lambda s: s.hide("L1H0", key=9, query=4), "cannot see token 9 from token 4"),
+        (lambda s: s.hide("L9H0", key=1), "L9H0"),
+        (lambda s: s.ablate("M7"), "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2"),
+        (lambda s: s.ablate("L0H9"), "L0H9"),
+        (lambda s: s.replace(40, "cat"), "token 40 is not there: the prompt has"),
+        (lambda s: s.replace(2, "jam cat"), "'jam cat' is 2 tokens here"),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_refused_in_words(nano, change, said):
+    with pytest.raises(qk.BadInput, match=said), change(nano):
+        nano.attention(PROMPT, "L1H0")
+    assert not nano._ablated + nano._hidden + nano._replaced
