@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import torch
 
 from qkscope.capture.files import check_report, file_hash, folder_hash, read_config
-from qkscope.capture.gguf import dequantised
 from qkscope.capture.names import Place, locate
 from qkscope.capture.tap import SERVED
 from qkscope.errors import BadInput, check_device
@@ -76,9 +75,8 @@ def load(
     options = {"dtype": _dtype(dtype), "attn_implementation": attn, "device_map": device_map}
     options = {option: value for option, value in options.items() if value is not None}
     place = locate(name, revision)
-    with _nobodys_code():
+    with _nobodys_code(), _told(str(name), revision):
         loaded = _from_hub(place, options) if place.path is None else _from_files(place, place.path, options)
-    with _told(str(name), f"could not be moved to {target}"):
         loaded.model.eval().requires_grad_(False)
         if target is not None:
             loaded.model.to(target)
@@ -88,13 +86,14 @@ def load(
 def _from_files(place: Place, path: Path, options: dict[str, Any]) -> Loaded:
     """The model of a folder, or of a GGUF file: dequantised once, and then a folder in the cache."""
     if path.is_dir():
-        folder, name, of_file = path, str(path), None
+        folder, of_file = path, None
     else:
-        name, of_file = place.name, file_hash(path)  # the file holds the config too
-        with _told(name, "could not be read as GGUF"):
-            folder = dequantised(path, of_file)
+        from qkscope.capture.gguf import dequantised  # takes a while to import
+
+        of_file = file_hash(path)  # the file holds the config too
+        folder = dequantised(path, of_file)
     digest = folder_hash(folder)
-    model, tokenizer = _model(name, folder, None, options), _tokenizer(folder, None)
+    model, tokenizer = _model(str(path), folder, None, options), _tokenizer(folder, None)
     if folder_hash(folder) != digest:
         raise BadInput(f"{folder} changed while it was loaded: try again when it is written.")
     return Loaded(model, tokenizer, place.name, place.revision, of_file or digest)
@@ -103,16 +102,15 @@ def _from_files(place: Place, path: Path, options: dict[str, Any]) -> Loaded:
 def _from_hub(place: Place, options: dict[str, Any]) -> Loaded:
     from transformers.utils import cached_file
 
-    name, revision = place.name, place.revision
-    with _told(name, revision=revision):
-        config = Path(cached_file(name, "config.json", revision=revision))
-        read_config(config)  # before transformers makes a config of it
+    config = Path(cached_file(place.name, "config.json", revision=place.revision))
+    read_config(config)  # before transformers makes a config of it
     # the rest comes from the same commit, whatever happens to the branch meanwhile
-    commit = config.parent.name if config.parent.parent.name == "snapshots" else revision
-    model, tokenizer, digest = _model(name, name, commit, options), _tokenizer(name, commit), None
+    commit = config.parent.name if config.parent.parent.name == "snapshots" else place.revision
+    model, tokenizer = _model(place.name, place.name, commit, options), _tokenizer(place.name, commit)
+    digest = None
     with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
         digest = folder_hash(config.parent)
-    return Loaded(model, tokenizer, name, commit, digest)
+    return Loaded(model, tokenizer, place.name, commit, digest)
 
 
 def _model(name: str, source: str | Path, revision: str | None, options: dict[str, Any]) -> Any:
@@ -120,14 +118,13 @@ def _model(name: str, source: str | Path, revision: str | None, options: dict[st
     from transformers import AutoConfig
 
     asked: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
-    with _told(name, revision=revision):
-        config = AutoConfig.from_pretrained(source, **asked)
-        if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
-            config._attn_implementation = None
-        # weights of another shape are let through here, and refused by name with what else does not fit
-        asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
-        check_report(name, report)
+    config = AutoConfig.from_pretrained(source, **asked)
+    if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
+        config._attn_implementation = None
+    # weights of another shape are let through here, and refused by name with what else does not fit
+    asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
+    check_report(name, report)
     return model
 
 
@@ -178,20 +175,28 @@ def _nobodys_code() -> Iterator[None]:
     from transformers import dynamic_module_utils as dynamic
     from transformers.generation import utils as generation
 
-    doors: list[tuple[Any, str, Any]] = [
-        (dynamic, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
-        (dynamic, "get_class_in_module", _refuse),
-        (generation, "get_class_in_module", _refuse),
-    ]
-    with _LOADING:
-        before = [(module, name, getattr(module, name)) for module, name, _ in doors]
-        for module, name, shut in doors:
-            setattr(module, name, shut)
-        try:
-            yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
+    with (
+        _LOADING,
+        swapped(
+            (dynamic, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
+            (dynamic, "get_class_in_module", _refuse),
+            (generation, "get_class_in_module", _refuse),
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def swapped(*doors: tuple[Any, str, Any]) -> Iterator[None]:
+    """Within it some modules have others under some of their names."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
+    try:
+        for module, name, other in doors:
+            setattr(module, name, other)
+        yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -202,30 +207,29 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 @contextmanager
-def _told(name: str, what: str = "could not be loaded", revision: str | None = None) -> Iterator[None]:
+def _told(name: str, revision: str | None) -> Iterator[None]:
     """Turn whatever a loader raises into one sentence with what to do, and let it say nothing else meanwhile."""
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging as bars
 
-    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    hub = logging.getLogger("huggingface_hub")  # says a word on every retry
-    before = hub.level
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub.setLevel(logging.ERROR)
+    shown = bars.is_progress_bar_enabled()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
+    bars.disable_progress_bar()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(_sentence(error, name, what, revision)) from error
+        raise BadInput(_sentence(error, name, revision)) from error
     finally:
-        hub.setLevel(before)
-        transformers_logging.set_verbosity(verbosity)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         if shown:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
-def _sentence(error: Exception, name: str, what: str, revision: str | None) -> str:
+def _sentence(error: Exception, name: str, revision: str | None) -> str:
     chain: list[BaseException] = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -233,7 +237,8 @@ def _sentence(error: Exception, name: str, what: str, revision: str | None) -> s
     for pattern, sentence in _CAUSES.items():
         if re.search(pattern, text):
             return sentence.format(name=name, revision=revision)
-    return f"{name} {what} ({type(error).__name__}: {_first_line(error)}): the files may be damaged or half downloaded."
+    why = f"{type(error).__name__}: {_first_line(error)}"
+    return f"{name} could not be loaded ({why}): it may be damaged or half downloaded, so download it again."
 
 
 def _first_line(error: BaseException) -> str:
