@@ -265,14 +265,13 @@ def test_words_that_come_apart_are_noticed() -> None:
     vocabulary = {token: i for i, token in enumerate([*spelled, *words, "▁h", "▁ha", "▁j", "▁ja", "▁c", "▁ca", "▁d"])}
     vocabulary |= {token: len(vocabulary) + i for i, token in enumerate(["▁do", "▁doo"])}
     whole = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
-    rules = TokenRules({}, list(vocabulary), add_bos=False, add_eos=False, whole=False)
+    rules = TokenRules({}, list(vocabulary), first=[], last=[], whole=False)
 
     def made(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
         backend = Tokenizer(BPE(vocabulary, merges, fuse_unk=False))
         backend.normalizer, backend.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
         return PreTrainedTokenizerFast(tokenizer_object=backend)
 
-    assert rules.broken_by(made(whole)) is None
-    broken = rules.broken_by(made([("▁", "h")]))
-    assert broken is not None
-    assert "come apart" in broken
+    rules.check(made(whole))
+    with pytest.raises(BadInput, match="come apart"):
+        rules.check(made([("▁", "h")]))

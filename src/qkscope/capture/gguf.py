@@ -65,7 +65,7 @@ def dequantised(file: Path, digest: str) -> Path:
         made = Path(temporary, "model")
         model.save_pretrained(made)
         if rules is not None:
-            rules.save(tokenizer, made, file.name)
+            rules.save(tokenizer, made)
         write_json(made / _MANIFEST, _made(made))
         if not _is_whole(folder):  # otherwise another process was first, and its folder is as good
             shutil.rmtree(folder, ignore_errors=True)
@@ -182,15 +182,14 @@ class TokenRules:
 
     ids: Mapping[str, int]
     tokens: Sequence[str]
-    add_bos: bool
-    add_eos: bool
+    first: list[int]
+    last: list[int]
     whole: bool  # a word of the vocabulary is one token, whether its merges lead there or not
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TokenRules | None:
         """The rules in a file's metadata; None where it has no vocabulary."""
-        start = "tokenizer.ggml."
-        said = {name.removeprefix(start): value for name, value in fields.items() if name.startswith(start)}
+        said = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
         tokens, kind, before = said.get("tokens"), said.get("model"), said.get("pre")
         if not isinstance(tokens, list) or not tokens:
             return None
@@ -198,16 +197,18 @@ class TokenRules:
         named = {name: said.get(f"{word}_token_id", unsaid.get(name)) for name, word in _SPECIAL.items()}
         ids = {name: id for name, id in named.items() if isinstance(id, int) and 0 <= id < len(tokens)}
         late = kind == "gpt2" and before in _BPE_WITH_FIRST
+        first = said.get("add_bos_token", kind in _SENTENCEPIECE or late)
+        last = said.get("add_eos_token", kind == "t5")
         return cls(
             ids=ids,
             tokens=tokens,
-            add_bos=bool(said.get("add_bos_token", kind in _SENTENCEPIECE or late)) and "bos" in ids,
-            add_eos=bool(said.get("add_eos_token", kind == "t5")) and "eos" in ids,
+            first=[ids["bos"]] if first and "bos" in ids else [],
+            last=[ids["eos"]] if last and "eos" in ids else [],
             whole=late and before != "chameleon",
         )
 
-    def save(self, tokenizer: Any, folder: Path, name: str) -> None:
-        """Make the tokenizer that transformers read from a file follow its rules, and keep it if it does.
+    def save(self, tokenizer: Any, folder: Path) -> None:
+        """Make the tokenizer that transformers read from the file follow its rules, and keep it if it does.
 
         It is loaded as it is written: a family's class would build it a second time from its parts; and where no list
         of added tokens is given, even an empty one, the whole file is searched for them, though they are loaded with
@@ -216,36 +217,30 @@ class TokenRules:
         for name, id in self.ids.items():
             if getattr(tokenizer, f"{name}_token_id") != id:
                 setattr(tokenizer, f"{name}_token", self.tokens[id])
-        tokenizer.add_bos_token, tokenizer.add_eos_token = self.add_bos, self.add_eos
+        tokenizer.add_bos_token, tokenizer.add_eos_token = bool(self.first), bool(self.last)
         if self.whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
         tokenizer.save_pretrained(folder)
         config = folder / "tokenizer_config.json"
         as_written = {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}}
         write_json(config, read_json(config) | as_written)
-        broken = self.broken_by(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        if broken is not None:
-            raise BadInput(
-                f"the tokenizer of {name} cannot be made as the file says ({broken}): give a folder instead."
-            )
+        self.check(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
-    def broken_by(self, tokenizer: Any) -> str | None:
-        """The first rule that a tokenizer does not follow; None where it follows all."""
-        for name, id in self.ids.items():
-            if getattr(tokenizer, f"{name}_token_id") != id:
-                return f"{name} is {getattr(tokenizer, f'{name}_token_id')} instead of {id}"
-        bare, whole = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
-        first = [self.ids["bos"]] if self.add_bos else []
-        last = [self.ids["eos"]] if self.add_eos else []
-        wanted = first + bare + last
-        return self._split_word(tokenizer) if whole == wanted else f"a text becomes {whole} instead of {wanted}"
-
-    def _split_word(self, tokenizer: Any) -> str | None:
-        """Whether words of a vocabulary with scores come apart: older transformers give its merges in a wrong order."""
+    def check(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that breaks a rule, or most words: older transformers give merges in a wrong order."""
+        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in self.ids}
+        bare, text = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
         found = [token for token in self.tokens if token[:1] == _BLANK and len(token) > 3 and token[1:].isalpha()]
         words = found[:: max(len(found) // _WORDS, 1)][:_WORDS]
         last = [tokenizer("a " + word[1:], add_special_tokens=False)["input_ids"][-1] for word in words]
-        split = [word for word, token in zip(words, last, strict=True) if self.tokens[token] != word]
-        if 2 * len(split) <= len(words):
-            return None
-        return f"{len(split)} of {len(words)} words of its vocabulary come apart: update transformers"
+        whole = [word for word, token in zip(words, last, strict=True) if self.tokens[token] == word]
+        for holds, broken in (
+            (ids == self.ids, f"special tokens are {ids} instead of {self.ids}"),
+            (
+                text == self.first + bare + self.last,
+                f"a text becomes {text} instead of {self.first + bare + self.last}",
+            ),
+            (2 * len(whole) >= len(words), "the words of its vocabulary come apart: update transformers"),
+        ):
+            if not holds:
+                raise BadInput(f"the file's tokenizer cannot be made as it says ({broken}), so give a folder instead.")

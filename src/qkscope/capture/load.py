@@ -32,6 +32,17 @@ from qkscope.errors import BadInput, check_device
 log = logging.getLogger(__name__)
 
 _LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("custom code is never run")
+
+
+_DOORS = (
+    (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
+    (dynamic_module_utils, "get_class_in_module", _refuse),
+    (generation_utils, "get_class_in_module", _refuse),
+)
 _CAUSES = {  # what the errors of a loader are called or say, and what that means
     r"MemoryError|allocate memory|[Oo]ut of memory": "there is not enough memory to load {name}: close other programs, "
     "take a smaller model, or load this one with dtype bfloat16 or spread over devices.",
@@ -71,7 +82,7 @@ def load(
     options = {"dtype": _dtype(dtype), "attn_implementation": attn, "device_map": device_map}
     options = {option: value for option, value in options.items() if value is not None}
     place = locate(name, revision)
-    with _nobodys_code(), _told(str(name), revision):
+    with _guarded(str(name), revision):
         model, tokenizer, revision, digest = _opened(place, options)
         model.eval().requires_grad_(False)
         if target is not None:
@@ -156,24 +167,6 @@ def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
 
 
 @contextmanager
-def _nobodys_code() -> Iterator[None]:
-    """Within it transformers neither runs a model's own code nor asks whether to."""
-    with (
-        _LOADING,
-        swapped(
-            (
-                dynamic_module_utils,
-                "TIME_OUT_REMOTE_CODE",
-                0,
-            ),  # no time to answer: transformers refuses instead of asking
-            (dynamic_module_utils, "get_class_in_module", _refuse),
-            (generation_utils, "get_class_in_module", _refuse),
-        ),
-    ):
-        yield
-
-
-@contextmanager
 def swapped(*doors: tuple[Any, str, Any]) -> Iterator[None]:
     """Within it some modules have others under some of their names."""
     before = [(module, name, getattr(module, name)) for module, name, _ in doors]
@@ -186,32 +179,29 @@ def swapped(*doors: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(module, name, own)
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("custom code is never run")
-
-
 # ---------------------------------------------------------------- what goes wrong, in one sentence
 
 
 @contextmanager
-def _told(name: str, revision: str | None) -> Iterator[None]:
-    """Turn whatever a loader raises into one sentence with what to do, and let it say nothing else meanwhile."""
+def _guarded(name: str, revision: str | None) -> Iterator[None]:
+    """Within it transformers runs no code of a model, does not ask whether to, is silent, and fails in one sentence."""
     shown = bars.is_progress_bar_enabled()
     levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
-    bars.disable_progress_bar()
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(_sentence(error, name, revision)) from error
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-        if shown:
-            bars.enable_progress_bar()
+    with _LOADING, swapped(*_DOORS):
+        bars.disable_progress_bar()
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        except BadInput:
+            raise
+        except Exception as error:
+            raise BadInput(_sentence(error, name, revision)) from error
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
+            if shown:
+                bars.enable_progress_bar()
 
 
 def _sentence(error: Exception, name: str, revision: str | None) -> str:
