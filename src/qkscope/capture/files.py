@@ -16,10 +16,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
 from qkscope.runs.folder import write_file
 
+_DAY = 86_400
 _TICK = 3 * 10**9  # ns: the coarsest clock of a file system counts in two seconds
 _NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
@@ -53,14 +56,25 @@ def cache_dir(*parts: str) -> Path:
 
 
 @contextmanager
-def writing_cache(folder: Path) -> Iterator[None]:
-    """Say in one sentence that a folder in the cache cannot be written."""
+def making(target: Path) -> Iterator[Path]:
+    """A place for what shall be a file or folder of the cache: it gets its name when it is complete, or leaves nothing.
+
+    So two processes or a crash cannot leave half of one; what a killed process left is swept away a day later.
+    """
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(".*"):
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+            made = Path(temporary, target.name)
+            yield made
+            if not target.is_dir():  # otherwise another process was first, and its folder is as good
+                made.replace(target)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadInput(
-            f"the cache {folder} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
+            f"the cache {target.parent} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
         ) from error
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qkscope.capture.files import cache_dir, check_counts, check_report, file_hash, read_json, write_json, writing_cache
+from qkscope.capture.files import cache_dir, check_counts, check_report, file_hash, making, read_json, write_json
 from qkscope.capture.load import swapped
 from qkscope.errors import BadInput
 from qkscope.runs.progress import counting, doing
@@ -37,7 +36,6 @@ log = logging.getLogger(__name__)
 _BLANK, _WORDS = "▁", 64  # a space in front of a word, and how many words are tried
 _LAYOUT = 2  # 1 kept neither the hashes nor the tokenizer's first token
 _MANIFEST = "made.json"
-_DAY = 86_400
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SENTENCEPIECE = ("llama", "gemma4")
 _UNSAID = {"llama": {"bos": 1, "eos": 2, "unk": 0}}
@@ -51,25 +49,16 @@ def dequantised(file: Path, digest: str) -> Path:
     folder = cache_dir("gguf", digest)
     if _is_whole(folder):
         return folder
-    with writing_cache(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(".*"):  # by a process that was killed
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     log.info("dequantising %s once; later loads take a moment", file.name)
     model, tokenizer, rules = _read(file)
     if file_hash(file) != digest:
         raise BadInput(f"{file} changed while it was read: try again when it is written.")
-    # a folder appears under its name only when it is complete, so two processes or a crash cannot leave half of one
-    with writing_cache(folder.parent), TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
-        made = Path(temporary, "model")
+    with making(folder) as made:
         model.save_pretrained(made)
         if rules is not None:
             rules.save(tokenizer, made)
         write_json(made / _MANIFEST, _made(made))
-        if not _is_whole(folder):  # otherwise another process was first, and its folder is as good
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
     return folder
 
 
@@ -143,18 +132,14 @@ def _check_whole(file: Path, reader: Any, fields: Mapping[str, Any], model: Any,
     scaling = fields.get(f"{fields['general.architecture']}.rope.scaling.type", "none")
     rope = getattr(model.config, "rope_parameters", None) or {}
     heard = scaling == "none" or rope.get("rope_type", "default") != "default"
-    if not heard or (stretch is not None and not _stretched_as_llama3(model.config, torch.tensor(stretch.data))):
-        raise BadInput(
-            f"{file} stretches RoPE in a way that transformers leaves out when it reads GGUF, so its attention would "
-            "be wrong: give the model as a folder or a hub id."
-        )
+    if stretch is not None:
+        heard = heard and _stretched_as_llama3(model.config, torch.tensor(stretch.data))
     theirs = sum(int(tensor.n_elements) for tensor in tensors.values())
     ours = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
-    if theirs != ours:
-        raise BadInput(
-            f"{file} holds {theirs:,} numbers, but the model that transformers makes of it has {ours:,}, so it "
-            "would compute something else: give the model as a folder or a hub id."
-        )
+    if not heard or theirs != ours:
+        counted = f"holds {theirs:,} numbers, but the model that transformers makes of it has {ours:,}"
+        lost = counted if heard else "stretches RoPE in a way that transformers leaves out when it reads GGUF"
+        raise BadInput(f"{file} {lost}, so it would compute something else: give the model as a folder or a hub id.")
 
 
 def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:

