@@ -199,7 +199,7 @@ COMMANDS: list[tuple[list[str], str]] = [
 # Python, with qk for qkscope; scope is of MODEL, and fit, basis, lex, moments and units are of it (see the test).
 CALLS: list[tuple[str, str]] = [
     # ------------------------------------------------------------ a model
-    ('qk.Scope.load("/nowhere/model")', "/nowhere/model does not exist, not a model folder"),
+    ('qk.Scope.load("/nowhere/model")', "/nowhere/model does not exist: give a folder with config.json"),
     ('qk.Scope.load("MODEL", dtype="float99")', "'float99' is no dtype for a model"),
     ('qk.Scope.load("MODEL", device="tpu")', "there is no device 'tpu' here"),
     ('qk.Scope.load("MODEL", attn="flash_attention_9")', "attn is sdpa or eager, not 'flash_attention_9'."),

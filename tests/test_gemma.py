@@ -1,4 +1,4 @@
-"""The second real model: parts joined and believed by their hash, read quickly, and what is known of it."""
+"""The second real model: parts joined and believed by their hash, and what is known of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import gguf
 import pytest
 
 import qkscope as qk
@@ -17,7 +16,6 @@ from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
 from qkscope.capture import packages
 from qkscope.capture.files import cache_dir
-from qkscope.capture.gguf_reader import QuickReader
 from qkscope.capture.packages import EMBEDDED, Packaged, packaged_file
 
 MODEL = "gemma3-270m"
@@ -82,25 +80,6 @@ def test_parts_that_join_to_something_else_are_refused(cut_in_two: bytes, tmp_pa
     assert not cache_dir("tiny.gguf").exists()
 
 
-def test_the_quick_reader_reads_what_the_package_reads(tmp_path: Path) -> None:
-    def more(writer: gguf.GGUFWriter) -> None:
-        sentencepiece()(writer)
-        writer.add_array("some.bools", [True, False])
-        writer.add_array("some.whole", [1, -2, 3])
-        writer.add_array("some.lists", [[1, 2], [3]])
-
-    write_gguf(tmp_path / "x.gguf", more=more)
-    ours, theirs = QuickReader(tmp_path / "x.gguf"), gguf.GGUFReader(tmp_path / "x.gguf")
-    assert {name: field.types for name, field in ours.fields.items()} == {
-        name: field.types for name, field in theirs.fields.items()
-    }
-    for name, field in theirs.fields.items():
-        assert ours.fields[name].contents() == field.contents(), name
-    for mine, its in zip(ours.tensors, theirs.tensors, strict=True):
-        assert mine.name == its.name
-        assert (mine.data == its.data).all()
-
-
 @pytest.mark.parametrize("list_of", ["tokenizer.ggml.tokens", "tokenizer.ggml.scores"])
 def test_a_list_longer_than_its_file_is_refused(own_cache: None, tmp_path: Path, list_of: str) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece())
@@ -108,7 +87,7 @@ def test_a_list_longer_than_its_file_is_refused(own_cache: None, tmp_path: Path,
     at = content.index(list_of.encode()) + len(list_of) + 8  # behind the kinds of the field and of its items
     content[at : at + 8] = (1 << 60).to_bytes(8, "little")
     (tmp_path / "x.gguf").write_bytes(content)
-    with pytest.raises(BadInput, match="could not be read as GGUF"):
+    with pytest.raises(BadInput, match=r"could not be loaded .* may be damaged or half downloaded"):
         Scope.load(tmp_path / "x.gguf", device="cpu", check=False)
 
 

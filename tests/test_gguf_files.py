@@ -6,13 +6,11 @@ import importlib.metadata
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
 from qkscope.capture.files import cache_dir, read_json, write_json
-from qkscope.capture.gguf_reader import QuickReader
 from qkscope.capture.packages import is_installed, packaged_file
 
 
@@ -31,19 +28,22 @@ def load(path: Path | str) -> Scope:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ({"drop": ("blk.0.attn_q.weight",)}, r"incomplete: 1 weights such as model.layers.0.self_attn.q_proj.weight"),
-        ({"drop": ("output_norm.weight",)}, r"incomplete: 1 weights such as model.norm.weight"),
-        ({"extra": {"blk.1.attn_q.weight": (32, 32)}}, r"has 1 layers, but holds weights such as blk.1.attn_q.weight"),
-        ({"layers": 2, "blocks": 1}, r"has 1 layers, but holds weights such as blk.1"),
+        (
+            {"drop": ("blk.0.attn_q.weight",)},
+            r"1 weights such as model.layers.0.self_attn.q_proj.weight are missing from its files",
+        ),
+        ({"drop": ("output_norm.weight",)}, r"1 weights such as model.norm.weight are missing from its files"),
+        ({"extra": {"blk.1.attn_q.weight": (32, 32)}}, r"holds 10,080 numbers, but the model .* has 9,056"),
+        ({"layers": 2, "blocks": 1}, r"holds 16,800 numbers, but the model .* has 9,056"),
         ({"extra": {"blk.0.attn_q.bias": (32,)}}, r"holds 9,088 numbers, but the model .* has 9,056"),
         (
             {"values": {"blk.0.attn_q.weight": torch.zeros(32, 16)}},
-            r"x.gguf has 1 weights of another shape than its config says, "
-            r"such as model.layers.0.self_attn.q_proj.weight \(\[32, 16\] instead of \[32, 32\]\)",
+            r"x.gguf does not fit its config: 1 weights such as model.layers.0.self_attn.q_proj.weight "
+            r"\(\[32, 16\] instead of \[32, 32\]\) have another shape",
         ),
         ({"extra": {"rope_freqs.weight": (4,)}}, "stretches RoPE"),
         ({"more": lambda writer: writer.add_string("llama.rope.scaling.type", "linear")}, "stretches RoPE"),
-        ({"blocks": 10**9}, "asks for 1,000,000,000 layers, but holds 11 tensors"),
+        ({"blocks": 10**9}, "asks for 1,000,000,000 as its llama.block_count, more than any model has"),
     ],
 )
 def test_a_file_that_is_not_whole_is_refused_and_not_kept(
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_whole_is_refused_and_not_kept(
     for _ in range(2):
         with pytest.raises(BadInput, match=said):
             load(tmp_path / "x.gguf")
-        assert list(cache_dir("gguf").iterdir()) == []
+        assert not cache_dir("gguf").exists() or not list(cache_dir("gguf").iterdir())
 
 
 def test_an_output_matrix_of_its_own_is_welcome(own_cache: None, tmp_path: Path) -> None:
@@ -133,31 +133,35 @@ def test_a_cache_that_is_whole_is_not_made_again(own_cache: None, tmp_path: Path
 
 
 def test_what_a_killed_process_left_is_swept_away(own_cache: None, tmp_path: Path) -> None:
-    """A real process, killed while it dequantises; one that still runs is left alone."""
+    """A day later; what is younger may be in the making."""
     write_gguf(tmp_path / "x.gguf")
-    code = (
-        "import os, sys, time\n"
-        "from qkscope.capture import gguf\n"
-        "gguf._make = lambda file, folder: (print(folder, flush=True), time.sleep(600))\n"
-        "gguf.dequantised(__import__('pathlib').Path(sys.argv[1]), 'ab' * 32)\n"
-    )
-    running = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "x.gguf")], stdout=subprocess.PIPE, text=True
-    )
-    assert running.stdout is not None
-    left = Path(running.stdout.readline().strip())
-    assert left.parent == cache_dir("gguf")
-    load(tmp_path / "x.gguf")
-    assert left.is_dir()
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    assert left.is_dir()
-    old = cache_dir("gguf") / f".{'cd' * 32}.elsewhere.1.0"
-    old.mkdir()
+    young, old = cache_dir("gguf") / ".young", cache_dir("gguf") / ".old"
+    for left in (young, old):
+        (left / "model").mkdir(parents=True)
     os.utime(old, (time.time() - 2 * 86_400,) * 2)
     load(tmp_path / "x.gguf")
-    assert not left.exists()
+    assert young.exists()
     assert not old.exists()
+
+
+def test_a_process_that_comes_second_takes_what_the_first_made(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qkscope.capture import gguf as ours
+
+    write_gguf(tmp_path / "x.gguf")
+    read, inodes = ours._read, []
+
+    def slowly(file: Path) -> Any:
+        monkeypatch.setattr(ours, "_read", read)
+        load(tmp_path / "x.gguf")  # the other process is done meanwhile
+        inodes.extend(folder.stat().st_ino for folder in cache_dir("gguf").iterdir())
+        return read(file)
+
+    monkeypatch.setattr(ours, "_read", slowly)
+    load(tmp_path / "x.gguf")
+    assert [folder.stat().st_ino for folder in cache_dir("gguf").iterdir()] == inodes
+    assert len(inodes) == 1
 
 
 def test_what_lies_beside_a_file_is_not_read(own_cache: None, tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_byte_level_vocabularies_are_read_by_their_kind(
 
 def check_rules(path: Path, scope: Scope, texts: list[str]) -> None:
     """The tokenizer against the metadata of the file, read here by itself."""
-    said = {name: field.contents() for name, field in QuickReader(path).fields.items()}
+    said = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
     tokenizer = scope.tokenizer
     spelled, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
     for name, word in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
@@ -265,14 +269,13 @@ def test_words_that_come_apart_are_noticed() -> None:
     vocabulary = {token: i for i, token in enumerate([*spelled, *words, "▁h", "▁ha", "▁j", "▁ja", "▁c", "▁ca", "▁d"])}
     vocabulary |= {token: len(vocabulary) + i for i, token in enumerate(["▁do", "▁doo"])}
     whole = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
-    rules = TokenRules({}, list(vocabulary), add_bos=False, add_eos=False, whole=False)
+    rules = TokenRules({}, list(vocabulary), first=[], last=[], whole=False)
 
     def made(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
         backend = Tokenizer(BPE(vocabulary, merges, fuse_unk=False))
         backend.normalizer, backend.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
         return PreTrainedTokenizerFast(tokenizer_object=backend)
 
-    assert rules.broken_by(made(whole)) is None
-    broken = rules.broken_by(made([("▁", "h")]))
-    assert broken is not None
-    assert "come apart" in broken
+    rules.check(made(whole))
+    with pytest.raises(BadInput, match="come apart"):
+        rules.check(made([("▁", "h")]))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from qkscope import BadInput, Example, Scope
 from qkscope.capture.families import tiny_model
-from qkscope.capture.files import check_config, file_hash
+from qkscope.capture.files import check_counts, file_hash
 from tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -61,7 +61,7 @@ def test_the_hash_is_of_the_weights_that_are_loaded(folder: Path, tmp_path: Path
     assert load(folder).weights_hash != named.weights_hash
     for name in ("../third/model.safetensors", "/etc/passwd", "nowhere.safetensors", 7):
         edit(folder, transformers_weights=name)
-        with pytest.raises(BadInput, match=r"names .* as its weights|holds no weights"):
+        with pytest.raises(BadInput, match=r"is no file of weights in it"):
             load(folder)
 
 
@@ -83,20 +83,20 @@ def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path: Path, monk
     digest = file_hash(path)
     assert digest != path.name
     (memo,) = (tmp_path / "cache" / "qkscope" / "hashes").iterdir()
-    record = json.loads(memo.read_text())
-    memo.write_text(json.dumps(record | {"sha256": "0" * 64}))  # a damaged memory is none
+    record = memo.read_text()
+    memo.write_text(record[:10])  # a damaged memory is none
     assert file_hash(path) == digest
 
 
 def test_weights_that_the_config_has_no_place_for_are_refused(folder: Path) -> None:
     edit(folder, num_hidden_layers=1)
-    with pytest.raises(BadInput, match=r"holds \d+ weights such as model.layers.1.* that have no place"):
+    with pytest.raises(BadInput, match=r"\d+ weights such as model.layers.1.* have no place in the model"):
         load(folder)
     edit(folder, num_hidden_layers=2)
     weights = load_file(folder / "model.safetensors")
     width = weights["model.layers.0.self_attn.q_proj.weight"].shape[0]
     save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(width)}, folder / "model.safetensors")
-    with pytest.raises(BadInput, match=r"1 weights such as model.layers.0.self_attn.q_proj.bias that have no place"):
+    with pytest.raises(BadInput, match=r"1 weights such as model.layers.0.self_attn.q_proj.bias have no place"):
         load(folder)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "cls.seq_relationship.bias": torch.ones(2)}
     save_file(weights | extra, folder / "model.safetensors", metadata={"format": "pt"})
@@ -106,7 +106,9 @@ def test_weights_that_the_config_has_no_place_for_are_refused(folder: Path) -> N
 def test_weights_of_another_shape_are_refused_by_name(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match=r"1 weights of another shape .* model.norm.weight \(\[7\] instead of \[64\]\)"):
+    with pytest.raises(
+        BadInput, match=r"1 weights such as model.norm.weight \(\[7\] instead of \[64\]\) have another shape"
+    ):
         load(folder)
 
 
@@ -114,7 +116,7 @@ def test_a_config_that_asks_for_more_than_there_can_be_is_refused_at_once(folder
     whole = (folder / "config.json").read_text()
     for changes, said in (
         ({"num_hidden_layers": 10**9}, "1,000,000,000 as its num_hidden_layers, more than any model has"),
-        ({"num_hidden_layers": 9_000}, r"9,000 as its num_hidden_layers, but the weights are \d+ tensors"),
+        ({"num_hidden_layers": 90}, r"weights such as .* are missing from its files"),
         ({"num_attention_heads": 10**12}, "as its num_attention_heads, more than any model has"),
         ({"text_config": {"n_routed_experts": 10**7}}, "as its n_routed_experts, more than any model has"),
     ):
@@ -123,7 +125,7 @@ def test_a_config_that_asks_for_more_than_there_can_be_is_refused_at_once(folder
         with pytest.raises(BadInput, match=said):
             load(folder)
     sizes = {"shared_expert_intermediate_size": 20_480, "vocab_size": 262_144, "block_size": 131_072}
-    check_config(sizes, "a large model", tensors=9)
+    check_counts(sizes, "a large model")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -153,13 +155,13 @@ def test_nobody_waits_for_a_pipe(folder: Path, name: str) -> None:
 
 def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(BadInput, match="is no plain file"):
+    with pytest.raises(BadInput, match=r"is no model folder and no \.gguf file"):
         load(tmp_path / "model.gguf")
 
 
 def test_parts_of_other_things_are_no_model(folder: Path) -> None:
     (folder / "shard-00001-model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(BadInput, match="parts of a distributed run"):
+    with pytest.raises(BadInput, match="a part of a distributed run"):
         load(folder)
     (folder / "shard-00001-model-00001-of-00002.safetensors").unlink()
     (folder / "adapter_config.json").write_text("{}")

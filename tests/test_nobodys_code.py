@@ -89,8 +89,8 @@ TRICKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tokenizer that is an Auto class": (_tokenizer("AutoProcessor"), "loaded LlamaForCausalLM and NoneType"),
     "a tokenizer that is a model": (_tokenizer("AutoModelForCausalLM"), "loaded LlamaForCausalLM and NoneType"),
     "generation of its own": (_generate, "loaded LlamaForCausalLM"),
-    "weights that are code": (_config(transformers_weights="evil.py"), "names 'evil.py' as its weights"),
-    "weights that are a pickle": (_pickle, "could not be loaded"),
+    "weights that are code": (_config(transformers_weights="evil.py"), "'evil.py' is no file of weights"),
+    "weights that are a pickle": (_pickle, "is a pickle that holds more than tensors"),
     "an attention from the hub": (_config(attn_implementation="evil/attention"), "loaded LlamaForCausalLM"),
     "beside a GGUF file": (_beside_a_gguf, "loaded LlamaForCausalLM and NoneType"),
 }

@@ -283,9 +283,9 @@ def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folde
         with pytest.raises(BadInput, match=says):
             sweep(str(run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(BadInput, match="is one checkpoint"):
+    with pytest.raises(BadInput, match="is one model, not a folder of checkpoints"):
         checkpoints(str(run_folder / "step0"), "step0")
-    with pytest.raises(BadInput, match="is one checkpoint"):
+    with pytest.raises(BadInput, match="is one model, not a folder of checkpoints"):
         checkpoints("smollm2-135m", "main")
     with pytest.raises(BadInput, match="are not known here"):
         checkpoints("EleutherAI/pythia-160m", "all")

@@ -32,6 +32,5 @@ Whether a model can be trusted to be looked into:
   ``layers``: where a module stands among them
 
 From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint (``fetch`` installs
-the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder, which
-``gguf_reader`` reads quickly.
+the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder.
 """

@@ -20,6 +20,7 @@ from qkscope.capture.probe import Shape
 from qkscope.capture.tap import Call, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 
 
 class Hidden(NamedTuple):
@@ -30,6 +31,7 @@ class Hidden(NamedTuple):
     query: int | str | None
 
 
+@checked_class
 class Changeable(Shape):
     """A model that can be changed for the duration of a ``with`` block."""
 

@@ -2,7 +2,7 @@
 
 transformers takes the file its config names (``transformers_weights``), else one whole file, else the parts an index
 names, safetensors before pickles; what is hashed is found in the same order. Nothing is opened that is no plain file
-or larger than such a file can be, and a config that asks for more layers than its weights could fill is not built.
+or larger than such a file can be, and a config that asks for more layers than any model has is not built.
 
 A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the tensors' bits, sums over
 them as integers: exact, so the same on every device and with any number of threads. Weights alone
@@ -16,26 +16,37 @@ import hashlib
 import json
 import os
 import re
-import stat
+import shutil
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
+from qkscope.runs.folder import write_file
 
+_DAY = 86_400
 _TICK = 3 * 10**9  # ns: the coarsest clock of a file system counts in two seconds
 _NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
+_AGAIN = "download or save the model again."
+_SMALL, _LARGEST = {".json", ".txt", ".jinja", ".model"}, 256 << 20  # such files are read whole
+_COUNTED = re.compile(r"(layer|head|expert|block|stage|depth|codebook)(s|_count)?$")  # of modules, not their sizes
+_MOST = 10_000
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
+    r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
+    r"|(^|\.)(pooler|cls|classifier|seq_relationship|qa_outputs|score|lm_head|v_head|mtp)\."
+)
 
 
 def cache_dir(*parts: str) -> Path:
@@ -45,68 +56,62 @@ def cache_dir(*parts: str) -> Path:
 
 
 @contextmanager
-def writing_cache(folder: Path) -> Iterator[None]:
-    """Say in one sentence that a folder in the cache cannot be written."""
+def making(target: Path) -> Iterator[Path]:
+    """A place for what shall be a file or folder of the cache: it gets its name when it is complete, or leaves nothing.
+
+    So two processes or a crash cannot leave half of one; what a killed process left is swept away a day later.
+    """
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(".*"):
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+            made = Path(temporary, target.name)
+            yield made
+            if not target.is_dir():  # otherwise another process was first, and its folder is as good
+                made.replace(target)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadInput(
-            f"the cache {folder} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
+            f"the cache {target.parent} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
         ) from error
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a small file so that a reader sees all of it or none; a cache that cannot be written is no error."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content))
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+        write_file(path, json.dumps(content))
 
 
-def read_json(path: Path) -> Any | None:
+def read_json(path: Path) -> Any:
     """Read what `write_json` wrote; None where there is nothing readable."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file; it is read once and remembered until it changes.
+    """SHA-256 of a file; it is read once and remembered until it changes: one of 16 GB takes 12 s.
 
     Size and times of writing can be put back; the inode's own clock (ctime) cannot. A file written in the last moments
     is not remembered: the next write could fall into the same tick of that clock.
     """
-    path = path.resolve()
-    memo = cache_dir("hashes", hashlib.sha256(str(path).encode()).hexdigest()[:32] + ".json")
     with path.open("rb") as file:
-        stamp = _stamp(path, file.fileno())
+        stamp = os.fstat(file.fileno())
+        about = f"{path.resolve()} {[stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino, stamp.st_dev]}"
+        memo = cache_dir("hashes", f"{hashlib.sha256(about.encode()).hexdigest()}.json")
         known = read_json(memo)
-        if isinstance(known, dict) and known == _record(stamp, known.get("sha256")):
-            return str(known["sha256"])
-        settled = time.time_ns() - max(stamp[2:4]) > _TICK
+        if isinstance(known, str):
+            return known
+        settled = time.time_ns() - stamp.st_ctime_ns > _TICK
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if _stamp(path, file.fileno()) != stamp:
+        if os.fstat(file.fileno()).st_ctime_ns != stamp.st_ctime_ns:
             raise BadInput(f"{path} changed while it was read: try again when it is written.")
     if settled:
-        write_json(memo, _record(stamp, digest))
+        write_json(memo, digest)
     return digest
-
-
-def _stamp(path: Path, opened: int) -> list[Any]:
-    status = os.fstat(opened)
-    return [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
-
-
-def _record(stamp: list[Any], digest: Any) -> dict[str, Any]:
-    """What is remembered of a file, with a checksum of its own: a damaged record is no record."""
-    check = hashlib.sha256(json.dumps([stamp, digest]).encode()).hexdigest()
-    return {"stamp": stamp, "sha256": digest, "check": check}
 
 
 def files_hash(files: Iterable[Path]) -> str:
@@ -195,37 +200,19 @@ class Fingerprint:
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == now else now
 
 
-_LARGEST = {".json": 256 << 20, ".txt": 64 << 20, ".jinja": 4 << 20, ".model": 256 << 20}
-_LARGEST_CONFIG = 16 << 20
-_MOST = 10_000
-_COUNTED = re.compile(r"(layer|head|expert|block|stage|depth|codebook)s?$")  # numbers of modules, not their sizes
-_LAYERS = re.compile(r"(n|num|encoder|decoder)_(\w+_)?layers?")  # that have weights; max_window_layers is a bound
-_AGAIN = "download or save the model again."
-
-_NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
-    r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
-    r"|(^|\.)(pooler|cls|classifier|seq_relationship|qa_outputs|score|lm_head|v_head|mtp)\."
-)
-
-
 def folder_hash(folder: Path) -> str:
     """Fingerprint of a model folder, without loading it; one that is no whole model by itself is refused."""
     if not (folder / "config.json").exists():
         raise BadInput(f"{folder} is not a model folder: it has no config.json.")
-    inner = folder / "additional_chat_templates"
-    for path in [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() else ())]:
+    for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
         _check_file(path)
-    if (folder / "adapter_config.json").exists():
-        raise BadInput(
-            f"{folder} is an adapter to another model: merge the two, and give the folder they are saved in."
-        )
-    if any(re.match(r"shard-\d+-model-", path.name) for path in folder.iterdir()):
-        raise BadInput(f"{folder} holds the parts of a distributed run: save the whole model, and give that folder.")
+        if path.name == "adapter_config.json" or re.match(r"shard-\d+-model-", path.name):  # loaded over the weights
+            raise BadInput(
+                f"{folder} is an adapter to another model or a part of a distributed run ({path.name}): save the whole "
+                "model, and give the folder it is saved in."
+            )
     config = read_config(folder / "config.json")
-    files = _weight_files(folder, config)
-    digest = files_hash(files)
-    check_config(config, str(folder / "config.json"), _count_tensors(files))
-    return model_hash(digest, config)
+    return model_hash(files_hash(_weight_files(folder, config)), config)
 
 
 def local_hash(model: str) -> str | None:
@@ -235,118 +222,61 @@ def local_hash(model: str) -> str | None:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what cannot be read to its end."""
-    try:
-        status = path.stat()
-    except OSError:  # a link that leads nowhere is as good as missing
-        return
-    if stat.S_ISDIR(status.st_mode):
-        return
-    if not stat.S_ISREG(status.st_mode):
+    """Refuse what cannot be read to its end; a link that leads nowhere is as good as missing."""
+    if path.is_file():
+        if path.suffix in _SMALL and (size := path.stat().st_size) > _LARGEST:
+            raise BadInput(f"{path} has {size >> 20:,} MB, more than any such file: {_AGAIN}")
+    elif path.exists() and not path.is_dir():
         raise BadInput(f"{path} is no plain file, so it could be waited for without end: {_AGAIN}")
-    most = _LARGEST_CONFIG if path.name == "config.json" else _LARGEST.get(path.suffix)
-    if most is not None and status.st_size > most:
-        raise BadInput(f"{path} has {status.st_size >> 20:,} MB, more than any such file: {_AGAIN}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config of a model, if it can be one."""
     _check_file(path)
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        config = None
+    config = read_json(path)
     if not isinstance(config, dict):
         raise BadInput(f"{path} is damaged: {_AGAIN}")
-    check_config(config, str(path))
+    check_counts(config, str(path))
     return config
 
 
-def check_config(config: Mapping[str, Any], name: str, tensors: int | None = None) -> None:
-    """Refuse a config with more layers, heads or experts than a model has, or more layers than there are tensors."""
-    for key, value in _numbers(config):
-        if value > _MOST:
+def check_counts(said: Mapping[str, Any], name: str) -> None:
+    """Refuse a config with more layers, heads or experts than any model has: building it would not end."""
+    for key, value in said.items():
+        if isinstance(value, Mapping):
+            check_counts(value, name)
+        elif isinstance(value, int) and value > _MOST and _COUNTED.search(key):
             raise BadInput(f"{name} asks for {value:,} as its {key}, more than any model has: {_AGAIN}")
-        if tensors is not None and _LAYERS.fullmatch(key) and value > tensors:
-            raise BadInput(f"{name} asks for {value:,} as its {key}, but the weights are {tensors:,} tensors: {_AGAIN}")
-
-
-def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and depth < 8:
-            yield from _numbers(value, depth + 1)
-        elif isinstance(value, int) and _COUNTED.search(str(key)):
-            yield str(key), value
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """The files transformers will load, or what is missing."""
-    whole = ("model.safetensors", "pytorch_model.bin")
-    names = [name + end for name in whole for end in ("", ".index.json")]
-    if (named := config.get("transformers_weights")) is not None:
-        ends = (".safetensors", ".safetensors.index.json")
-        if not isinstance(named, str) or Path(named).name != named or not named.endswith(ends):
-            raise BadInput(
-                f"{folder} has a config that names {named!r:.80} as its weights: name a safetensors file beside it."
-            )
-        names = [named]
-    name = next((name for name in names if (folder / name).is_file()), None)
-    if name is None:
+    """The files transformers will load, all of them in the folder; or what is missing."""
+    named = config.get("transformers_weights")
+    there = [path.name for path in folder.iterdir() if path.is_file()]
+    names = [name for name in _WEIGHTS if name in there][:1] if named is None else [named]
+    if not names:
         raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
-    if not name.endswith(".index.json"):
-        return [folder / name]
-    parts = _indexed(folder / name)
-    missing = [part for part in parts if not (folder / part).is_file()]
-    if missing:
-        raise BadInput(
-            f"{folder} is incomplete: {missing[0]} is missing ({len(missing)} of {len(parts)} weight files): {_AGAIN}"
-        )
-    return [folder / part for part in parts]
-
-
-def _indexed(index: Path) -> list[str]:
-    """The files that an index of weights names, all of them beside it."""
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        names = {None}
-    if not all(isinstance(name, str) for name in names):
-        raise BadInput(f"{index} is damaged: {_AGAIN}")
-    if any(Path(name).name != name for name in names):
-        raise BadInput(f"{index} names files outside of its folder: {_AGAIN}")
-    return sorted(names)
-
-
-def _count_tensors(files: Sequence[Path]) -> int | None:
-    """How many tensors the files hold; None where that cannot be known without loading them."""
-    total = 0
-    for path in files:
-        if path.suffix != ".safetensors":
-            return None
-        try:
-            with safe_open(path, "pt") as opened:
-                total += len(opened.keys())
-        except (OSError, SafetensorError, MemoryError):  # loading will say what is wrong
-            return None
-    return total
+    if names[0] in there and names[0].endswith(".index.json"):
+        index = read_json(folder / names[0])
+        parts = index.get("weight_map") if isinstance(index, dict) else None
+        names = list(parts.values()) if isinstance(parts, dict) else [names[0]]
+    for name in names:
+        if name not in there or not name.endswith((".safetensors", ".bin")):
+            raise BadInput(f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}")
+    return [folder / name for name in sorted(set(names))]
 
 
 def check_report(name: str, report: Mapping[str, Any]) -> None:
     """Every weight of the model comes from its files, and every tensor of its files went into the model."""
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise BadInput(f"{name} is incomplete: {len(missing)} weights such as {missing[0]} are missing from its files.")
-    mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
-        weight, theirs, ours = mismatched[0]
-        raise BadInput(
-            f"{name} has {len(mismatched)} weights of another shape than its config says, such as {weight} "
-            f"({list(theirs)} instead of {list(ours)}): {_AGAIN}"
-        )
-    unused = sorted(key for key in report["unexpected_keys"] if not _NO_PART.search(key))
-    if unused:
-        raise BadInput(
-            f"{name} holds {len(unused)} weights such as {unused[0]} that have no place in the model its config "
-            "describes, so it would compute something else: mend the config (its number of layers, its biases), or "
-            "download the model again."
-        )
+    other = [f"{key} ({list(theirs)} instead of {list(ours)})" for key, theirs, ours in report["mismatched_keys"]]
+    unused = [key for key in report["unexpected_keys"] if not _NO_PART.search(key)]
+    for keys, wrong in (
+        (report["missing_keys"], "are missing from its files"),
+        (other, "have another shape than its config says"),
+        (unused, "have no place in the model its config describes"),
+    ):
+        if keys:
+            raise BadInput(
+                f"{name} does not fit its config: {len(keys)} weights such as {min(keys)} {wrong}, so it would compute "
+                "something else: mend the config (its number of layers, its biases), or download the model again."
+            )

@@ -14,14 +14,17 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
+from transformers.generation import utils as generation_utils
+from transformers.utils import cached_file
+from transformers.utils import logging as bars
 
 from qkscope.capture.files import check_report, file_hash, folder_hash, read_config
-from qkscope.capture.gguf import dequantised
 from qkscope.capture.names import Place, locate
 from qkscope.capture.tap import SERVED
 from qkscope.errors import BadInput, check_device
@@ -29,6 +32,17 @@ from qkscope.errors import BadInput, check_device
 log = logging.getLogger(__name__)
 
 _LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("custom code is never run")
+
+
+_DOORS = (
+    (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
+    (dynamic_module_utils, "get_class_in_module", _refuse),
+    (generation_utils, "get_class_in_module", _refuse),
+)
 _CAUSES = {  # what the errors of a loader are called or say, and what that means
     r"MemoryError|allocate memory|[Oo]ut of memory": "there is not enough memory to load {name}: close other programs, "
     "take a smaller model, or load this one with dtype bfloat16 or spread over devices.",
@@ -46,17 +60,6 @@ _CAUSES = {  # what the errors of a loader are called or say, and what that mean
 }
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model with what is known about its origin; `weights_hash` is None where no files were found to hash."""
-
-    model: Any
-    tokenizer: Any | None
-    name: str
-    revision: str | None
-    weights_hash: str | None
-
-
 def load(
     name: str | Path,
     device: str | torch.device | None = None,
@@ -64,8 +67,11 @@ def load(
     device_map: Any | None = None,
     revision: str | None = None,
     attn: str | None = None,
-) -> Loaded:
-    """Load a model and its tokenizer; the arguments are those of `Scope.load`."""
+) -> tuple[Any, Any | None, str, str | None, str | None]:
+    """A model, its tokenizer, name and revision, and the hash of its files, or None where not all of them were found.
+
+    The arguments are those of `Scope.load`.
+    """
     if device_map is not None and device is not None:
         raise BadInput("device and device_map exclude each other: give one of them.")
     target = None
@@ -76,58 +82,50 @@ def load(
     options = {"dtype": _dtype(dtype), "attn_implementation": attn, "device_map": device_map}
     options = {option: value for option, value in options.items() if value is not None}
     place = locate(name, revision)
-    with _nobodys_code():
-        loaded = _from_hub(place, options) if place.path is None else _from_files(place, place.path, options)
-    with _told(str(name), f"could not be moved to {target}"):
-        loaded.model.eval().requires_grad_(False)
+    with _guarded(str(name), revision):
+        model, tokenizer, revision, digest = _opened(place, options)
+        model.eval().requires_grad_(False)
         if target is not None:
-            loaded.model.to(target)
-    return loaded
+            model.to(target)
+    return model, tokenizer, place.name, revision, digest
 
 
-def _from_files(place: Place, path: Path, options: dict[str, Any]) -> Loaded:
-    """The model of a folder, or of a GGUF file: dequantised once, and then a folder in the cache."""
-    if path.is_dir():
-        folder, name, of_file = path, str(path), None
-    else:
-        name, of_file = place.name, file_hash(path)  # the file holds the config too
-        with _told(name, "could not be read as GGUF"):
-            folder = dequantised(path, of_file)
-    digest = folder_hash(folder)
-    model, tokenizer = _model(name, folder, None, options), _tokenizer(folder, None)
-    if folder_hash(folder) != digest:
-        raise BadInput(f"{folder} changed while it was loaded: try again when it is written.")
-    return Loaded(model, tokenizer, place.name, place.revision, of_file or digest)
-
-
-def _from_hub(place: Place, options: dict[str, Any]) -> Loaded:
-    from transformers.utils import cached_file
-
-    name, revision = place.name, place.revision
-    with _told(name, revision=revision):
-        config = Path(cached_file(name, "config.json", revision=revision))
+def _opened(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str | None, str | None]:
+    """What is at a place, and the hash of its files: those of the hub are there when the model is."""
+    before, of_file, commit = None, None, None
+    if place.path is None:
+        config = Path(cached_file(place.name, "config.json", revision=place.revision))
         read_config(config)  # before transformers makes a config of it
-    # the rest comes from the same commit, whatever happens to the branch meanwhile
-    commit = config.parent.name if config.parent.parent.name == "snapshots" else revision
-    model, tokenizer, digest = _model(name, name, commit, options), _tokenizer(name, commit), None
+        # the rest comes from the same commit, whatever happens to the branch meanwhile
+        commit = config.parent.name if config.parent.parent.name == "snapshots" else place.revision
+        folder, source = config.parent, place.name
+    else:
+        folder = place.path
+        if not folder.is_dir():
+            from qkscope.capture.gguf import dequantised  # takes a while to import
+
+            of_file = file_hash(place.path)  # the file holds the config too
+            folder = dequantised(place.path, of_file)
+        before, source = folder_hash(folder), str(folder)
+    model, tokenizer = _model(str(place.path or source), source, commit, options), _tokenizer(source, commit)
+    digest = None
     with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
-        digest = folder_hash(config.parent)
-    return Loaded(model, tokenizer, name, commit, digest)
+        digest = folder_hash(folder)
+    if before not in (None, digest):
+        raise BadInput(f"{folder} changed while it was loaded: try again when it is written.")
+    return model, tokenizer, commit or place.revision, of_file or digest
 
 
-def _model(name: str, source: str | Path, revision: str | None, options: dict[str, Any]) -> Any:
+def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:
     """The model at a source, called by its name in what is said of it."""
-    from transformers import AutoConfig
-
     asked: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
-    with _told(name, revision=revision):
-        config = AutoConfig.from_pretrained(source, **asked)
-        if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
-            config._attn_implementation = None
-        # weights of another shape are let through here, and refused by name with what else does not fit
-        asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
-        check_report(name, report)
+    config = AutoConfig.from_pretrained(source, **asked)
+    if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
+        config._attn_implementation = None
+    # weights of another shape are let through here, and refused by name with what else does not fit
+    asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
+    check_report(name, report)
     return model
 
 
@@ -136,8 +134,6 @@ def _model_class(config: Any, name: str) -> Any:
 
     An Auto class, a function or whatever else goes by the name in `architectures` is none.
     """
-    import transformers
-
     named = config.architectures or []
     found = [getattr(transformers, kind, None) for kind in named if isinstance(kind, str)]
     models = [kind for kind in found if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
@@ -150,12 +146,10 @@ def _model_class(config: Any, name: str) -> Any:
     return models[0] if models else transformers.AutoModelForCausalLM
 
 
-def _tokenizer(source: str | Path, revision: str | None) -> Any | None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
+def _tokenizer(source: str, revision: str | None) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
             raise ValueError(f"{type(tokenizer).__name__} is no tokenizer")
     except Exception as error:  # without a tokenizer a model can still be given ids
         log.info("no tokenizer for %s: %s", source, _first_line(error))
@@ -173,59 +167,44 @@ def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
 
 
 @contextmanager
-def _nobodys_code() -> Iterator[None]:
-    """Within it transformers neither runs a model's own code nor asks whether to."""
-    from transformers import dynamic_module_utils as dynamic
-    from transformers.generation import utils as generation
-
-    doors: list[tuple[Any, str, Any]] = [
-        (dynamic, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
-        (dynamic, "get_class_in_module", _refuse),
-        (generation, "get_class_in_module", _refuse),
-    ]
-    with _LOADING:
-        before = [(module, name, getattr(module, name)) for module, name, _ in doors]
-        for module, name, shut in doors:
-            setattr(module, name, shut)
-        try:
-            yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("custom code is never run")
+def swapped(*doors: tuple[Any, str, Any]) -> Iterator[None]:
+    """Within it some modules have others under some of their names."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
+    try:
+        for module, name, other in doors:
+            setattr(module, name, other)
+        yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)
 
 
 # ---------------------------------------------------------------- what goes wrong, in one sentence
 
 
 @contextmanager
-def _told(name: str, what: str = "could not be loaded", revision: str | None = None) -> Iterator[None]:
-    """Turn whatever a loader raises into one sentence with what to do, and let it say nothing else meanwhile."""
-    from transformers.utils import logging as transformers_logging
-
-    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    hub = logging.getLogger("huggingface_hub")  # says a word on every retry
-    before = hub.level
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub.setLevel(logging.ERROR)
-    try:
-        yield
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(_sentence(error, name, what, revision)) from error
-    finally:
-        hub.setLevel(before)
-        transformers_logging.set_verbosity(verbosity)
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _guarded(name: str, revision: str | None) -> Iterator[None]:
+    """Within it transformers runs no code of a model, does not ask whether to, is silent, and fails in one sentence."""
+    shown = bars.is_progress_bar_enabled()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
+    with _LOADING, swapped(*_DOORS):
+        bars.disable_progress_bar()
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        except BadInput:
+            raise
+        except Exception as error:
+            raise BadInput(_sentence(error, name, revision)) from error
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
+            if shown:
+                bars.enable_progress_bar()
 
 
-def _sentence(error: Exception, name: str, what: str, revision: str | None) -> str:
+def _sentence(error: Exception, name: str, revision: str | None) -> str:
     chain: list[BaseException] = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -233,7 +212,8 @@ def _sentence(error: Exception, name: str, what: str, revision: str | None) -> s
     for pattern, sentence in _CAUSES.items():
         if re.search(pattern, text):
             return sentence.format(name=name, revision=revision)
-    return f"{name} {what} ({type(error).__name__}: {_first_line(error)}): the files may be damaged or half downloaded."
+    why = f"{type(error).__name__}: {_first_line(error)}"
+    return f"{name} could not be loaded ({why}): it may be damaged or half downloaded, so download it again."
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,36 +37,21 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
         model, at, step = model.partition("@")
         if at and revision not in (None, step):
             raise BadInput(f"{name} names step {step!r}, but the revision is {revision!r}: give one of them.")
-        steps = list(map(str, nano_steps(model)))
-        asked = step if at else steps[-1] if revision is None else revision
-        _check_there(model, [asked], steps)
-        return Place(model, asked, _SHIPPED / model.removeprefix(_NANO) / asked)
-    whole = _gguf_file(model) or (path if (path / "config.json").exists() else None)
-    if whole is not None and revision is not None:
-        raise BadInput(f"{name} is one model, not a folder of checkpoints: leave out the revision {revision!r}.")
-    if whole is None and path.is_dir():  # checkpoints, or no model, which is said when it is opened
-        if revision is not None:
-            _check_there(model, [revision], _subfolders(path))
-        whole = path / (revision or "")
-    if whole is not None:
-        return Place(model, revision, whole)
-    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        what = "is a file" if path.exists() else "does not exist"
-        raise BadInput(f"{name} {what}, not a model folder: give a folder with config.json, a .gguf file or a hub id.")
+        revision = step if at else str(nano_steps(model)[-1]) if revision is None else revision
+        path = _SHIPPED / model.removeprefix(_NANO)
+    if revision is not None:
+        _check_there(model, [revision])
+    if model.lower() in EMBEDDED:
+        return Place(model, revision, packaged_file(model.lower()))
+    if path.is_dir():  # of a model, of checkpoints, or of none, which is said when it is opened
+        return Place(model, revision, path / (revision or ""))
+    gguf = model.lower().endswith(".gguf")
+    if gguf and path.is_file():
+        return Place(model, revision, path)
+    if gguf or path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        what = "is no model folder and no .gguf file" if path.exists() else "does not exist"
+        raise BadInput(f"{name} {what}: give a folder with config.json, a .gguf file or a hub id.")
     return Place(model, revision, None)
-
-
-def _gguf_file(name: str) -> Path | None:
-    """The GGUF file a name stands for; None where it stands for none."""
-    if name.lower() in EMBEDDED:
-        return packaged_file(name.lower())
-    path = Path(name).expanduser()
-    if not name.lower().endswith(".gguf") or path.is_dir():
-        return None
-    if not path.is_file():
-        what = "is no plain file" if path.exists() else "does not exist"
-        raise BadInput(f"{name} {what}: give the path of a .gguf file.")
-    return path
 
 
 def nano_names() -> list[str]:
@@ -122,12 +107,12 @@ def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> lis
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise BadInput(f"revision {twice!r} is named twice: name each once.")
-    there = _known_revisions(model)
     if names == ["all"]:
+        there = _revisions(model)
         if there is None:
             raise BadInput(f"the revisions of {model} are not known here: name them, like step1000,step2000.")
-        names = there
-    _check_there(model, names, there)
+        names = there or names
+    _check_there(model, names)
     folder = Path(model).expanduser()
     if folder.is_dir():
         found = [Checkpoint(name, str(folder / name), weights=folder_hash(folder / name)) for name in names]
@@ -141,33 +126,22 @@ def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> lis
     return sorted(found, key=lambda checkpoint: int(checkpoint.step)) if numbered else found
 
 
-def _known_revisions(model: str) -> list[str] | None:
-    """The checkpoints there are; None where only the hub knows."""
-    folder = Path(model).expanduser()
+def _revisions(model: str) -> list[str] | None:
+    """The checkpoints that there are, none of what is one model; None where only the hub knows."""
+    path = Path(model).expanduser()
     if model.startswith(_NANO):
         return list(map(str, nano_steps(model)))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return _subfolders(folder)
-    if folder.exists() or model.lower() in EMBEDDED or model.lower().endswith(".gguf"):
-        raise BadInput(
-            f"{model} is one checkpoint: leave the revisions out, or name a hub id, a nano model or a folder with a "
-            "subfolder per checkpoint."
-        )
-    return None
+    if path.is_dir() and not (path / "config.json").exists():
+        return sorted(inner.name for inner in path.iterdir() if (inner / "config.json").is_file())
+    return [] if path.exists() or model.lower() in EMBEDDED or model.lower().endswith(".gguf") else None
 
 
-def _subfolders(folder: Path) -> list[str]:
-    found = sorted(path.name for path in folder.iterdir() if (path / "config.json").is_file())
-    if not found:
-        raise BadInput(f"{folder} is not a model folder (no config.json) and holds none: name another.")
-    return found
-
-
-def _check_there(model: str, names: Sequence[str], there: Sequence[str] | None) -> None:
-    missing = [name for name in names if there is not None and name not in there]
-    if missing:
-        shown = ", ".join(there[:20]) if there else ""
-        raise BadInput(f"{model} has no revision {missing[0]!r}: there is {shown}.")
+def _check_there(model: str, names: Sequence[str]) -> None:
+    there = _revisions(model)
+    if there == []:
+        raise BadInput(f"{model} is one model, not a folder of checkpoints: leave out the revision {names[0]!r}.")
+    if there and (missing := [name for name in names if name not in there]):
+        raise BadInput(f"{model} has no revision {missing[0]!r}: there is {', '.join(there[:20])}.")
 
 
 def refuse_copy(model: str, label: str, weights: str, seen: dict[str, str]) -> None:

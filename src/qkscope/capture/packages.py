@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import shutil
-import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkscope.capture.files import cache_dir, file_hash, writing_cache
+from qkscope.capture.files import cache_dir, file_hash, making
 from qkscope.errors import BadInput
 
 _DATA = re.compile(r"\.gguf(\.part\d+)?$")
@@ -73,34 +72,22 @@ def is_installed(name: str) -> bool:
 
 
 def _parts(name: str) -> list[Path]:
-    """The data files of a model's packages, in order; none where one is missing."""
-    found = [_data(package) for package in EMBEDDED[name].packages]
-    return [] if None in found else [part for part in found if part is not None]
-
-
-def _data(package: str) -> Path | None:
-    """The one data file of a package; None where it is not installed."""
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(file.locate())) for file in files if _DATA.search(file.name)]
-    return found[0] if len(found) == 1 and found[0].is_file() else None
+    """The data files of a model's packages, one of each and in order; none where one is missing."""
+    found: list[Path] = []
+    for package in EMBEDDED[name].packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            files = importlib.metadata.files(package) or []
+            found += [Path(str(file.locate())) for file in files if _DATA.search(file.name)]
+    whole = len(found) == len(EMBEDDED[name].packages) and all(part.is_file() for part in found)
+    return found if whole else []
 
 
 def _join(name: str, parts: list[Path], joined: Path, sha256: str) -> Path:
     """Write the parts behind each other; the file gets its name when its hash is right."""
-    temporary = joined.with_name(f".{joined.name}.{uuid.uuid4().hex}")
-    with writing_cache(joined.parent):
-        joined.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as whole:
-                for part in parts:
-                    with part.open("rb") as data:
-                        shutil.copyfileobj(data, whole, 1 << 22)
-            if file_hash(temporary) != sha256:
-                raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
-            temporary.replace(joined)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with making(joined) as whole:
+        with whole.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
+        if file_hash(whole) != sha256:
+            raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
     return joined

@@ -20,9 +20,10 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.hooks import Hook
-from qkscope.kinds import Count
+from qkscope.kinds import Count, checked_class
 
 
+@checked_class
 class Running(Changeable):
     """A model that can be run under the tap; `Scope` adds where it comes from and how text goes in."""
 

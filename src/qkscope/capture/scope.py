@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.capture import load as loading
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, input_device
 from qkscope.capture.lengths import Check, check_model, check_once
+from qkscope.capture.load import load
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import probe
@@ -124,8 +124,7 @@ class Scope(Running):
         >>> Scope.load("nano:mixed")
         Scope('nano:mixed', 3 layers, 12 heads, float32 on cpu)
         """
-        loaded = loading.load(name, device, dtype, device_map, revision, attn)
-        scope = cls(loaded.model, loaded.tokenizer, loaded.name, loaded.revision, loaded.weights_hash)
+        scope = cls(*load(name, device, dtype, device_map, revision, attn))
         if check:
             check_once(scope)
         return scope
