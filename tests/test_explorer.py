@@ -135,7 +135,7 @@ def test_the_answer_is_whys(session, scope, query, key):
 
 def test_features_of_a_fit_split_the_logit(session, fit):
     parts = [row for row in session.why(PROMPT, 10, "L1H3")["parts"] if row["by"] == "features"]
-    assert [row["part"] for row in parts][-1] == "residual"
+    assert [row["part"] for row in parts][-1] == "rest"
     found = session.why(PROMPT, 10, "L1H3")
     assert sum(row["value"] for row in parts) == pytest.approx(found["logit"], abs=1e-3)
     assert found["fitted"] == {name: fit[name, "L1H3"].rank for name in ("order", "lexical")}
@@ -146,13 +146,12 @@ def test_a_swap_is_the_closed_form(session, scope, fit, features):
     """Two logits move by ±δ, δ = scale · q P (k_b − k_a); the others stay."""
     text = " ".join(["swap 5", ",".join(features)]).strip()
     found = session.change(PROMPT, 10, "L1H3", 2, [text])
-    captured = session._looked(PROMPT).captured(10)
-    column = captured.heads.index(Head(1, 3))
-    q, k = captured.q[0, column].double(), captured.k[0, captured.kv_of_head[column]].double()
+    row = session._looked(PROMPT).again.row(10, Head(1, 3))
+    q, k = row.q[0, 0].double(), row.k[0, 0].double()
     bases = [fit[name, "L1H3"].basis("key") for name in features]
     basis = joint_basis(bases).double() if bases else torch.eye(k.shape[1]).double()
-    logits = float(captured.scale[column]) * (k @ q)
-    moved = float(captured.scale[column]) * (q @ basis) @ (basis.mT @ (k[5] - k[2]))
+    logits = row.scale * (k @ q)
+    moved = row.scale * (q @ basis) @ (basis.mT @ (k[5] - k[2]))
     logits[2] += moved
     logits[5] -= moved
     after = torch.tensor(found["row"], dtype=torch.float64)
@@ -164,11 +163,8 @@ def test_a_token_alone_runs_as_in_its_prompt(session):
     """Its own keys and values after those kept give what the whole prompt gives, changed or not."""
     known = session._looked(PROMPT)
     for query in (4, len(known.tokens) - 1):
-        captured = known.captured(query)
-        logits = captured.rows().of_head(5).logits()[0, 0].clone()
-        logits[2] = -torch.inf
-        rows = [None, (captured.heads[5], logits)]
-        alone, whole = known._run(query, rows), known._run_whole(query, rows)
+        rows = [None, known.again.without(query, list(session.scope.heads())[5], 2)]
+        alone, whole = known.again._run(query, rows), known.again._run_whole(query, rows)
         torch.testing.assert_close(alone.attention, whole.attention, atol=1e-5, rtol=0)
         torch.testing.assert_close(alone.logits, whole.logits, atol=1e-3, rtol=0)
         assert float(alone.attention[1, 5, 2]) == 0
@@ -216,7 +212,7 @@ def test_what_discover_found_opens_here(nano, tmp_path):
     session = Session.load(nano, tmp_path / "found")
     answer = session.why(PROMPT, 10, "L1H1")
     parts = {row["part"]: row["value"] for row in answer["parts"] if row["by"] == "features"}
-    assert set(parts) == {"discovered", "residual"}
+    assert set(parts) == {"discovered", "rest"}
     assert sum(parts.values()) == pytest.approx(answer["logit"], abs=1e-3)
     assert session.describe()["fitted"] == ["L1H1"]
     assert session.describe()["said"] == {"L1H1": "after a copy"}

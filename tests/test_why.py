@@ -13,7 +13,7 @@ from qkscope.analyses.trace.one import Asked
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows, singular_terms
-from qkscope.analyses.why.why import _answer
+from qkscope.analyses.why.why import answer_of
 from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
@@ -252,7 +252,7 @@ def test_a_head_that_rests_on_the_first_token_says_so(nano):
     one = Probe(nano, PROMPT).head("L1H0")
     one.attention = torch.full_like(one.attention, 0.001)
     one.attention[0] = 0.98
-    answer = _answer(one, one.cut_rows(2, 0))
+    answer = answer_of(one, one.cut_rows(2, 0))
     assert "rests on the first token (98%)" in answer
     assert "has 0.1%" in answer
 
@@ -263,8 +263,8 @@ def test_a_cut_that_leaves_more_than_a_quarter_names_a_part_of_it(nano):
     row = next(row for row in one.cut_rows(2, 0) if (row["side"], row["k"]) == ("key", 2))
     for share, part in ((0.0, False), (0.2, False), (0.3, True), (0.46, True), (0.7, True)):
         cut = {**row, "after": share * row["before"], "verdict": "supported"}
-        assert (", in part for what " in _answer(one, [cut])) == part
-        assert " wrote there: without that " in _answer(one, [cut])
+        assert (", in part for what " in answer_of(one, [cut])) == part
+        assert " wrote there: without that " in answer_of(one, [cut])
 
 
 def test_pieces_of_a_character_are_read_whole_or_named(smollm2):

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.attention import soft
+from qkscope.attention import AttentionRows, soft
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -52,13 +52,18 @@ class Rerun:
 
     def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from this token."""
-        rows = []
-        for head, key in edges:
-            at = torch.tensor([query], device=self.calls[head.layer].q.device)
-            logits = self.calls[head.layer].rows(head.index, torch.zeros_like(at), at).logits()[0, 0].clone()
-            logits[key] = -torch.inf
-            rows.append((head, logits))
-        return self.run(query, rows).logits
+        return self.run(query, [self.without(query, head, key) for head, key in edges]).logits
+
+    def row(self, query: int, head: Head) -> AttentionRows:
+        """A head's row of attention at this token."""
+        at = torch.tensor([query])
+        return self.calls[head.layer].rows(head.index, torch.zeros_like(at), at)
+
+    def without(self, query: int, head: Head, key: int) -> Row:
+        """The same where it may not look at a key."""
+        logits = self.row(query, head).logits()[0, 0].clone()
+        logits[key] = -torch.inf
+        return head, logits
 
     @torch.no_grad()
     def run(self, query: int, rows: Sequence[Row | None]) -> Changed:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,7 @@ from qkscope.analyses.prompts import check_same_model
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.capture.files import cache_dir
 from qkscope.capture.scope import Scope
+from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.subspace import Subspace
@@ -35,20 +36,34 @@ _WITHOUT_LABELS = ("discover", "atlas")
 
 
 @dataclass(frozen=True)
-class Feature:
-    """Bases of one head's feature, for queries and for keys.
+class Pattern:
+    """What `discover` found at a head: a basis of queries and keys alike.
 
-    ``framed`` where they are of the query's frame, and turn with the token that asks.
+    ``framed`` where it is of the query's frame, and turns with the token that asks.
     """
 
-    query: Float[Tensor, "d r"]
-    key: Float[Tensor, "d r"]
+    directions: Float[Tensor, "d r"]
     framed: bool = False
 
-    @classmethod
-    def of(cls, subspace: Subspace) -> Feature:
-        """Of a fitted contrast."""
-        return cls(subspace.basis("query"), subspace.basis("key"))
+    @property
+    def rank(self) -> int:
+        """Its dimension."""
+        return self.directions.shape[1]
+
+    def basis(self, side: Literal["query", "key"]) -> Float[Tensor, "d r"]:
+        """The same for both sides."""
+        return self.directions
+
+    def at(self, scope: Scope, call: Call, query: int) -> Pattern:
+        """As the dot product at the token that asks sees it."""
+        offset = scope.facts.layers[call.layer].offset
+        if not self.framed or call.rotary is None or offset is None:
+            return self
+        row, at = torch.zeros(1, dtype=torch.long), torch.tensor([[query]])
+        return Pattern(call.rotary.turn(self.directions.T[None, :, None].float(), row, at, offset)[0, :, 0].T)
+
+
+Feature: TypeAlias = Subspace | Pattern
 
 
 class Features:
@@ -74,7 +89,7 @@ class Features:
         made = cls(task, folder)
         made.contrasts = default_features(fit.contrasts)
         for head in fit.heads:
-            made.of[head] = {name: Feature.of(fit[name, head]) for name in made.contrasts}
+            made.of[head] = {name: fit[name, head] for name in made.contrasts}
         return made
 
     @classmethod
@@ -86,7 +101,7 @@ class Features:
             head, _, what = name.partition("/")
             if what == "key_pattern":
                 basis = torch.linalg.qr(torch.as_tensor(value).float())[0]
-                made.of[Head.parse(head)] = {"discovered": Feature(basis, basis, framed)}
+                made.of[Head.parse(head)] = {"discovered": Pattern(basis, framed)}
         for row in [*result.tables.get("heads", []), *result.tables.get("atlas", [])]:
             if "sentence" in row:
                 made.said[Head.parse(row["head"])] = row["name"], row["sentence"]
@@ -106,7 +121,7 @@ class Features:
         if not set(self.contrasts) <= set(self.of.get(head, {})):
             place = cache_dir("explorer", scope.weights_hash, self._job(scope), str(head))
             fit = decompose(scope, self.task, [head], FITTED_ON, contrasts=self.contrasts, out=place)
-            own = {name: Feature.of(fit[name, head]) for name in self.contrasts}
+            own = {name: fit[name, head] for name in self.contrasts}
             self.of[head] = {**self.of.get(head, {}), **own}
 
     def _job(self, scope: Scope) -> str:

@@ -7,14 +7,12 @@ plain values, ready for JSON.
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -22,16 +20,12 @@ from qkscope.analyses.fit import Fit
 from qkscope.analyses.trace.one import PromptTrace
 from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.why import why
-from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
-from qkscope.change.rows import Row
 from qkscope.errors import BadInput
-from qkscope.explorer.answers import Answer
-from qkscope.explorer.features import FITTED_ON, Features
+from qkscope.explorer.answers import Answer, in_bytes, moved_by, next_tokens
+from qkscope.explorer.features import FITTED_ON, Features, Pattern
 from qkscope.explorer.looked import Looked
 from qkscope.explorer.what_if import Change, WhatIf
-from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Task
@@ -41,7 +35,6 @@ EXAMPLES = (PROMPT, "hat: O\njam: Z\ncat: B\npen: K\njam:", "The war lasted from
 _LONGEST = 2048  # tokens
 _CHARACTERS = 64 * _LONGEST
 _KEPT = 2200  # tokens of all prompts that stay in memory
-_DRAWS, _RUN = 20, 8  # random changes beside one, and how many of them run through the model
 _CHANGES = 20
 _TRIED, _SHORT, _MATTER = 32, 256, 5  # heads whose attention is hidden in turn, up to how many tokens, and those told
 
@@ -96,15 +89,14 @@ class Session:
             known = self._looked(prompt)
             at = len(known.tokens) - 1 if query is None else query
             known.asked(at)
-            captured = known.captured(at)
-            attention = captured.attention()[0, :, : at + 1]
-            matter, logits = self._matter(known, captured, attention, at)
+            attention = known.attention(at)
+            matter, logits = self._matter(known, attention, at)
             return {
                 "tokens": known.tokens,
                 "query": at,
-                "attention": _bytes(attention),
+                "attention": in_bytes(attention),
                 "matter": matter,
-                "next": self._next([logits]),
+                "next": next_tokens(self.scope, logits),
                 "seconds": time.perf_counter() - start,
             }
 
@@ -113,9 +105,7 @@ class Session:
         with self._lock:
             start = time.perf_counter()
             one = self._answer(prompt, query, head, key)
-            removed = self._changed(one, [Change("remove")])
-            return {**one.plain(), "removed": removed, "said": one.words(removed), "python": one.python(),
-                    "seconds": time.perf_counter() - start}  # fmt: skip
+            return {**one.plain(), "python": one.python(), "seconds": time.perf_counter() - start}
 
     def change(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str]) -> dict[str, Any]:
         """The head's row with some changes made, all heads after it and the next token, beside random changes."""
@@ -124,7 +114,7 @@ class Session:
             if not 0 < len(changes) <= _CHANGES:
                 raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
             one = self._answer(prompt, query, head, key)
-            found = self._changed(one, [Change.parse(text) for text in changes])
+            found = one.changed([Change.parse(text) for text in changes])
             return {**found, "changes": list(changes), "seconds": time.perf_counter() - start}
 
     def fit(self, head: str) -> dict[str, Any]:
@@ -142,34 +132,26 @@ class Session:
         with self._lock:
             one = self._answer(prompt, query, head, key)
             results: list[Result] = []
-            if one.trace is not None:
+            if one.one.told_apart:
                 results.append(why(self.scope, prompt, one.head, query, key, probe=Probe(self.scope, prompt)))
-            for texts in (["remove"], list(changes)):
-                if texts:
-                    results.append(one.result(self._changed(one, [Change.parse(text) for text in texts]), texts))
+            results += [one.result(texts) for texts in (["remove"], list(changes)) if texts]
         return {"html": report_html(results, title=f"why {one.head}"), "name": f"why-{one.head}.html"}
 
     # ------------------------------------------------------------------ how it is answered
 
     def _matter(
-        self, known: Looked, captured: Capture, attention: Float[Tensor, "h t"], query: int
-    ) -> tuple[list[dict[str, Any]], Float[Tensor, " v"]]:
+        self, known: Looked, attention: Float[Tensor, "h t"], query: int
+    ) -> tuple[list[dict[str, Any]], Float[Tensor, "1 v"]]:
         """Heads without whose attention to their first key the next token changes, and its logits as they are."""
-        top = _elsewhere(attention).max(dim=1)
+        heads, top = list(self.scope.heads()), _elsewhere(attention).max(dim=1)
         chosen = top.values.argsort(descending=True)[: _TRIED if len(known.tokens) <= _SHORT else _TRIED // 4].tolist()
-        rows: list[Row | None] = [None]
-        for i in chosen:
-            logits = captured.rows().of_head(i).logits()[0, 0].clone()
-            logits[int(top.indices[i])] = -torch.inf
-            rows.append((captured.heads[i], logits))
-        run = known.again.run(query, rows).logits
-        moved = moved_by(run)
-        order = sorted(range(len(chosen)), key=lambda j: -moved[j])[:_MATTER]
-        found = [(chosen[j], moved[j]) for j in order]
+        rows = [known.again.without(query, heads[i], int(top.indices[i])) for i in chosen]
+        run = known.again.run(query, [None, *rows]).logits
+        moved = dict(zip(chosen, moved_by(run), strict=True))
         return [
-            {"head": str(captured.heads[i]), "key": int(top.indices[i]), "attention": float(top.values[i]), "moved": m}
-            for i, m in found
-        ], run[0]
+            {"head": str(heads[i]), "key": int(top.indices[i]), "attention": float(top.values[i]), "moved": moved[i]}
+            for i in sorted(chosen, key=lambda i: -moved[i])[:_MATTER]
+        ], run[:1]
 
     @property
     def _longest(self) -> int:
@@ -199,62 +181,21 @@ class Session:
         at, known = self.scope.check(head), self._looked(prompt)
         asked = known.asked(query)
         if key is None:
-            row = known.captured(query).attention()[0, list(self.scope.heads()).index(at), : query + 1]
-            key = int(_elsewhere(row[None]).argmax())
+            row = known.again.row(query, at).attention()[0, :, : query + 1]
+            key = int(_elsewhere(row).argmax())
         if not 0 <= key <= query:
             raise BadInput(f"token {key} is not before the token that asks: choose from 0 to {query}.")
         name = (prompt, query, at, key)
         if self._answered is not None and self._answered[0] == name:
             return self._answered[1]
-        captured, trace = known.captured(query), None
-        if known.found is not None:
-            trace = PromptTrace(known.found, asked, at, key)
-        own = self.features.of.get(at, {})
-        bases: dict[str, tuple[Tensor, Tensor]] = {}
-        for label, one in own.items():
-            turned = [self._turned(known, query, at, b) if one.framed else b for b in (one.query, one.key)]
-            bases[label] = turned[0], turned[1]
-        what_if = WhatIf(captured, at, key, trace, {n: b[1] for n, b in bases.items()})
-        made = Answer(known, asked, prompt, what_if, trace, {n: b[0] for n, b in bases.items()}, self.features)
-        self._answered = name, made
-        return made
-
-    def _turned(self, known: Looked, query: int, head: Head, basis: Float[Tensor, "d r"]) -> Float[Tensor, "d r"]:
-        """A basis of the query's frame, as the dot product at this token sees it."""
-        call, offset = known.calls[head.layer], self.scope.facts.layers[head.layer].offset
-        if call.rotary is None or offset is None:
-            return basis
-        row, at = torch.zeros(1, dtype=torch.long), torch.tensor([[query]])
-        return call.rotary.turn(basis.T[None, :, None].float(), row, at, offset)[0, :, 0].T
-
-    def _changed(self, one: Answer, changes: Sequence[Change]) -> dict[str, Any]:
-        """What some changes do, beside random ones."""
-        what_if, query = one.what_if, one.asked.query
-        row = what_if.changed(changes)
-        beside = what_if.random(changes, _DRAWS)
-        after = what_if.attend(row)[: query + 1]
-        run = one.looked.again.run(query, [None, (one.head, row), *beside[:_RUN]])
-        moved = moved_by(run.logits)
-        own = [float(what_if.attend(logits)[one.key]) for head, logits in beside if head == one.head]
-        verdict = what_if.judge(changes, float(after[one.key]), own)
-        return one.outcome(changes, verdict, after.tolist(), own, moved) | {
-            "all": _bytes(run.attention[1]),
-            "next": self._next([run.logits[0], run.logits[1]]),
+        call = known.run.calls[at.layer]
+        own = {
+            label: one.at(self.scope, call, query) if isinstance(one, Pattern) else one
+            for label, one in self.features.of.get(at, {}).items()
         }
-
-    def _next(self, logits: Sequence[Float[Tensor, " v"]], shown: int = 8) -> list[dict[str, Any]]:
-        """The likeliest next tokens, before and after."""
-        runs = [one.softmax(-1) for one in logits]
-        best: list[int] = list(dict.fromkeys(i for p in runs for i in p.topk(min(shown, len(p))).indices.tolist()))
-        best.sort(key=lambda i: -max(float(p[i]) for p in runs))
-        return [
-            {
-                "token": token_texts(self.scope, [i])[0],
-                "before": float(runs[0][i]),
-                "after": float(runs[-1][i]) if len(runs) > 1 else None,
-            }
-            for i in best[:shown]
-        ]
+        what_if = WhatIf(PromptTrace(known.run, asked, at, key), known.again, own)
+        self._answered = name, Answer(self.scope, prompt, what_if, self.features)
+        return self._answered[1]
 
 
 def _elsewhere(attention: Float[Tensor, "h t"]) -> Float[Tensor, "h t"]:
@@ -262,13 +203,3 @@ def _elsewhere(attention: Float[Tensor, "h t"]) -> Float[Tensor, "h t"]:
     elsewhere = attention.clone()
     elsewhere[:, 0] = -1
     return elsewhere
-
-
-def moved_by(logits: Float[Tensor, "b v"]) -> list[float]:
-    """How much of the first row's probability each other row has elsewhere (total variation)."""
-    chances = logits.softmax(-1)
-    return ((chances[1:] - chances[:1]).abs().sum(-1) / 2).tolist()
-
-
-def _bytes(attention: Float[Tensor, "h t"]) -> str:
-    return base64.b64encode((attention * 255).round().to(torch.uint8).numpy().tobytes()).decode()

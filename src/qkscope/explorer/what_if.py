@@ -21,12 +21,11 @@ from torch import Tensor
 
 from qkscope.analyses.trace.one import PromptTrace
 from qkscope.analyses.trace.verdicts import FEW, verdict
-from qkscope.attention import soft
-from qkscope.capture.pick import Capture
-from qkscope.change.rows import Row
+from qkscope.change.rows import Rerun, Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.heads import Head, parse_writers
+from qkscope.explorer.features import Feature
+from qkscope.heads import parse_writers
 from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.swap import swapped_keys
 from qkscope.maths.writers import draw_alike
@@ -64,23 +63,14 @@ class WhatIf:
 
     Parameters
     ----------
-    captured : every head's query and keys, as the token asks.
-    head, key : whose row, and the token that it is about.
-    trace : the same, split among writers; None where they cannot be told apart.
-    bases : of the head's features, by name, as the dot product sees them: Float [d, r].
+    one : the row, and the token that it is about.
+    again : the prompt, ready to be run again.
+    features : of the head, by name, as the dot product sees them.
     """
 
-    def __init__(
-        self, captured: Capture, head: Head, key: int, trace: PromptTrace | None, bases: Mapping[str, Tensor]
-    ) -> None:
-        self.captured, self.head, self.key, self.trace, self.bases = captured, head, key, trace, bases
-        self.column = captured.heads.index(head)
-        self.rows = captured.rows().of_head(self.column)
-        self.attention = self.rows.attention()[0, 0]
-        seen = (captured.bias[0, self.column] > -torch.inf).tolist()
-        self.others = [i for i, one in enumerate(seen) if one and i not in (0, key)]
-        if not seen[key]:
-            raise BadInput(f"token {key} is out of sight of {head} here: choose an earlier one.")
+    def __init__(self, one: PromptTrace, again: Rerun, features: Mapping[str, Feature]) -> None:
+        self.one, self.again, self.features = one, again, features
+        self.d_head = one.rows.d_head
 
     # ------------------------------------------------------------------ the row, changed
 
@@ -95,49 +85,45 @@ class WhatIf:
     def _logits(
         self, writers: Mapping[str, Sequence[int]], swaps: Sequence[tuple[int, Projector]], hidden: bool
     ) -> Tensor:
-        keys, q = self.rows.k[0, 0].clone(), self.rows.q[0, 0]
+        key, keys, q = self.one.key, self.one.rows.k[0, 0].cpu().clone(), self.one.rows.q[0, 0].cpu()
         if any(writers.values()):
-            assert self.trace is not None
-            away = self.trace.away(writers)
-            keys[self.key] -= away["key"].to(keys)
+            away = self.one.away(writers)
+            keys[key] -= away["key"].to(keys)
             q = q - away["query"].to(q)
         for other, projector in swaps:
-            pair = swapped_keys(keys[self.key], keys[other], projector)
-            keys[self.key], keys[other] = pair[0].clone(), pair[1].clone()
-        logits = self.rows.logits((keys @ q * float(self.captured.scale[self.column]))[None, None])[0, 0]
+            pair = swapped_keys(keys[key], keys[other], projector)
+            keys[key], keys[other] = pair[0].clone(), pair[1].clone()
+        logits = self.one.row_of(keys, q)
         if hidden:
-            logits[self.key] = -torch.inf
+            logits[key] = -torch.inf
         return logits
-
-    def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
-        """The attention that logits give."""
-        assert self.rows.rest is not None
-        return soft(logits, self.rows.rest[0, 0])
 
     def _writers(self, changes: Sequence[Change], side: str) -> list[int]:
         names = [change.writer for change in changes if change.kind == "cut" and change.side == side]
-        if names and self.trace is None:
+        if names and not self.one.told_apart:
             raise BadInput("this model's writers cannot be told apart, so that none can be cut.")
         for name in names:
-            if self.trace is not None and name not in self.trace.writers[:-1]:
-                raise BadInput(f"{name[:40]!r} writes nothing that {self.head} reads: choose a writer from the list.")
-        return [] if self.trace is None else [self.trace.writers.index(name) for name in dict.fromkeys(names)]
+            if name not in self.one.writers[:-1]:
+                raise BadInput(
+                    f"{name[:40]!r} writes nothing that {self.one.head} reads: choose a writer from the list."
+                )
+        return [self.one.writers.index(name) for name in dict.fromkeys(names)]
 
     def _place(self, other: int) -> int:
-        if other == self.key:
+        if other == self.one.key:
             raise BadInput("a token cannot be swapped with itself: choose another.")
-        if other not in (0, *self.others):
+        if other not in (0, *self.one.against):
             raise BadInput(f"token {other} is not in sight of the token that asks: choose an earlier one.")
         return other
 
     def _projector(self, change: Change) -> Projector:
         for name in change.features:
-            if name not in self.bases:
-                there = ", ".join(self.bases) or "nothing"
-                raise BadInput(f"nothing was fitted for {name!r} at {self.head}: there is {there}.")
+            if name not in self.features:
+                there = ", ".join(self.features) or "nothing"
+                raise BadInput(f"nothing was fitted for {name!r} at {self.one.head}: there is {there}.")
         if not change.features:
-            return Projector.orthogonal(torch.eye(self.rows.d_head))
-        return Projector.orthogonal(joint_basis([self.bases[name] for name in change.features]))
+            return Projector.orthogonal(torch.eye(self.d_head))
+        return Projector.orthogonal(joint_basis([self.features[name].basis("key") for name in change.features]))
 
     # ------------------------------------------------------------------ beside it
 
@@ -145,7 +131,7 @@ class WhatIf:
         """As many changed rows of the same kind and size that name nothing in particular."""
         if all(change.kind == "remove" for change in changes):
             return self._hidden_elsewhere(draws)
-        layers = [] if self.trace is None else parse_writers(self.trace.writers[:-1])
+        layers = parse_writers(self.one.writers[:-1]) if self.one.told_apart else []
         made: dict[object, Row] = {}  # by what was drawn: of few writers alike, many draws are one
         for draw in range(draws):
             writers: dict[str, list[int]] = {}
@@ -158,7 +144,7 @@ class WhatIf:
             drawn = [tuple(sorted(own)) for own in writers.values()], [one and one[0] for one in swaps]
             name = draw if any(change.features for change in changes) else str(drawn)
             if name not in made:
-                made[name] = self.head, self._logits(writers, [one for one in swaps if one], hidden)
+                made[name] = self.one.head, self._logits(writers, [one for one in swaps if one], hidden)
         return list(made.values())
 
     def _drawn(self, change: Change, draw: int) -> tuple[int, Projector] | None:
@@ -166,8 +152,8 @@ class WhatIf:
         seed = derived_seed(_SEED, "what if", "swap", draw)
         if change.features:
             rank = int(self._projector(change).rank)
-            return change.other, Projector.orthogonal(random_bases(self.rows.d_head, rank, 1, seed)[0])
-        free = [i for i in self.others if i != change.other]
+            return change.other, Projector.orthogonal(random_bases(self.d_head, rank, 1, seed)[0])
+        free = [i for i in self.one.against if i != change.other]
         if not free:
             return None
         other = free[int(torch.randint(len(free), (1,), generator=torch.Generator().manual_seed(seed)))]
@@ -175,22 +161,17 @@ class WhatIf:
 
     def _hidden_elsewhere(self, draws: int) -> list[Row]:
         """The layer's other heads, those that give the key most first, each without it."""
-        beside = [i for i, one in enumerate(self.captured.heads) if one.layer == self.head.layer and one != self.head]
-        attention = self.captured.attention()[0, :, self.key]
-        made = []
-        for i in sorted(beside, key=lambda i: -float(attention[i]))[:draws]:
-            logits = self.captured.rows().of_head(i).logits()[0, 0].clone()
-            logits[self.key] = -torch.inf
-            made.append((self.captured.heads[i], logits))
-        return made
+        head, query, key = self.one.head, self.one.asked.query, self.one.key
+        beside = [other for other in self.again.scope.heads() if other.layer == head.layer and other != head]
+        attention = {other: float(self.again.row(query, other).attention()[0, 0, key]) for other in beside}
+        most = sorted(beside, key=lambda other: -attention[other])[:draws]
+        return [self.again.without(query, other, key) for other in most]
 
     # ------------------------------------------------------------------ is it so
 
     def judge(self, changes: Sequence[Change], after: float, beside: Sequence[float]) -> str:
-        """What the attention says: a `verdict`, or vacuous; of a hidden key, nothing."""
-        if any(change.kind == "remove" for change in changes):
-            return ""
+        """What the attention says: a `verdict`, or vacuous."""
         swaps = [change for change in changes if change.kind == "swap"]
-        if any(int(self._projector(change).rank) >= self.rows.d_head for change in swaps):
+        if any(int(self._projector(change).rank) >= self.d_head for change in swaps):
             return "vacuous"
-        return verdict(float(self.attention[self.key]), after, torch.tensor(list(beside)))
+        return verdict(float(self.one.attention[self.one.key]), after, torch.tensor(list(beside)))

@@ -3,7 +3,8 @@
 Its files, in reading order:
 
 - ``trace``: the verb, which takes a task, a prompt, or texts
-- ``rows``: a batch of prompts as rows of one head, split among writers; sums by word, that merge and give intervals
+- ``rows``: a batch of prompts as rows of one head, split among writers
+- ``tally``: sums by word, that merge and give intervals
 - ``choose``: what is learned on the words for choosing: means, and several orders of writers
 - ``edges``: edges cut and kept on other words, beside whole heads taken out; writers and pairs with their intervals
 - ``result``: the answer in words, and shards added up; ``verdicts``: what it may say of parts, cuts and their controls

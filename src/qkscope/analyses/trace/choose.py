@@ -11,7 +11,7 @@ Orders of writers, for each side:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,11 @@ from torch.nn.functional import pad
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.rows import SIDES, HeadRows, task_rows
+from qkscope.analyses.trace.tally import Tally, tensors_of
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
-from qkscope.maths.writers import relative_weights
 from qkscope.runs.job import Job
 from qkscope.tasks.task import Unit
 
@@ -54,7 +54,7 @@ class Chosen:
 def choose_writers(
     reader: Reader,
     units: Sequence[Unit],
-    projectors: dict[Head, Tensor],
+    projectors: Mapping[Head, Tensor],
     *,
     chat: bool = False,
     batch_size: int = 32,
@@ -63,88 +63,81 @@ def choose_writers(
     progress: bool | None = None,
 ) -> dict[Head, Chosen]:
     """One pass over the prompts for choosing."""
-    sums = {head: _Sums(reader, head) for head in reader.heads}
+    frames = {head: {side: reader.frame(head, side).double() for side in SIDES} for head in reader.heads}
+    tallies = {head: Tally([""], _shapes(len(reader.writers(head.layer)), own["key"])) for head, own in frames.items()}
     batches = batches_of(units, batch_size)
     generator = torch.Generator().manual_seed(derived_seed(seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
 
     def run(indices: list[int]) -> list[dict[str, Tensor]]:
         _, rows = task_rows(reader, units, indices, chat, projectors)
-        for one in rows:
-            sums[one.head].add(one, path_effects(one, derived_seed(seed, "path", indices[0])))
-        return [_bank(one, seed, indices[0]) for one in rows] if banked & set(indices) else []
+        found = [_sums(one, frames[one.head], derived_seed(seed, "path", indices[0])) for one in rows]
+        bank = [_bank(one, seed, indices[0]) for one in rows] if banked & set(indices) else []
+        for one, own in zip(rows, found, strict=True):  # a batch is added whole, or not at all
+            tallies[one.head].add([""], {name: value[None] for name, value in own.items()})
+        return bank
 
-    tensors = {f"{head} {name}": value for head, own in sums.items() for name, value in own.tensors().items()}
-    pieces = (job or Job()).stream("choosing", batches, run, progress, tensors)
+    pieces = (job or Job()).stream("choosing", batches, run, progress, tensors_of(tallies))
     order = sorted(reader.heads, key=lambda head: head.layer)  # as rows come
-    return {head: sums[head].chosen([piece[i] for piece in pieces if piece]) for i, head in enumerate(order)}
+    return {head: _chosen(tallies[head], [piece[i] for piece in pieces if piece]) for i, head in enumerate(order)}
 
 
-class _Sums:
-    """Sums over prompts for one head, in float64."""
+def _shapes(c: int, frame: Float[Tensor, "d_head d_model"]) -> dict[str, tuple[int, ...]]:
+    """Of what `_sums` gives, for a head with so many writers."""
+    d_head, d_model = frame.shape
+    shapes = {
+        "count": (), "rows": (), "value": (c,), "length": (c,), "framed": (c - 1, d_head), "square": (c - 1,),
+        "within": (c - 1,), "stream": (c - 1, d_model), "along": (c - 1,), "gradient": (d_model,), "path": (c,),
+    }  # fmt: skip
+    return {f"{side} {name}": shape for side in SIDES for name, shape in shapes.items()} | {"pairs": (c, c)}
 
-    def __init__(self, reader: Reader, head: Head) -> None:
-        self.frames = {side: reader.frame(head, side).double() for side in SIDES}
-        c, (d_head, d_model) = len(reader.writers(head.layer)), self.frames["key"].shape
-        shapes = {
-            "count": (1,), "rows": (1,), "value": (c,), "length": (c,), "framed": (c - 1, d_head), "square": (c - 1,),
-            "within": (c - 1,), "stream": (c - 1, d_model), "along": (c - 1,), "gradient": (d_model,), "path": (c,),
-        }  # fmt: skip
-        self.of_side = {
-            side: {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for side in SIDES
+
+def _sums(rows: HeadRows, frames: Mapping[Side, Float[Tensor, "d_head d_model"]], seed: int) -> dict[str, Tensor]:
+    """What a batch gives, summed over its prompts, in float64."""
+    split, path = rows.split(), path_effects(rows, seed)
+    marginals = dict(zip(SIDES, split.marginals(), strict=True))
+    gradients = live_gradients(rows)
+    found = {"pairs": split.pairs().sum(0)}
+    for side in SIDES:
+        stream = rows.stream(side).double()
+        framed = stream @ frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
+        shown = _shown(rows, side).to(stream)
+        counts, mean = shown.sum(1), torch.einsum("np,ncpd->ncd", shown, framed)
+        mean = mean / counts[:, None, None].clamp_min(1)
+        apart = (framed - mean[:, :, None]).square().sum(-1)
+        own = {
+            "path": path[side],
+            "count": shown.sum(),
+            "rows": shown.new_tensor(len(shown)),
+            "value": marginals[side].double().sum(0),
+            "length": torch.einsum("np,ncp->c", shown, rows.parts[side].double().norm(dim=-1)),
+            "framed": torch.einsum("np,ncpd->cd", shown, framed),
+            "square": torch.einsum("np,ncp->c", shown, framed.square().sum(-1)),
+            "within": torch.einsum("np,ncp->nc", shown, apart).div(counts[:, None].clamp_min(1)).sum(0),
+            "stream": torch.einsum("np,ncpd->cd", shown, stream),
+            "along": torch.einsum("npd,ncpd->c", gradients[side].double(), stream),
+            "gradient": gradients[side].double().sum((0, 1)),
         }
-        self.pairs = torch.zeros(c, c, dtype=torch.float64)
+        found |= {f"{side} {name}": value for name, value in own.items()}
+    return found
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-        sides = {f"{side} {name}": value for side, own in self.of_side.items() for name, value in own.items()}
-        return {**sides, "pairs": self.pairs}
 
-    def add(self, rows: HeadRows, path: dict[str, Float[Tensor, " c"]]) -> None:
-        """Take in a batch, and the sums over it of what each writer's path does."""
-        split = rows.split()
-        marginals = dict(zip(SIDES, split.marginals(), strict=True))
-        self.pairs += split.pairs().sum(0).double().cpu()
-        gradients = live_gradients(rows)
-        for side, own in self.of_side.items():
-            stream = rows.stream(side).double()
-            framed = stream @ self.frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
-            shown = _shown(rows, side).to(stream)
-            counts, mean = shown.sum(1), torch.einsum("np,ncpd->ncd", shown, framed)
-            mean = mean / counts[:, None, None].clamp_min(1)
-            apart = (framed - mean[:, :, None]).square().sum(-1)
-            found = {
-                "path": path[side],
-                "count": shown.sum().reshape(1),
-                "rows": shown.new_tensor([float(len(shown))]),
-                "value": marginals[side].double().sum(0),
-                "length": torch.einsum("np,ncp->c", shown, rows.parts[side].double().norm(dim=-1)),
-                "framed": torch.einsum("np,ncpd->cd", shown, framed),
-                "square": torch.einsum("np,ncp->c", shown, framed.square().sum(-1)),
-                "within": torch.einsum("np,ncp->nc", shown, apart).div(counts[:, None].clamp_min(1)).sum(0),
-                "stream": torch.einsum("np,ncpd->cd", shown, stream),
-                "along": torch.einsum("npd,ncpd->c", gradients[side].double(), stream),
-                "gradient": gradients[side].double().sum((0, 1)),
-            }
-            for name, value in found.items():
-                own[name] += value.cpu()
-
-    def chosen(self, bank: Sequence[dict[str, Tensor]]) -> Chosen:
-        """Means and orders."""
-        scores: dict[str, dict[str, Tensor]] = {order: {} for order in ORDERS}
-        mean = {}
-        for side, own in self.of_side.items():
-            rows, count = float(own["rows"]), float(own["count"])
-            mean[side] = (own["stream"] / count).float()
-            scores["share"][side] = scores["signed"][side] = own["value"] / rows
-            scores["norm"][side] = own["length"] / count
-            between = own["square"] / count - (own["framed"] / count).square().sum(-1)
-            scores["variance"][side] = pad(between if side == "query" else own["within"] / rows, (0, 1))
-            scores["patching"][side] = pad((own["along"] - own["stream"] / count @ own["gradient"]) / rows, (0, 1))
-            scores["path"][side] = own["path"] / rows
-        banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
-        pairs = (self.pairs / float(self.of_side["query"]["rows"])).float()
-        return Chosen(mean, banked, scores, pairs)
+def _chosen(tally: Tally, bank: Sequence[dict[str, Tensor]]) -> Chosen:
+    """Means and orders."""
+    scores: dict[str, dict[str, Tensor]] = {order: {} for order in ORDERS}
+    mean, sums = {}, {name: value[0] for name, value in tally.sums.items()}
+    for side in SIDES:
+        own = {name.removeprefix(f"{side} "): value for name, value in sums.items() if name.startswith(side)}
+        rows, count = float(own["rows"]), float(own["count"])
+        mean[side] = (own["stream"] / count).float()
+        scores["share"][side] = scores["signed"][side] = own["value"] / rows
+        scores["norm"][side] = own["length"] / count
+        between = own["square"] / count - (own["framed"] / count).square().sum(-1)
+        scores["variance"][side] = pad(between if side == "query" else own["within"] / rows, (0, 1))
+        scores["patching"][side] = pad((own["along"] - own["stream"] / count @ own["gradient"]) / rows, (0, 1))
+        scores["path"][side] = own["path"] / rows
+    banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
+    return Chosen(mean, banked, scores, (sums["pairs"] / rows).float())
 
 
 def _shown(rows: HeadRows, side: Side) -> Tensor:
@@ -166,31 +159,23 @@ def _bank(rows: HeadRows, seed: int, address: int) -> dict[str, Tensor]:
 
 def live_gradients(rows: HeadRows) -> dict[Side, Float[Tensor, "n p d_model"]]:
     """How the relative logit changes with the stream at each place, the other side held, norms live."""
-    weights = relative_weights(rows.signs)
-    true = {side: rows.run.true(rows.head, side) for side in SIDES}
     found = {}
     for side in SIDES:
-        x = rows.run.entered[rows.head.layer][:, rows.run.at(side)].clone().requires_grad_()
+        x = rows.entered(side).clone().requires_grad_()
         with torch.enable_grad():
-            made = rows.live(x[None], side)[0]
-            q, k = (made, true["key"]) if side == "query" else (true["query"], made)
-            q = q if rows.projector is None else q @ rows.projector.to(q)
-            logit = torch.einsum("nd,nkd,nk->", q[:, 0], k, weights) * rows.scale
-            (found[side],) = torch.autograd.grad(logit, x)
+            (found[side],) = torch.autograd.grad(rows.live(x[None], side).sum(), x)
     return found
 
 
 @torch.no_grad()
 def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
     """The fall of the relative logit, summed over prompts, where one part alone is another prompt's, norms live."""
-    n, weights = len(rows.signs), relative_weights(rows.signs)
+    n, total = len(rows.signs), rows.total()
     generator = torch.Generator().manual_seed(seed)
     other = (torch.arange(n) + torch.randint(1, max(n, 2), (n,), generator=generator)) % n
-    true = {side: rows.run.true(rows.head, side) for side in SIDES}
-    total = rows.total()
     effects: dict[str, Tensor] = {}
     for side in SIDES:
-        x, stream = rows.run.entered[rows.head.layer][:, rows.run.at(side)], rows.stream(side)
+        x, stream = rows.entered(side), rows.stream(side)
         donor = stream[other.to(stream.device)]
         if side == "key":  # a key of the other prompt in every slot, right or not
             slots = torch.rand(rows.signs.shape, generator=generator).to(stream.device)
@@ -201,14 +186,6 @@ def path_effects(rows: HeadRows, seed: int) -> dict[str, Float[Tensor, " c"]]:
         falls = []
         for some in torch.arange(stream.shape[1]).split(16):
             moved = x[None] + (donor - stream)[:, some].transpose(0, 1)
-            made = rows.live(moved, side)
-            q, k = (
-                (made, true["key"].expand(len(some), -1, -1, -1))
-                if side == "query"
-                else (true["query"].expand(len(some), -1, -1, -1), made)
-            )
-            q = q if rows.projector is None else q @ rows.projector.to(q)
-            logit = torch.einsum("xnd,xnkd,nk->xn", q[:, :, 0], k, weights) * rows.scale
-            falls.append((total - logit).sum(1))
+            falls.append((total - rows.live(moved, side)).sum(1))
         effects[side] = torch.cat([*falls, total.new_zeros(1)]).double().cpu()
     return effects

@@ -9,7 +9,7 @@ standing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.choose import ORDERS, Chosen
-from qkscope.analyses.trace.rows import SIDES, HeadRows, Tally, answer_signs, edge_rows
+from qkscope.analyses.trace.rows import SIDES, HeadRows, answer_signs, edge_rows, sum_errors
+from qkscope.analyses.trace.tally import Tally, writer_rows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
 from qkscope.capture.patch import Edit
@@ -29,7 +30,7 @@ from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
-from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, cancelling, draw_alike, edge_masks
+from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, EdgeRows, cancelling, draw_alike, edge_masks
 from qkscope.maths.writers import SIDES as EDGE_SIDES
 from qkscope.runs.shards import stream
 from qkscope.tasks.task import ANSWER, Unit
@@ -63,8 +64,13 @@ class Asked:
     @classmethod
     def of(cls, head: Head, writers: Sequence[str], pairs: Sequence[Sequence[int]]) -> Asked:
         """With every condition of a head that has so many writers; those drawn at random count once."""
-        cells = [edge for edge in all_edges(len(writers), 1)]
-        return cls(head, list(writers), [(int(a), int(b)) for a, b in pairs], cells)
+        return cls(head, list(writers), [(int(a), int(b)) for a, b in pairs], all_edges(len(writers), 1))
+
+    def tally(self, words: Iterable[str]) -> Tally:
+        """An empty one, for what `EdgeTest.measure` gives."""
+        c, m = len(self.writers), len(METRICS)
+        shapes = {"total": (), "query": (c,), "key": (c,), "whole": (m,), "pairs": (len(self.pairs),)}
+        return Tally(words, {**shapes, "edges": (len(self.cells), m)})
 
 
 class EdgeTest:
@@ -79,8 +85,8 @@ class EdgeTest:
         places = {edge: i for i, edge in enumerate(self.asked.cells)}
         self.cell_of = torch.tensor([places[replace(edge, draw=0)] for edge in self.edges])
 
-    def measure(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> tuple[dict[str, Float[Tensor, "n *v"]], float]:
-        """What every prompt of a batch gives, and the largest error of a sum; ``numbers`` address other prompts."""
+    def measure(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> tuple[dict[str, Float[Tensor, "n *v"]], Tensor]:
+        """What every prompt of a batch gives, and the error of its sums; ``numbers`` address other prompts."""
         split = rows.split()
         by_query, by_key = split.marginals()
         pairs = split.pairs()
@@ -88,25 +94,19 @@ class EdgeTest:
         nothing = torch.zeros(1, by_key.shape[1], dtype=torch.bool, device=by_key.device)
         whole = before.replaced(nothing, nothing)[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
-        for index, values in (
-            self._held(rows, before, "mean"),
-            self._held(rows, self._resampled(rows, numbers), "resample"),
-            self._live(rows, before),
-        ):
+        ways: Any = {("mean", "held"): before, ("resample", "held"): self._resampled(rows, numbers)}
+        for way in (*ways, ("mean", "live")):
+            index = torch.tensor([i for i, edge in enumerate(self.edges) if (edge.replaced, edge.norms) == way])
+            values = self._held(ways[way], index) if way in ways else self._live(rows, before, index)
             measured[index] = values.cpu()
         cells = whole.new_zeros(len(self.asked.cells), *whole.shape).index_add(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
         total = rows.total()
-        error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
-        error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1))
         return {
-            "query": by_query, "key": by_key, "total": total[:, None], "whole": whole,
+            "query": by_query, "key": by_key, "total": total, "whole": whole,
             "pairs": torch.stack([pairs[:, a, b] for a, b in self.asked.pairs], dim=1),
             "edges": cells.transpose(0, 1),
-        }, float(error.max())  # fmt: skip
-
-    def _which(self, replaced: str, norms: str) -> list[int]:
-        return [i for i, e in enumerate(self.edges) if e.replaced == replaced and e.norms == norms]
+        }, sum_errors(total, by_query, by_key)  # fmt: skip
 
     def instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Tensor]:
         """What parts of the stream are replaced by, by side: their means, or those of these prompts of the bank."""
@@ -116,32 +116,29 @@ class EdgeTest:
         keys = self.chosen.bank["key"].to(device)[donors[:, 1:]].transpose(1, 2)
         return {"query": self.chosen.bank["query"].to(device)[donors[:, 0]][:, :, None], "key": keys}
 
-    def _resampled(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> Any:
+    def _resampled(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> EdgeRows:
         places = torch.arange(1 + rows.signs.shape[1])
         drawn = draw_bits(derived_seed(self.seed, "resample"), numbers.cpu()[:, None], places)
         return rows.edges(self.instead(rows, (drawn % len(self.chosen.bank["query"])).to(rows.signs.device)))
 
-    def _held(self, rows: HeadRows, edges: Any, replaced: str) -> tuple[list[int], Tensor]:
-        index = self._which(replaced, "held")
-        query, key = (mask[index].to(rows.signs.device) for mask in self.masks)
-        found = [edges.replaced(q, k) for q, k in zip(query.split(128), key.split(128), strict=True)]
-        return index, torch.cat(found)
+    def _held(self, edges: EdgeRows, index: Int[Tensor, " x"]) -> Float[Tensor, "x n m"]:
+        query, key = (mask[index].to(edges.signs.device).split(128) for mask in self.masks)
+        return torch.cat([edges.replaced(q, k) for q, k in zip(query, key, strict=True)])
 
     @torch.no_grad()
-    def _live(self, rows: HeadRows, before: Any) -> tuple[list[int], Tensor]:
+    def _live(self, rows: HeadRows, before: EdgeRows, index: Int[Tensor, " x"]) -> Float[Tensor, "x n m"]:
         """Parts replaced in the residual stream, and the head's norms run again."""
-        index = self._which("mean", "live")
         found = []
-        for some in torch.tensor(index).split(8):
+        for some in index.split(8):
             made = {}
             for side, masks in zip(SIDES, self.masks, strict=True):
-                x = rows.run.entered[self.head.layer][:, rows.run.at(side)]
+                x = rows.entered(side)
                 mask = masks[some, :-1].to(rows.signs.device)
                 away = rows.stream(side) - self.chosen.mean[side].to(x.device)[None, :, None]
                 moved = (mask.to(x) @ away.transpose(0, 1).flatten(1)).unflatten(1, (len(x), *x.shape[1:]))
-                made[side] = rows.live(x[None] - moved, side)
+                made[side] = rows.run.live(self.head, side, x[None] - moved)
             found.append(before.measure(made["query"][:, :, 0], made["key"]))
-        return index, torch.cat(found)
+        return torch.cat(found)
 
 
 def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[dict[str, Any]]]:
@@ -155,12 +152,12 @@ def tables_of(asked: Asked, tally: Tally, draws: int = DRAWS) -> dict[str, list[
     ]  # fmt: skip
     whole = dict(zip(METRICS, tally.mean("whole").tolist(), strict=True))
     check = {
-        "head": name, "sum_error": tally.largest["error"], "logit": total,
-        "cancels": max(cancelling(tally.mean(side), total) for side in SIDES),
+        "head": name, "sum_error": float(tally.error), "logit": total,
+        "cancels": max(cancelling(own, total) for own in tally.sides().values()),
         **{key: whole[key] for key in METRICS[:-1]}, "n": tally.rows,
     }  # fmt: skip
     return {
-        "writers": writer_rows(asked.head, names, tally, total),
+        "writers": writer_rows(asked.head, names, tally.sides(), total, interval=tally.interval),
         "pairs": pairs,
         "edges": _edge_rows(asked, tally, total, draws),
         "check": [check],
@@ -178,23 +175,6 @@ def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
                 " one share alone says little."
             )
     return said
-
-
-def writer_rows(
-    head: Head, names: Sequence[str], tally: Tally, total: float, count: int | None = None
-) -> list[dict[str, Any]]:
-    """The table of writers: both sides, the largest first (the first ``count``), with intervals of the value."""
-    made = []
-    for side in SIDES:
-        values = tally.mean(side)
-        order = values.abs().argsort(descending=True).tolist()[:count]
-        ends = zip(*(end.tolist() for end in tally.interval(side, order)), strict=True)
-        made += [
-            {"head": str(head), "side": side, "writer": names[i], "value": float(values[i]),
-             "share": float(values[i]) / total, "low": low, "high": high}
-            for i, (low, high) in zip(order, ends, strict=True)
-        ]  # fmt: skip
-    return made
 
 
 def _edge_rows(asked: Asked, tally: Tally, total: float, draws: int) -> list[dict[str, Any]]:
@@ -243,10 +223,9 @@ def whole_heads(
         return []
     instead = _mean_outputs(reader, choosing[:MEANS], chat)
     only = [writer for writer in parse_writers(names) if writer.head]
-    tallies: dict[Any, Tally] = {}
-    cases = [(size, mlps, kind) for size in range(1, len(heads) + 1) for mlps, kind in _KINDS]
+    cases: list[Any] = [(size, mlps, kind) for size in range(1, len(heads) + 1) for mlps, kind in _KINDS]
 
-    def run(indices: list[int]) -> dict[Any, tuple[list[str], Tensor]]:
+    def run(indices: list[int]) -> tuple[list[str], dict[Any, Tensor]]:
         encoded = reader.scope.encode([units[i][0] for i in indices], chat=chat)
         right = _right_tokens(reader, encoded, chat)
         with noted(part for block in reader.blocks for part in block.parts) as outputs:
@@ -265,25 +244,23 @@ def whole_heads(
             edits = [Edit.outputs(one, rows, instead[one.layer][one.index]) for one, rows in masks.items()]
             with held(outputs if mlps == "held" else {}):
                 found[size, mlps, kind] = _measure(reader, head, encoded, right, edits)
-        return {key: (own, value) for key, value in found.items()}
+        return own, found
 
-    tested = list(range(min(PROMPTS, len(units))))
-    batches = [[tested[i] for i in batch] for batch in batches_of([units[i] for i in tested], _BATCH)]
-    for part in stream(batches, run, progress):
-        for key, (own, value) in part.value.items():
-            tallies.setdefault(key, Tally()).add(own, {"found": value})
-    return _whole_rows(head, heads, tallies)
+    tally = Tally(words[:PROMPTS], dict.fromkeys([None, *cases], (len(METRICS) + 1,)))
+    for part in stream(batches_of(units[:PROMPTS], _BATCH), run, progress):
+        tally.add(*part.value)
+    return _whole_rows(head, heads, tally)
 
 
 _KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
 
 
-def _whole_rows(head: Head, heads: Sequence[Head], tallies: dict[Any, Tally]) -> list[dict[str, Any]]:
-    before = tallies[None].mean("found").tolist()
+def _whole_rows(head: Head, heads: Sequence[Head], tally: Tally) -> list[dict[str, Any]]:
+    before = tally.mean(None).tolist()
     made = []
-    for key, tally in tallies.items():
-        size, mlps, kind = key or (0, "live", "chosen")
-        values, (low, high) = tally.mean("found").tolist(), tally.interval("found")
+    for case in tally.sums:
+        size, mlps, kind = case or (0, "live", "chosen")
+        values, (low, high) = tally.mean(case).tolist(), tally.interval(case)
         accuracy = METRICS.index("accuracy")
         named = ", ".join(map(str, heads[:size])) or "none"
         made.append({

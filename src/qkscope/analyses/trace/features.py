@@ -14,21 +14,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, made_from, made_with, with_notes
+from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.feature_rows import Chosen, Measured, choose_pairs
-from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.rows import ATTENDED, HeadRows, edge_rows, task_batch, words_of
+from qkscope.analyses.trace.one import PromptTrace
+from qkscope.analyses.trace.rows import HeadRows, edge_rows, task_batch, words_of
+from qkscope.analyses.trace.verdicts import says_right
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Parts, Side
 from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, Coded, Dictionary, FeatureTerms, null_code
 from qkscope.maths.writers import METRICS, relative_weights
 from qkscope.runs.job import Job
-from qkscope.tasks.task import Task
+from qkscope.tasks.task import Unit
 
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
 
@@ -52,6 +52,11 @@ def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary
             )
 
 
+def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
+    """Parts of what a head reads that are no features."""
+    return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
+
+
 class FeatureSplit:
     """The relative logits of one head on one batch, ready to be split by codes of a dictionary.
 
@@ -66,8 +71,7 @@ class FeatureSplit:
         self.x = rows.run.entered[dictionary.layer]
         self.coded = dictionary.code(self.x)
         self.there = torch.cat([torch.ones_like(self.weights[:, :1]), self.weights], dim=1) != 0
-        between = (AFTER,) if dictionary.layer < rows.head.layer else ()
-        self.rest = (ERROR, *between, BIAS)
+        self.rest = rest_of(dictionary, rows.head)
 
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
         """One for each prompt, by these codes or by the dictionary's own."""
@@ -136,75 +140,41 @@ def measure(split: FeatureSplit, chosen: Chosen, draws: int, seed: int, address:
 
 
 def features_of_prompt(
-    scope: Scope,
-    prompt: str | Example,
-    heads: Sequence[Head],
-    dictionary: Dictionary,
-    *,
-    query: int | None = None,
-    key: int | None = None,
-    versus: int | None = None,
-    projectors: Mapping[Head, Tensor],
-    chat: bool = False,
-    draws: int = 20,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Fields of a `Trace` of one prompt."""
-    asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    run = reader.record(asked.inputs, asked.places, layers=[dictionary.layer])
-    dictionary, said = dictionary.to(run.row.device), []
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for head in heads:
-        one = PromptTrace(run, asked, head, key, versus, projectors.get(head))
-        places = [i for i, weight in enumerate(one.weights.tolist()) if weight]
-        signs = torch.tensor([[1 if i == one.key else -1 for i in places]], device=run.row.device)
-        rows = HeadRows(run.slots([0, *(1 + i for i in places)]), head, signs, [], one.projector)
-        split = FeatureSplit(rows, dictionary)
-        chosen = choose_pairs(split.terms())
-        measured = Measured(head, chosen, split.rest, words=[""], **measure(split, chosen, draws, seed, 0))
-        own = {**measured.tables(), "tokens": one.token_rows()}
-        own["check"][0] |= {"query": asked.query, "key": one.key}
-        for name, more in own.items():
-            tables.setdefault(name, []).extend(more)
-        unseen = ": it does not attend there, so what follows explains a logit and no attention"
-        seen = float(one.attention[one.key]) >= ATTENDED
-        said.append(measured.answer(f"{one.where()}{'' if seen else unseen}.", own, len(heads) == 1))
-    return {
-        "experiment": "trace/prompt", "answer": " ".join(said), "tables": tables, "seed": seed,
-        **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt),
-                    **_about(dictionary, draws)),
-    }  # fmt: skip
+    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int, *, alone: bool
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Tables and the answer of one head on one prompt: its largest pairs are shown."""
+    run = one.run
+    places = [i for i, weight in enumerate(one.weights.tolist()) if weight]
+    signs = torch.tensor([[1 if i == one.key else -1 for i in places]], device=run.row.device)
+    rows = HeadRows(run.slots([0, *(1 + i for i in places)]), one.head, signs, [], one.projector)
+    split = FeatureSplit(rows, dictionary.to(run.row.device))
+    chosen = choose_pairs(split.terms())
+    measured = Measured(one.head, chosen, split.rest, words=[""], **measure(split, chosen, draws, seed, 0))
+    tables = {**measured.tables(), "tokens": one.token_rows()}
+    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
+    return tables, measured.answer(one.where(), tables, alone)
 
 
 def features_of_task(
-    scope: Scope,
-    task: Task,
-    heads: Sequence[Head],
-    dictionary: Dictionary,
-    n: int,
-    *,
+    reader: Reader,
+    choosing: Sequence[Unit],
+    units: Sequence[Unit],
     projectors: Mapping[Head, Tensor],
-    draws: int = 20,
-    batch_size: int = 32,
-    seed: int = 0,
-    progress: bool | None = None,
+    dictionary: Dictionary,
+    draws: int,
+    *,
+    chat: bool,
+    batch_size: int,
+    seed: int,
+    progress: bool | None,
     job: Job,
-) -> dict[str, Any]:
-    """Fields of a `Trace` of a task: pairs chosen on its words for choosing, all else on those for testing."""
-    reader, choosing, units = Reader(scope, heads), task.choose(n), task.test(n)
-    about = _about(dictionary, draws)
-    asked_of = {
-        "verb": "trace", "heads": [str(head) for head in heads], "seed": seed, "batch_size": batch_size,
-        "chat": task.chat, "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
-    }  # fmt: skip
-    job.begin(scope, [list(choosing), list(units)], **asked_of, **about)
-    dictionary = dictionary.to(scope.device)
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Tables and the answer: pairs chosen on the words for choosing, all else on those for testing."""
+    heads, dictionary = reader.heads, dictionary.to(reader.scope.device)
 
-    def splits(own: Sequence[Any], indices: list[int]) -> tuple[list[int], list[FeatureSplit]]:
-        encoded, signs, run = task_batch(reader, own, indices, task.chat, [dictionary.layer])
-        unit_of = [i for i in indices for _ in own[i]]
-        made = [FeatureSplit(HeadRows(run, h, signs, [], projectors.get(h)), dictionary) for h in heads]
-        return [unit_of[int(e)] for e in encoded.example], made
+    def splits(own: Sequence[Unit], indices: list[int]) -> tuple[list[int], list[FeatureSplit]]:
+        numbers, signs, run = task_batch(reader, own, indices, chat, [dictionary.layer])
+        return numbers, [FeatureSplit(HeadRows(run, h, signs, [], projectors.get(h)), dictionary) for h in heads]
 
     def choose() -> list[Any]:
         terms: list[list[FeatureTerms]] = [[] for _ in heads]
@@ -218,7 +188,7 @@ def features_of_task(
     def run(indices: list[int]) -> dict[str, Any]:
         numbers, made = splits(units, indices)
         own = [measure(s, c, draws, seed, indices[0]) for s, c in zip(made, chosen, strict=True)]
-        return {"numbers": numbers, "heads": own, "rest": [list(split.rest) for split in made]}
+        return {"numbers": numbers, "heads": own}
 
     pieces, words = job.stream("features", batches_of(units, batch_size), run, progress), words_of(units)
     tables: dict[str, list[dict[str, Any]]] = {}
@@ -227,25 +197,15 @@ def features_of_task(
         own = [piece["heads"][place] for piece in pieces]
         joined: Any = {name: torch.cat([piece[name] for piece in own]) for name in ("values", "numbers", "about")}
         asking = [words[i] for piece in pieces for i in piece["numbers"]]
-        error, rest = max(piece["error"] for piece in own), tuple(pieces[0]["rest"][place])
-        measured = Measured(head, chosen[place], rest, words=asking, error=error, **joined)
+        error = max(piece["error"] for piece in own)
+        measured = Measured(head, chosen[place], rest_of(dictionary, head), words=asking, error=error, **joined)
         found = measured.tables()
         for name, more in found.items():
             tables.setdefault(name, []).extend(more)
-        check = found["check"][0]
-        where = (
-            f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
-            f" keys in {check['accuracy']:.0%} of {check['n']} prompts."
-        )
-        said.append(measured.answer(where, found, len(heads) == 1))
-    source = made_from(scope, task)
-    named = {name: value for name, value in source.items() if name not in ("model", "weights")}
-    return {
-        "experiment": f"trace/{task.name}", "answer": with_notes(" ".join(said), source), "tables": tables,
-        "seed": seed,
-        **made_with(scope, **named, n=n, batch_size=batch_size, heads=[str(h) for h in heads], **about),
-    }  # fmt: skip
+        said.append(measured.answer(says_right(found["check"][0]), found, len(heads) == 1))
+    return tables, " ".join(said)
 
 
-def _about(dictionary: Dictionary, draws: int) -> dict[str, Any]:
+def made_by(dictionary: Dictionary, draws: int) -> dict[str, Any]:
+    """What a result says of the dictionary, and of its copies."""
     return {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint, "draws": draws}

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of, made_from
-from qkscope.analyses.trace.edges import writer_rows
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, Tally, WordSums, answer_signs, words_of
+from qkscope.analyses.trace.rows import ATTENDED, answer_signs, sum_errors, true_logit, units_of, words_of
+from qkscope.analyses.trace.tally import Tally, tensors_of, writer_rows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
@@ -155,38 +154,27 @@ def first_writers(
     progress : whether to say how far it is.
     """
     words = words_of(units) if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
-    sizes = {str(head): 2 + 2 * len(reader.writers(head.layer)) for head in reader.heads}
-    sums = WordSums(words, sizes)
+    tallies = {}
+    for head in reader.heads:
+        writers = (len(reader.writers(head.layer)),)
+        tallies[head] = Tally(words, {"total": (), "attention": (), "query": writers, "key": writers})
 
     def add(indices: list[int]) -> None:
         encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
-        unit_of = [i for i in indices for _ in units[i]]
         run = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
         weights, attention = _named(run, encoded) if named else _most_attended(run)
-        own = [words[unit_of[int(e)]] for e in encoded.example]
+        own = [words[i] for i in units_of(encoded, units, indices)]
         made = []
         for head, by_query, by_key in values_of(run, weights):
             column = reader.columns[head]
-            total = _total(run, head, weights[:, column])
-            error = (by_query.sum(1) - total).abs().maximum((by_key.sum(1) - total).abs())
-            error = error / by_key.abs().amax(1).maximum(by_query.abs().amax(1)).clamp_min(1e-30)
-            values = torch.cat([total[:, None], attention[:, column, None], by_query, by_key], dim=1)
-            made.append((head, values, error, (attention[:, column] >= ATTENDED) | named))
+            total, looked = true_logit(run, head, weights[:, column]), attention[:, column]
+            values = {"total": total, "attention": looked, "query": by_query, "key": by_key}
+            made.append((head, values, sum_errors(total, by_query, by_key), (looked >= ATTENDED) | named))
         for head, values, error, used in made:  # a batch is added whole, or not at all
-            sums.add(str(head), own, values, error, used)
+            tallies[head].add(own, values, error, used)
 
-    job.stream("writers", batches_of(units, batch_size), add, progress, sums.tensors())
-    return {
-        head: sums.tally(str(head), {"total": 1, "attention": 1, "query": writers, "key": writers})
-        for head in reader.heads
-        for writers in [len(reader.writers(head.layer))]
-    }
-
-
-def _total(run: Run, head: Head, weights: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """A head's relative logits, from the model's own vectors."""
-    met = torch.einsum("nk,nkd->nd", weights, run.true(head, "key"))
-    return (run.true(head, "query")[:, 0] * met).sum(-1) * run.calls[head.layer].scale
+    job.stream("writers", batches_of(units, batch_size), add, progress, tensors_of(tallies))
+    return tallies
 
 
 def _named(run: Run, encoded: Encoding) -> tuple[Tensor, Tensor]:
@@ -220,7 +208,7 @@ def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
                           "query_share": None, "logit": None, "attention": None, "n": 0})  # fmt: skip
             continue
         total = float(tally.mean("total"))
-        rows = writer_rows(head, reader.writers(head.layer), tally, total, SHOWN + 1)
+        rows = writer_rows(head, reader.writers(head.layer), tally.sides(), total, SHOWN + 1, tally.interval)
         firsts: dict[str, Any] = {}
         for side in ("key", "query"):
             own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:SHOWN]
@@ -228,8 +216,8 @@ def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
             firsts |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
         heads.append({"head": str(head), **firsts, "logit": total, "attention": float(tally.mean("attention")),
                       "n": tally.rows})  # fmt: skip
-        cancels = max(cancelling(tally.mean(side), total) for side in SIDES)
-        check.append({"head": str(head), "sum_error": tally.largest["error"], "logit": total, "cancels": cancels,
+        cancels = max(cancelling(own, total) for own in tally.sides().values())
+        check.append({"head": str(head), "sum_error": float(tally.error), "logit": total, "cancels": cancels,
                       "n": tally.rows})  # fmt: skip
     found = [row for row in heads if row["n"]]
     common: dict[str, int] = {}

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from qkscope.analyses.trace.graph import Graph, trace_graph
 from qkscope.analyses.trace.rows import ATTENDED, SIDES
+from qkscope.analyses.trace.tally import writer_rows
 from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.attention import soft
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -133,6 +135,16 @@ class PromptTrace:
             raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
         return place
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether there was a reader, so that writers can be told apart."""
+        return self.run.reader is not None
+
+    def token(self, i: int) -> str:
+        """A token as a sentence names it."""
+        text = self.asked.tokens[i]
+        return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
+
     @cached_property
     def writers(self) -> list[str]:
         """Names of the writers."""
@@ -143,12 +155,9 @@ class PromptTrace:
         """Factor on q·k."""
         return self.run.calls[self.head.layer].scale
 
-    def _query(self) -> Float[Tensor, " d"]:
-        return self._projected(self.rows.q[0, 0])
-
     def logits(self) -> Float[Tensor, " t"]:
         """``scale · q·k`` of every token, before cap and mask."""
-        return self.rows.k[0, 0] @ self._query() * self.scale
+        return self.rows.k[0, 0] @ self._projected(self.rows.q[0, 0]) * self.scale
 
     @property
     def total(self) -> float:
@@ -159,7 +168,13 @@ class PromptTrace:
         """How much of its attention the head gives to the key, in words."""
         asking, key = self.asked.tokens[self.asked.query], self.asked.tokens[self.key]
         share = f"{float(self.attention[self.key]):.0%} of its attention"
-        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key})"
+        unseen = ": it does not attend there, so what follows explains a logit and no attention"
+        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key}){'' if self.attends else unseen}."
+
+    @property
+    def attends(self) -> bool:
+        """Whether there is any attention to explain."""
+        return float(self.attention[self.key]) >= ATTENDED
 
     @property
     def distance(self) -> float:
@@ -180,11 +195,11 @@ class PromptTrace:
         return self.run.ask(self.head, 1 + self.asked.query, used + 1, self.weights[used][None], self.projector)[1]
 
     @cached_property
-    def _marginals(self) -> dict[str, Float[Tensor, " c"]]:
+    def _marginals(self) -> dict[Side, Float[Tensor, " c"]]:
         answers = {side: self.run.answer(direction).values for side, direction in self._directions.items()}
         return {side: torch.stack([own[name].sum() for name in self.writers]) for side, own in answers.items()}
 
-    def marginals(self) -> dict[str, Float[Tensor, " c"]]:
+    def marginals(self) -> dict[Side, Float[Tensor, " c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""
         return self._marginals
 
@@ -254,9 +269,17 @@ class PromptTrace:
         own = self.rows.k[0, 0].clone()
         for place, vector in keys.items():
             own[place] += vector
-        return self.rows.attention((own @ (self.rows.q[0, 0] + query) * self.scale)[None, None])[0, 0]
+        return self.attend(self.row_of(own, self.rows.q[0, 0] + query))
 
-    def strongest(self, side: str, size: int) -> list[int]:
+    def row_of(self, keys: Float[Tensor, "t d"], query: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
+        """The row's logits with other keys and another query, as the softmax sees them."""
+        return self.rows.logits((keys @ query * self.scale)[None, None].to(self.rows.q))[0, 0]
+
+    def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+        """The attention that logits give."""
+        return soft(logits, None if self.rows.rest is None else self.rows.rest[0, 0])
+
+    def strongest(self, side: Side, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
 
         Those against the key are no reason to look there, and one that gives next to nothing is none either.
@@ -272,8 +295,9 @@ class PromptTrace:
         sizes = [size for size in CUTS if size < len(layers)]
         for side in ("key", "query", "both"):
             for size in sizes:
-                sides: Sequence[str] = SIDES if side == "both" else (side,)
-                chosen = {one: self.strongest(one, size) for one in sides}
+                chosen: dict[str, list[int]] = {
+                    one: self.strongest(one, size) for one in SIDES if side in (one, "both")
+                }
                 if any(len(own) < size for own in chosen.values()):
                     continue
                 row = self.cut(chosen)
@@ -299,23 +323,15 @@ class PromptTrace:
 
     def _verdict(self, after: float, random: Float[Tensor, " draws"]) -> str:
         """What a cut shows; without other tokens to take a mean over, nothing."""
-        before = float(self.attention[self.key])
-        if before >= ATTENDED and not set(self.others) - {self.key, self.asked.query}:
+        if self.attends and not set(self.others) - {self.key, self.asked.query}:
             return "vacuous"
-        return verdict(before, after, random)
+        return verdict(float(self.attention[self.key]), after, random)
 
     # ------------------------------------------------------------------ tables
 
     def writer_rows(self) -> list[dict[str, Any]]:
         """The table of writers of this prompt: no intervals, there is one prompt."""
-        total, made = self.total, []
-        for side, values in self.marginals().items():
-            made += [
-                {"head": str(self.head), "side": side, "writer": self.writers[i], "value": float(values[i]),
-                 "share": float(values[i]) / total if total else None, "low": None, "high": None}
-                for i in values.abs().argsort(descending=True).tolist()
-            ]  # fmt: skip
-        return made
+        return writer_rows(self.head, self.writers, self.marginals(), self.total)
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
         """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.edges import says_cancels
+from qkscope.analyses.trace.features import features_of_prompt, made_by
 from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.rows import ATTENDED, SIDES
+from qkscope.analyses.trace.rows import SIDES
 from qkscope.analyses.trace.verdicts import controls_of, named_cut
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example
@@ -22,6 +23,7 @@ from qkscope.heads import Head, Writer
 from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
+from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.writers import cancelling
 
 
@@ -34,55 +36,67 @@ def trace_prompt(
     key: int | None = None,
     versus: int | None = None,
     depth: int = 2,
-    projectors: Mapping[Head, Tensor] | None = None,
+    projectors: Mapping[Head, Tensor],
+    dictionary: Dictionary | None = None,
     neurons: bool | Sequence[Writer] = False,
     chat: bool = False,
     draws: int = 20,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Fields of a `Trace` of one prompt."""
+    """Fields of a `Trace` of one prompt: split among writers, or among a dictionary's features."""
     asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    run = reader.record(asked.inputs, asked.places, deep=True, neurons=bool(neurons))
-    named = () if isinstance(neurons, bool) else neurons
-    names = ("writers", "pairs", "cuts", "graph", "prompt", "tokens", "check")
-    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    layers = [] if dictionary is None else [dictionary.layer]
+    run = reader.record(asked.inputs, asked.places, deep=dictionary is None, layers=layers, neurons=bool(neurons))
+    tables: dict[str, list[dict[str, Any]]] = {}
     said = []
     for head in heads:
-        one = PromptTrace(run, asked, head, key, versus, (projectors or {}).get(head))
-        cuts = one.cut_rows(draws, seed)
-        tables["writers"] += one.writer_rows()
-        tables["pairs"] += one.pair_rows()
-        tables["cuts"] += cuts
-        tables["tokens"] += one.token_rows()
-        if one.against:
-            drawn = one.graph(depth)
-            tables["graph"] += drawn.rows
-            tables["prompt"] += drawn.prompt
-        tables["check"].append({
-            "head": str(head), "sum_error": one.error, "logit": one.total,
-            "cancels": max(cancelling(own, one.total) for own in one.marginals().values()),
-            "query": asked.query, "key": one.key, "attention": float(one.attention[one.key]),
-            "first": float(one.attention[0]), "n": 1,
-        })  # fmt: skip
-        said.append(_said(one, cuts))
+        one = PromptTrace(run, asked, head, key, versus, projectors.get(head))
+        if dictionary is None:
+            own, sentence = _writers_of(one, depth, draws, seed)
+        else:
+            own, sentence = features_of_prompt(one, dictionary, draws, seed, alone=len(heads) == 1)
         if neurons:
+            named = () if isinstance(neurons, bool) else neurons
             without = check_neurons(run, head, named)
-            rows = one.neuron_rows(named)
-            tables.setdefault("neurons", []).extend(rows)
-            said.append(_said_of_neurons(rows, without))
+            own["neurons"] = one.neuron_rows(named)
+            sentence += f" {_said_of_neurons(own['neurons'], without)}"
+        for name, rows in own.items():
+            tables.setdefault(name, []).extend(rows)
+        said.append(sentence)
+    about = {} if dictionary is None else made_by(dictionary, draws)
+    told = {"heads": [str(h) for h in heads], **asked.told(prompt), **about}
     return {
         "experiment": "trace/prompt",
         "answer": " ".join(said),
         "tables": tables,
         "seed": seed,
-        **made_with(scope, tokenizer=scope.tokenizer_hash, heads=[str(h) for h in heads], **asked.told(prompt)),
+        **made_with(scope, tokenizer=scope.tokenizer_hash, **told),
     }
 
 
+def _writers_of(one: PromptTrace, depth: int, draws: int, seed: int) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Tables and the answer of one head."""
+    cuts, drawn = one.cut_rows(draws, seed), one.graph(depth) if one.against else None
+    check = {
+        "head": str(one.head), "sum_error": one.error, "logit": one.total,
+        "cancels": max(cancelling(own, one.total) for own in one.marginals().values()),
+        "query": one.asked.query, "key": one.key, "attention": float(one.attention[one.key]),
+        "first": float(one.attention[0]), "n": 1,
+    }  # fmt: skip
+    return {
+        "writers": one.writer_rows(),
+        "pairs": one.pair_rows(),
+        "cuts": cuts,
+        "graph": [] if drawn is None else drawn.rows,
+        "prompt": [] if drawn is None else drawn.prompt,
+        "tokens": one.token_rows(),
+        "check": [check],
+    }, _said(one, cuts)
+
+
 def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
-    where = one.where()
-    if float(one.attention[one.key]) < ATTENDED:
-        return f"{where}: it does not attend there, so what follows explains a logit and no attention."
+    if not one.attends:
+        return one.where()
     marginals, total = one.marginals(), one.total
     named = {
         side: " and ".join(
@@ -90,7 +104,7 @@ def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
         )
         for side in SIDES
     }
-    said = f"{where}. Its key is written by {named['key']}, its query by {named['query']}."
+    said = f"{one.where()} Its key is written by {named['key']}, its query by {named['query']}."
     said += says_cancels(one.writer_rows())
     if (cut := named_cut(cuts)) is not None:
         said += (

@@ -9,8 +9,9 @@ from typing import Any
 
 from qkscope.analyses.prompts import with_notes
 from qkscope.analyses.trace.edges import Asked, says_cancels, tables_of
-from qkscope.analyses.trace.rows import ATTENDED, Tally
-from qkscope.analyses.trace.verdicts import that_sum
+from qkscope.analyses.trace.rows import ATTENDED
+from qkscope.analyses.trace.tally import Tally, tensors_of
+from qkscope.analyses.trace.verdicts import says_right, that_sum
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, Head
 from qkscope.kinds import checked_class
@@ -43,69 +44,52 @@ class FeatureTrace(Trace):
     main = "feature_pairs"
 
 
-def trace_result(
+def trace_fields(
     asked: Mapping[Head, Asked],
     tallies: Mapping[Head, Tally],
     more: Mapping[str, list[dict[str, Any]]],
     about: Mapping[str, Any],
     seed: int,
     task: str,
-) -> Trace:
-    """The tables of some heads from their tallies, the answer, and of a shard what another adds to it."""
+) -> dict[str, Any]:
+    """Fields of a `Trace`: tables of some heads from their tallies, the answer, and of a shard what another adds to."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for head, own in asked.items():
         for name, rows in tables_of(own, tallies[head], about["draws"]).items():
             tables.setdefault(name, []).extend(rows)
     tables |= {name: rows for name, rows in more.items() if rows}
     kept = {
-        str(head): {
-            "writers": own.writers,
-            "pairs": own.pairs,
-            "counts": tallies[head].counts,
-            "largest": tallies[head].largest,
-        }
+        str(head): {"writers": own.writers, "pairs": own.pairs, "words": tallies[head].words}
         for head, own in asked.items()
     }
     shard = {"tally": kept} if about["shard"] != [0, 1] else {}
-    arrays = {name: value for head, tally in tallies.items() for name, value in tally.arrays(str(head)).items()}
     told = _answer if len(asked) == 1 else _in_short
-    return Trace(
-        experiment=f"trace/{task}",
-        answer=with_notes(" ".join(told(str(head), tables) for head in asked), about),
-        tables=tables,
-        arrays=arrays,
-        model=about["model"],
-        seed=seed,
-        provenance=provenance(**about, **shard),
-    )
+    return {
+        "experiment": f"trace/{task}",
+        "answer": with_notes(" ".join(told(str(head), tables) for head in asked), about),
+        "tables": tables,
+        "arrays": tensors_of(tallies),
+        "model": about["model"],
+        "seed": seed,
+        "provenance": provenance(**about, **shard),
+    }
 
 
 def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
     check = next(row for row in tables["check"] if row["head"] == head)
     said = {side: _first_writers(head, side, tables["writers"]) for side in ("key", "query")}
-    edges = {
-        (row["kind"], row["by"]): row
-        for row in tables["edges"]
-        if row["head"] == head
-        and (row["side"], row["kind"], row["k"]) in (("key", "cut", 2), ("both", "keep", 5))
-        and (row["replaced"], row["norms"]) == ("mean", "held")
-    }
-    before = check["accuracy"]
-    text = (
-        f"{head} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other named"
-        f" keys in {before:.0%} of {check['n']} prompts."
-    )
+    cells = (("key", "cut", "share", 2), ("key", "cut", "random", 2), ("both", "keep", "share", 5))
+    cut, beside, keep = (_edge(head, tables, *cell) for cell in cells)
+    text = says_right(check)
     if check["attention"] < ATTENDED:
         text = f"{head} gives its right key only {check['attention']:.1%} of its attention: there is little to trace."
     text += f" Its key is written by {said['key']}, its query by {said['query']}."
     text += says_cancels([row for row in tables["writers"] if row["head"] == head])
-    cut, beside = edges.get(("cut", "share")), edges.get(("cut", "random"))
     if cut and beside:
         text += (
             f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
             f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
         )
-    keep = edges.get(("keep", "share"))
     if keep:
         over = ", which overshoots" if keep["overshoots"] else ""
         text += (
@@ -118,10 +102,17 @@ def _answer(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
 def _in_short(head: str, tables: Mapping[str, list[dict[str, Any]]]) -> str:
     """One head among several: its key's writers, and what is left without them."""
     check = next(row for row in tables["check"] if row["head"] == head)
-    wanted = {"head": head, "side": "key", "kind": "cut", "by": "share", "replaced": "mean", "norms": "held", "k": 2}
-    cut = next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
+    cut = _edge(head, tables, "key", "cut", "share", 2)
     left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
     return f"{head}: key written by {_first_writers(head, 'key', tables['writers'])}{left}."
+
+
+def _edge(
+    head: str, tables: Mapping[str, list[dict[str, Any]]], side: str, kind: str, by: str, k: int
+) -> dict[str, Any] | None:
+    """A row of edges, replaced by means, norms held."""
+    wanted = {"head": head, "side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
+    return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
 
 
 def _first_writers(head: str, side: str, rows: Sequence[Mapping[str, Any]], count: int = 2) -> str:
@@ -144,6 +135,7 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
         raise BadInput("there are no shards to add up: name the folders that trace --shard wrote.")
     shards = [Result.read(folder) for folder in folders]
     made = [dict(shard.provenance.get("asked", {})) for shard in shards]
+    asked: dict[Head, Asked] = {}
     tallies: dict[Head, Tally] = {}
     for folder, shard, own in zip(folders, shards, made, strict=True):
         if not shard.experiment.startswith("trace/") or "tally" not in own:
@@ -152,15 +144,14 @@ def merge_traces(folders: Sequence[str | Path]) -> Trace:
         if differs:
             raise BadInput(f"{folder} is of another job ({', '.join(differs)} differ): name shards of one job.")
         for name, kept in own["tally"].items():
-            tally = Tally.of_arrays(name, shard.arrays, kept["counts"], kept["largest"])
-            tallies.setdefault(Head.parse(name), Tally()).merge(tally)
+            head = Head.parse(name)
+            if head not in asked:
+                asked[head] = Asked.of(head, kept["writers"], kept["pairs"])
+                tallies[head] = asked[head].tally(kept["words"])
+            tallies[head].merge(head, shard.arrays)
     check_split([(folder, own["shard"]) for folder, own in zip(folders, made, strict=True)])
-    asked = {
-        Head.parse(name): Asked.of(Head.parse(name), kept["writers"], kept["pairs"])
-        for name, kept in made[0]["tally"].items()
-    }
     names = ("whole", "sources", "graph", "prompt")  # the first shard's
     more = {name: [dict(row) for shard in shards for row in shard.tables.get(name, ())] for name in names}
     about = {name: value for name, value in made[0].items() if name != "tally"} | {"shard": [0, 1]}
-    found = trace_result(asked, tallies, more, about, shards[0].seed, shards[0].experiment.partition("/")[2])
-    return that_sum(found, about["dtype"])
+    fields = trace_fields(asked, tallies, more, about, shards[0].seed, shards[0].experiment.partition("/")[2])
+    return that_sum(Trace(**fields), about["dtype"])

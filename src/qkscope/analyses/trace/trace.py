@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash
+from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash, with_notes
 from qkscope.analyses.trace.choose import Chosen, choose_writers
 from qkscope.analyses.trace.edges import DRAWS, EdgeTest, whole_heads
-from qkscope.analyses.trace.features import check_dictionary, features_of_prompt, features_of_task
+from qkscope.analyses.trace.features import check_dictionary, features_of_task, made_by
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.many import Texts, trace_many
 from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.result import FeatureTrace, NeuronTrace, Trace, trace_result
-from qkscope.analyses.trace.rows import SIDES, Tally, answer_signs, task_rows, words_of
+from qkscope.analyses.trace.result import FeatureTrace, NeuronTrace, Trace, trace_fields
+from qkscope.analyses.trace.rows import SIDES, answer_signs, task_rows, words_of
+from qkscope.analyses.trace.tally import Tally, tensors_of
 from qkscope.analyses.trace.verdicts import that_sum
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -36,6 +37,7 @@ from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import first_by, relative_weights
 from qkscope.runs.job import Job
+from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task
 
 _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
@@ -107,47 +109,36 @@ def trace(
     ('L0H2', True)
     """
     start = time.perf_counter()
-    heads = _checked_heads(scope, head)
-    many: Any = {"seed": seed, "progress": progress, "job": job or Job()}
-    if shard != (0, 1) and (head == "all" or not isinstance(what, Task)):
+    heads, named = _checked_heads(scope, head), head != "all"
+    if shard != (0, 1) and not (named and isinstance(what, Task)):
         raise BadInput("shards are for a task and heads that are named: leave shard out, or name both.")
     if not 0 <= shard[0] < shard[1]:
         raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {shard}.")
-    if feature is not None and (head == "all" or not isinstance(what, Task | str | Example)):
+    if feature is not None and not (named and isinstance(what, Task | str | Example)):
         raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
     projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
     if neurons and (dictionary is not None or not isinstance(what, str | Example)):
         raise BadInput("neurons are named of one prompt, and not beside a dictionary: give a prompt alone.")
     if dictionary is not None:
-        if head == "all" or not isinstance(what, Task | str | Example) or shard != (0, 1):
+        if not named or not isinstance(what, Task | str | Example) or shard != (0, 1):
             raise BadInput("a dictionary is for a task or a prompt, at heads that are named, in one piece: name them.")
         check_dictionary(scope, heads, dictionary)
-        if isinstance(what, Task):
-            _refuse("a task", query=query, key=key, versus=versus, chat=chat)
-            own = features_of_task(
-                scope, what, heads, dictionary, n, projectors=projectors, draws=draws, batch_size=batch_size, **many
-            )
-        else:
-            places: Any = {"query": query, "key": key, "versus": versus, "chat": bool(chat)}
-            own = features_of_prompt(
-                scope, what, heads, dictionary, projectors=projectors, draws=draws, seed=seed, **places
-            )
-        found: Trace = FeatureTrace(**own)
-    elif isinstance(what, Task) and head == "all":
-        _refuse("a task", query=query, key=key, versus=versus, chat=chat)
-        found = Trace(**trace_many(scope, what, heads, n, batch_size=batch_size, **many))
-    elif isinstance(what, Task):
-        _refuse("a task", query=query, key=key, versus=versus, chat=chat)
+    if not isinstance(what, str | Example):
+        _refuse("a task" if isinstance(what, Task) else "texts", query=query, key=key, versus=versus, chat=chat)
+    own: Any
+    if isinstance(what, str | Example):
+        own = {"query": query, "key": key, "versus": versus, "chat": bool(chat)}
+        own |= {"depth": depth, "draws": draws, "seed": seed, "projectors": projectors, "dictionary": dictionary}
+        own["neurons"] = neurons if isinstance(neurons, bool) else parse_writers(neurons)
+        fields = trace_prompt(scope, what, heads, **own)
+    elif isinstance(what, Task) and named:
         run = (n, whole, depth, draws, batch_size, seed, shard, progress)
-        found = _TaskTrace(Reader(scope, heads), what, projectors, job or Job(), *run).result()
-    elif isinstance(what, str | Example):
-        asked: Any = {"query": query, "key": key, "versus": versus, "depth": depth, "draws": draws, "seed": seed}
-        asked["neurons"] = neurons if isinstance(neurons, bool) else parse_writers(neurons)
-        kind = NeuronTrace if neurons else Trace
-        found = kind(**trace_prompt(scope, what, heads, projectors=projectors, chat=bool(chat), **asked))
+        fields = _TaskTrace(Reader(scope, heads), what, projectors, dictionary, job or Job(), *run).fields()
     else:
-        _refuse("texts", query=query, key=key, versus=versus, chat=chat)
-        found = Trace(**trace_many(scope, what, heads, n, **many))
+        own = {"batch_size": batch_size} if isinstance(what, Task) else {}
+        fields = trace_many(scope, what, heads, n, seed=seed, progress=progress, job=job or Job(), **own)
+    kind = FeatureTrace if dictionary is not None else NeuronTrace if neurons else Trace
+    found: Trace = kind(**fields)
     return replace(that_sum(found, scope.model.dtype), seconds=time.perf_counter() - start)
 
 
@@ -195,6 +186,7 @@ class _TaskTrace:
     reader: Reader
     task: Task
     projectors: dict[Head, Tensor]
+    dictionary: Dictionary | None
     job: Job
     n: int
     whole: bool
@@ -205,31 +197,36 @@ class _TaskTrace:
     shard: tuple[int, int]
     progress: bool | None
 
-    def result(self) -> Trace:
+    def fields(self) -> dict[str, Any]:
         """Choose on some words, test on others."""
-        reader, task, job, heads = self.reader, self.task, self.job, self.reader.heads
+        reader, task, job = self.reader, self.task, self.job
         choosing, units = task.choose(self.n), task.test(self.n)
         asked_of = {
-            "heads": [str(h) for h in heads], "draws": self.draws, "batch_size": self.batch_size,
-            "shard": list(self.shard), "feature": {str(h): float(p.sum()) for h, p in self.projectors.items()},
+            "heads": [str(h) for h in reader.heads], "draws": self.draws, "batch_size": self.batch_size,
+            "feature": {str(h): float(p.sum()) for h, p in self.projectors.items()},
+            **({"shard": list(self.shard)} if self.dictionary is None else made_by(self.dictionary, self.draws)),
         }  # fmt: skip
         job.begin(reader.scope, [list(choosing), list(units)], verb="trace", seed=self.seed, chat=task.chat, **asked_of)
+        about = {**made_from(reader.scope, task), **asked_of, "n": self.n}
         own: Any = {"chat": task.chat, "seed": self.seed, "progress": self.progress}
-        chosen = choose_writers(reader, choosing, self.projectors, batch_size=self.batch_size, job=job, **own)
-        tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], self.seed, self.draws) for h in heads}
+        more: Any = {"batch_size": self.batch_size, "job": job, **own}
+        if self.dictionary is not None:
+            given = (reader, choosing, units, self.projectors, self.dictionary, self.draws)
+            tables, answer = features_of_task(*given, **more)
+            made = {"tables": tables, "answer": with_notes(answer, about), "provenance": provenance(**about)}
+            return {"experiment": f"trace/{task.name}", "model": about["model"], "seed": self.seed, **made}
+        chosen = choose_writers(reader, choosing, self.projectors, **more)
+        tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], self.seed, self.draws) for h in reader.heads}
         tallies = self._tested(tests, units)
-        more: dict[str, list[dict[str, Any]]] = {"whole": []}
+        once: dict[str, list[dict[str, Any]]] = {"whole": []}
         if self.whole and self.shard[0] == 0:
-            for h in heads:
+            for h in reader.heads:
                 run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
-                more["whole"] += job.once(f"whole {h}", run)
+                once["whole"] += job.once(f"whole {h}", run)
         if self.shard[0] == 0:
-            more |= job.once(f"sources {self.depth}", partial(self._sources, units, chosen))
-        about = {
-            **made_from(reader.scope, task), **asked_of, "n": self.n, "trace_seed": self.seed, "whole": self.whole,
-            "examples": units_hash([*choosing, *units]),
-        }  # fmt: skip
-        return trace_result({h: test.asked for h, test in tests.items()}, tallies, more, about, self.seed, task.name)
+            once |= job.once(f"sources {self.depth}", partial(self._sources, units, chosen))
+        about |= {"trace_seed": self.seed, "whole": self.whole, "examples": units_hash([*choosing, *units])}
+        return trace_fields({h: test.asked for h, test in tests.items()}, tallies, once, about, self.seed, task.name)
 
     def _sources(self, units: Sequence[Any], chosen: Mapping[Head, Chosen]) -> dict[str, list[dict[str, Any]]]:
         """Which tokens the first writers read, on some prompts; and one prompt's graph."""
@@ -243,9 +240,8 @@ class _TaskTrace:
             writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
             made["sources"] += sources_of(reader, batches, head, writers)
             one = reader.scope.encode(examples[:1], chat=self.task.chat)
-            signs, columns = answer_signs(one)[0].tolist(), one.places.keys[0].tolist()
-            right = [at for at, sign in zip(columns, signs, strict=True) if sign > 0]
-            others = [at for at, sign in zip(columns, signs, strict=True) if sign < 0]
+            signs, columns = answer_signs(one)[0], one.places.keys[0]
+            right, others = (columns[signs.sign() == sign].tolist() for sign in (1, -1))
             query = int(one.places.query[0])
             options: Any = {"others": others, "depth": self.depth, "projector": self.projectors.get(head)}
             drawn = trace_graph(reader.record_prompt(one), head, query, right[0], **options)
@@ -255,18 +251,13 @@ class _TaskTrace:
 
     def _tested(self, tests: Mapping[Head, EdgeTest], units: Sequence[Any]) -> dict[Head, Tally]:
         words = words_of(units)
+        tallies = {head: test.asked.tally(words) for head, test in tests.items()}
 
-        def run(indices: list[int]) -> dict[str, Any]:
-            encoded, rows = task_rows(self.reader, units, indices, self.task.chat, self.projectors)
-            unit_of = [i for i in indices for _ in units[i]]
-            numbers = torch.tensor([unit_of[int(e)] for e in encoded.example])
-            found: dict[str, Any] = {}
-            for one in rows:
-                values, error = tests[one.head].measure(one, numbers)
-                tally = Tally()
-                tally.add([words[i] for i in numbers.tolist()], values, error=error)
-                found[str(one.head)] = {"counts": tally.counts, "sums": tally.sums, "largest": tally.largest}
-            return found
+        def add(indices: list[int]) -> None:
+            numbers, rows = task_rows(self.reader, units, indices, self.task.chat, self.projectors)
+            found = [tests[one.head].measure(one, torch.tensor(numbers)) for one in rows]
+            for one, own in zip(rows, found, strict=True):  # a batch is added whole, or not at all
+                tallies[one.head].add([words[i] for i in numbers], *own)
 
         every = batches_of(units, self.batch_size)
         index, count = self.shard
@@ -274,8 +265,5 @@ class _TaskTrace:
             raise BadInput(
                 f"{len(every)} batches cannot be shared among {count}: take fewer shards or smaller batches."
             )
-        tallies = {head: Tally() for head in tests}
-        for piece in self.job.stream("testing", every[index::count], run, self.progress):
-            for head, tally in tallies.items():
-                tally.merge(Tally(**piece[str(head)]))
+        self.job.stream("testing", every[index::count], add, self.progress, tensors_of(tallies))
         return tallies

@@ -51,6 +51,14 @@ def that_sum(found: Traced, dtype: object) -> Traced:
     return replace(found, answer=" ".join(wrong.values()) + others, tables=kept)
 
 
+def says_right(check: Mapping[str, Any]) -> str:
+    """How much of its attention a head gives to a task's right keys, and how often it prefers them."""
+    return (
+        f"{check['head']} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other"
+        f" named keys in {check['accuracy']:.0%} of {check['n']} prompts."
+    )
+
+
 def named_cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
     """The row of cuts whose writers an answer names: of two, or of one where no second gives much."""
     own = [row for row in cuts if row["side"] == side and row["k"] <= 2]

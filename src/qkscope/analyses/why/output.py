@@ -38,10 +38,6 @@ class Output:
         self.run, self.asked, self.scope, self.query = run, asked, run.reader.scope, asked.query
         self.logits = run.logits[0].detach()
 
-    def _asking(self, x: Float[Tensor, "1 t d"]) -> Float[Tensor, " d"]:
-        """The row of the asking token, which may stand alone."""
-        return x[0, self.query if x.shape[1] == len(self.asked.tokens) else -1].float()
-
     @cached_property
     def chances(self) -> Float[Tensor, " v"]:
         """Probabilities of the next token."""

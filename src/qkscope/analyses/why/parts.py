@@ -12,7 +12,7 @@ layers stand beside it; where they move as much, or where all writers are exchan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Float
@@ -26,26 +26,48 @@ from qkscope.errors import BadInput
 from qkscope.heads import parse_writers
 from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.maths.singular import singular_coordinates
-from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import different, draw_alike
+
+
+class HasBasis(Protocol):
+    """A feature of a head: a subspace."""
+
+    @property
+    def rank(self) -> int:
+        """Its dimension."""
+
+    def basis(self, side: Literal["query", "key"]) -> Tensor:
+        """Orthonormal, as columns."""
+
 
 SHOWN = 8  # parts of each split that are named; the others are its rest
 REST = "rest"
 
 
 def part_rows(
-    one: PromptTrace, features: Mapping[str, Subspace] | None = None, split: Split = "sequential"
+    one: PromptTrace, features: Mapping[str, HasBasis] | None = None, split: Split = "sequential"
 ) -> list[dict[str, Any]]:
     """The table ``parts`` of one head, query and key."""
     made = []
     for side, values in one.marginals().items():
-        made += _rows(one, "writers", dict(zip(one.writers, values.tolist(), strict=True)), side)  # type: ignore[arg-type]
+        made += _rows(one, "writers", dict(zip(one.writers, values.tolist(), strict=True)), side)
     terms = singular_terms(one)
     if terms is not None:
         made += _rows(one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both")
-    if features:
-        made += _rows(one, "features", _featured(one, features, split), "query", shown=len(features))
-    return made
+    return made + feature_rows(one, features or {}, split)
+
+
+def feature_rows(
+    one: PromptTrace, features: Mapping[str, HasBasis], split: Split = "sequential"
+) -> list[dict[str, Any]]:
+    """Those rows of it that features give, smallest rank first."""
+    ordered = sorted(features.items(), key=lambda item: item[1].rank)
+    q = one.rows.q[0, 0]
+    weighted = one.weighted_keys().to(q)
+    bases = {part_name(name): feature.basis("query") for name, feature in ordered}
+    queries = split_query(q, bases, split)  # what no feature explains is the rest
+    values = {name: float(queries[name] @ weighted) * one.scale for name in bases}
+    return _rows(one, "features", values, "query", shown=len(features)) if features else []
 
 
 def singular_terms(one: PromptTrace) -> list[float] | None:
@@ -66,15 +88,6 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
     q, difference = both.double().cpu().unbind(1)
     alpha, gamma = singular_coordinates(basis.read.double(), q - basis.c_Q.double(), difference)
     return (one.scale * alpha * gamma).flatten().tolist()
-
-
-def _featured(one: PromptTrace, features: Mapping[str, Subspace], split: Split) -> dict[str, float]:
-    ordered = sorted(features.items(), key=lambda item: item[1].rank)
-    q = one.rows.q[0, 0]
-    weighted = one.weighted_keys().to(q)
-    bases: dict[str, Tensor] = {part_name(name): subspace.basis("query") for name, subspace in ordered}
-    queries = split_query(q, bases, split)  # what no feature explains is the rest
-    return {name: float(queries[name] @ weighted) * one.scale for name in bases}
 
 
 def _rows(

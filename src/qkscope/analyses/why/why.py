@@ -157,40 +157,45 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "prompt": [] if drawn is None else drawn.prompt,
         "check": check,
     }
-    tested = _is_it_so(cuts, swaps) if float(one.attention[one.key]) >= ATTENDED else []
-    lines = [_where(one), _matched(one, parts), _written(one, tables["graph"]), *tested, _does(pushed), _legend(one)]
-    return _answer(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
+    lines = [*lines_of(one, parts, cuts, swaps, tables["graph"]), _does(pushed), _legend(one)]
+    return answer_of(one, cuts), [line for line in lines if line], {k: v for k, v in tables.items() if v}
 
 
 # ---------------------------------------------------------------------- in words
 
 
-def _token(one: PromptTrace, i: int) -> str:
-    text = one.asked.tokens[i]
-    return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
+def lines_of(
+    one: PromptTrace,
+    parts: Sequence[Mapping[str, Any]],
+    cuts: Sequence[Mapping[str, Any]],
+    swaps: Sequence[Mapping[str, Any]] = (),
+    graph: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
+    """Where the head looks, what matched, who wrote it, and whether it is so."""
+    tested = _is_it_so(cuts, swaps) if one.attends else []
+    return [line for line in (_where(one), _matched(one, parts), _written(one, graph), *tested) if line]
 
 
-def _answer(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
+def answer_of(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
+    """The answer in one sentence, with what cuts of the strongest writers showed."""
     attention, first = float(one.attention[one.key]), float(one.attention[0])
-    asking = f"{one.head} at {_token(one, one.asked.query)}"
+    asking = f"{one.head} at {one.token(one.asked.query)}"
     if first > _AWAY and attention < ATTENDED:
         return (
-            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here. {_token(one, one.key)} has"
+            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here. {one.token(one.key)} has"
             f" {attention:.1%}; what follows explains that logit, and no attention."
         )
     if attention < ATTENDED:
-        return f"{asking} does not attend to {_token(one, one.key)}: {attention:.1%} of its attention is there."
+        return f"{asking} does not attend to {one.token(one.key)}: {attention:.1%} of its attention is there."
     if one.key == 0:
         return f"{asking} gives {attention:.0%} to the first token, which draws attention whatever it says."
     if abs(one.total) < _LEVEL:
-        return f"{asking} attends to {_token(one, one.key)}, {attention:.0%}, as to other tokens: nothing matched."
+        return f"{asking} attends to {one.token(one.key)}, {attention:.0%}, as to other tokens: nothing matched."
     cut = named_cut(cuts)
     if cut is None:
-        return (
-            f"{asking} attends to {_token(one, one.key)}, {attention:.0%}: only the embedding writes before this head."
-        )
+        return f"{asking} attends to {one.token(one.key)}, {attention:.0%}: only the embedding writes before this head."
     named, left = cut["writers"].replace(", ", " and "), f"{cut['after']:.0%} is left"
-    where = f"{asking} attends to {_token(one, one.key)}, {attention:.0%}"
+    where = f"{asking} attends to {one.token(one.key)}, {attention:.0%}"
     if first > attention:
         where += f" (though most, {first:.0%}, rests on the first token)"
     if cut["verdict"] == "supported":

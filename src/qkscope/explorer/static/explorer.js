@@ -265,9 +265,8 @@
   }
 
   function drawWhy() {
-    const said = found.said;
-    $("said").replaceChildren(...["where", "wrote", "test", "does"].filter((name) => said[name]).map((name) => make("p", {}, said[name])));
-    $("verdict").replaceChildren(qk.badge(said.verdict));
+    $("said").replaceChildren(...found.said.map((line) => make("p", {}, line)));
+    $("verdict").replaceChildren(qk.badge(found.verdict));
     const known = found.about ? `${model.folder}: ${found.about}` : model.no_writers;
     $("known").textContent = known;
     $("known").hidden = !known;
