@@ -20,6 +20,7 @@ from qkscope.capture.probe import Shape
 from qkscope.capture.tap import Call, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.kinds import checked_class
 
 
 class Hidden(NamedTuple):
@@ -30,6 +31,7 @@ class Hidden(NamedTuple):
     query: int | str | None
 
 
+@checked_class
 class Changeable(Shape):
     """A model that can be changed for the duration of a ``with`` block."""
 
@@ -118,7 +120,7 @@ class Changeable(Shape):
             raise BadInput(f"layer {layer} has {len(parts)} parts besides its heads, so {writer} names none of them.")
         return parts[0]
 
-    def replaced(self, ids: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """Ids with the tokens put in that were replaced."""
         if not self._replaced:
             return ids

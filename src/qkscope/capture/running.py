@@ -20,9 +20,10 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.hooks import Hook
-from qkscope.kinds import Count
+from qkscope.kinds import Count, checked_class
 
 
+@checked_class
 class Running(Changeable):
     """A model that can be run under the tap; `Scope` adds where it comes from and how text goes in."""
 
@@ -51,6 +52,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope, shapes = Scope.load("nano:mixed"), []
         >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
         >>> shapes
@@ -86,6 +88,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope = Scope.load("nano:mixed")
         >>> inputs = scope.encode(["hat jam hat"]).inputs
         >>> plain = scope.model(**inputs).logits
@@ -107,8 +110,9 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0").shape
-        torch.Size([3, 3])
+        torch.Size([4, 4])
         """
         one, found = self.check(head), list[Tensor]()
 
@@ -138,6 +142,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope = Scope.load("nano:mixed")
         >>> scope.generate(scope.encode(["hat jam hat"]), 2).shape
         torch.Size([1, 2])
