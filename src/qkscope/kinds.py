@@ -132,20 +132,21 @@ def _reader(function: Callable[..., Any]) -> Callable[[Args, Kwargs], tuple[Args
     vars(given)["__signature__"], given.__annotations__ = signature.replace(parameters=parameters), typed
     check = validate_call(config={"strict": True})(given)
 
-    def read(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def errors_of(args: Args, kwargs: Kwargs) -> list[Any]:
         try:
             check(*args, **kwargs)
-            return args, kwargs
         except ValidationError as error:
-            errors: list[Any] = error.errors(include_url=False)
+            return error.errors(include_url=False)
+        return []
+
+    def read(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if not (errors := errors_of(args, kwargs)):
+            return args, kwargs
         wrong = {error["loc"][0] for error in errors}
         own = tuple(_plain(value) if place in wrong else value for place, value in enumerate(args))
         named = {name: _plain(value) if name in wrong else value for name, value in kwargs.items()}
-        try:
-            check(*own, **named)
+        if not (still := {error["loc"][0] for error in errors_of(own, named)}):
             return own, named
-        except ValidationError as error:
-            still = {one["loc"][0] for one in error.errors(include_url=False)}
         errors, shown = [error for error in errors if error["loc"][0] in still], _shown(function, args)
         raise BadInput(_misfit(function, shown, errors) or _mistake(function, shown, errors))
 
