@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_one_sentence(nano, feature):
         lambda: feature.as_hook("swap", 1): "a swap exchanges two tokens, but got 1",
         lambda: feature.as_hook("swap", 1, 1): "a token cannot be swapped with itself",
         lambda: feature.as_hook("swap", 1, -1): "count from 0 on",
-        lambda: feature.as_hook("swop", 1, 2): "does is one of swap, remove, but got 'swop'",
+        lambda: feature.as_hook("swop", 1, 2): "does is 'swap' or 'remove', but got 'swop'",
         lambda: feature.as_hook("swap", "hat", 2): "tokens of Subspace.as_hook should be a whole number",
         lambda: frame.as_hook("remove"): "query_frame keys differ for every query",
         lambda: Subspace.from_delta(torch.eye(24), 2).as_hook("remove"): "does not say whose it is",

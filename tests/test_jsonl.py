@@ -388,7 +388,7 @@ def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
         tasks.from_jsonl(tmp_path)
     with pytest.raises(BadInput, match="path of from_jsonl should be"):
         tasks.from_jsonl("a\0b.jsonl")
-    with pytest.raises(BadInput, match="center is one of none, query, both, but got 'keys'"):
+    with pytest.raises(BadInput, match="center is 'none', 'query' or 'both', but got 'keys'"):
         tasks.from_jsonl(write(tmp_path, GOOD), center="keys")
 
 

@@ -301,7 +301,7 @@ def test_a_word_without_a_token_is_named(last):
 
 def test_training_that_cannot_be(tmp_path):
     for asked, says in (
-        ({"preset": "huge"}, "preset is one of default, smoke, but got 'huge'"),
+        ({"preset": "huge"}, "preset is 'default' or 'smoke', but got 'huge'"),
         ({"steps": 0}, "steps is at least 1"),
         ({"lr": float("nan")}, "learning rate"),
         ({"seed": -1}, "seed is at least 0"),

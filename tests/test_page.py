@@ -390,7 +390,7 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
         ([], "name a run folder"),
         (["--live", "runs"], "the live page looks into a model"),
         (["--model", "x", "runs"], "are for the live page"),
-        (["--live", "--port", "70000"], "port is from 0 to 65535"),
+        (["--live", "--port", "70000"], "port is at most 65535"),
         (["--live", "--fit", "/nowhere"], "holds no features"),
     ],
 )

@@ -306,7 +306,7 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
         (["--revisions", "step0", "--heads", "L8H0:END>IO"], "L8H0 does not exist"),
         (["--revisions", "step0", "--draws", "0"], "draws is at least 1"),
         (["--revisions", "step100,copy3"], "hold the same weights"),
-        (["--form", "question"], "form is one of both, ABBA, BABA"),
+        (["--form", "question"], "form is 'both', 'ABBA', 'BABA'"),
     ):
         code, said = command(*asked, *more)
         assert (code, said.out) == (2, "")

@@ -255,7 +255,7 @@ def test_bad_input_is_one_sentence() -> None:
         scope.check("L99H0")
     with pytest.raises(BadInput, match=r"L1H4 does not exist: .* heads H0 to H3"):
         scope.capture(examples(), heads="L1H4")
-    with pytest.raises(BadInput, match=r"space is one of .* but got 'rope'"):
+    with pytest.raises(BadInput, match=r"space is 'post_rope', .* but got 'rope'"):
         scope.capture(examples(), space="rope")
     with pytest.raises(BadInput, match="200 tokens, but the model's context ends at 128"):
         scope.capture([Example(ids=ids(200, 0))])

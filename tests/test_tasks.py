@@ -260,14 +260,17 @@ def test_any_parameters_of_binding_make_a_task_or_a_sentence(entities, form, lex
         ({"categories": ["fruits", "fruits"]}, "2 categories"),
         ({"items": 0}, "at least 1"),
         ({"items": 9}, "give 27 or more"),
-        ({"form": "sentence"}, "form is one of list, bullets, question"),
+        ({"form": "sentence"}, "form is 'list', 'bullets', 'question'"),
         ({"categories": 2, "words": {"a": ["x"] * 30, "answer": ["y"] * 30}, "items": 1}, "cannot be called"),
         (
             {"categories": 2, "words": {"a": list("uvw"), "b": list("wxy")}, "items": 1},
             "'w' is one of the a and of the b",
         ),
         ({"categories": 2, "words": {"a": list("uvw"), " ": list("xyz")}, "items": 1}, "cannot be called ' '"),
-        ({"categories": 2, "words": {"a": "uvw", "b": list("xyz")}, "items": 1}, "a dict whose values are each a list"),
+        (
+            {"categories": 2, "words": {"a": "uvw", "b": list("xyz")}, "items": 1},
+            "should be a list of texts",
+        ),
     ],
 )
 def test_bad_parameters_of_filter_are_one_sentence(arguments, says):

@@ -17,7 +17,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Between, Count, checked_call
+from qkscope.kinds import Count, Interval, checked_call
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind
 from qkscope.maths.subspace import Rank
@@ -27,7 +27,7 @@ from qkscope.runs.shards import Part, Shard, is_shard, out_of_memory, shard_fold
 from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000
-Replicates = Annotated[int, Between(1, MOST_REPLICATES)]
+Replicates = Annotated[int, Interval(ge=1, le=MOST_REPLICATES)]
 
 
 @checked_call

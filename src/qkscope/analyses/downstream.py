@@ -35,13 +35,13 @@ from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
-from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.task import ANSWER, UnitsToTest
 
 
 @checked_call
 def swap_downstream(
     scope: Scope,
-    units: Sequence[Unit],
+    units: UnitsToTest,
     fit: Fit,
     heads: str | Head | Sequence[str | Head] | None = None,
     *,

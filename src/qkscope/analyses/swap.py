@@ -30,7 +30,7 @@ from qkscope.maths.swap import Condition, Method, SwapRows
 from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.tasks.task import Unit
+from qkscope.tasks.task import Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
 Own = Subspace | Tensor
@@ -47,7 +47,7 @@ class Swaps(Result):
 @checked_call
 def swap(
     scope: Scope,
-    units: Sequence[Unit],
+    units: UnitsToTest,
     fit: Fit | None = None,
     heads: str | Head | Sequence[str | Head] | None = None,
     *,

@@ -120,7 +120,7 @@ class Changeable(Shape):
             raise BadInput(f"layer {layer} has {len(parts)} parts besides its heads, so {writer} names none of them.")
         return parts[0]
 
-    def replaced(self, ids: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """Ids with the tokens put in that were replaced."""
         if not self._replaced:
             return ids

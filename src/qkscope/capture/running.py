@@ -52,6 +52,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope, shapes = Scope.load("nano:mixed"), []
         >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
         >>> shapes
@@ -87,6 +88,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope = Scope.load("nano:mixed")
         >>> inputs = scope.encode(["hat jam hat"]).inputs
         >>> plain = scope.model(**inputs).logits
@@ -108,8 +110,9 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0").shape
-        torch.Size([3, 3])
+        torch.Size([4, 4])
         """
         one, found = self.check(head), list[Tensor]()
 
@@ -139,6 +142,7 @@ class Running(Changeable):
 
         Examples
         --------
+        >>> from qkscope import Scope
         >>> scope = Scope.load("nano:mixed")
         >>> scope.generate(scope.encode(["hat jam hat"]), 2).shape
         torch.Size([1, 2])

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from qkscope.capture.files import cache_dir
 from qkscope.errors import BadInput
-from qkscope.kinds import Between, checked_call
+from qkscope.kinds import Interval, checked_call
 from qkscope.runs.result import Result
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def view(
     live: bool = False,
     model: str | None = None,
     fit: str | Path | None = None,
-    port: Annotated[int, Between(0, 65535)] = 0,
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0,
     browser: bool = True,
     say: Callable[[str], object] = log.info,
 ) -> str:

@@ -28,6 +28,7 @@ USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query", "both"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
+UnitsToTest = Annotated[Sequence[Unit], "a list of units (as task.test(512) gives)"]
 WINDOW = 8192
 """How many units are held at once."""
 
