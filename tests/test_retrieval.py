@@ -201,7 +201,7 @@ def test_a_head_travels_with_its_encoders_and_is_refused_with_others(tmp_path):
         ({"keys": 1}, "keys is at least 2"),
         ({"ranks": (3,)}, "two or more latent variables"),
         ({"ranks": (3, 0)}, "rank 1 or more"),
-        ({"variant": "ternary"}, "discrete, continuous"),
+        ({"variant": "ternary"}, "is .discrete. or .continuous."),
         ({"noise": -1.0}, "noise is at least 0"),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_singular_dictionary_works():
     ({"context": 1}, "context is at least 2"),
     ({"weight": -1.0}, "at least 0 and finite"),
     ({"weight": float("nan")}, "at least 0 and finite"),
-    ({"reading": "A"}, "one of C, B"),
+    ({"reading": "A"}, "is .C. or .B."),
     ({"head_std": 0.0}, "positive, finite size"),
     ({"pairs": ((0, 20, 1.0),)}, "features 0 to 19"),
     ({"pairs": ((0, 1, float("inf")),)}, "finite logit"),

@@ -125,6 +125,7 @@ class Call:
         )
         return additive(self.mask[batch, :, query][..., :keys])
 
+    @torch.no_grad()
     def rows(self, head: int, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
         """One head's attention rows at chosen queries, over all keys."""
         batch, query = batch.to(self.q.device), query.to(self.q.device)

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qkscope.capture.norms import Frozen, is_norm
+from qkscope.capture.norms import Frozen
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
 
@@ -142,19 +142,13 @@ class Layer:
             raise stop
 
         # half precision is for the model: what is split here is split in float32
-        full = {name: weight.detach().float() for name, weight in self._weights if weight.dtype != torch.float32}
+        weights = self.block.named_parameters()
+        full = {name: weight.detach().float() for name, weight in weights if weight.dtype != torch.float32}
         hooks = self.norms.hooks(self.block.modules()) if frozen else []
         layers, anatomy = {id(self.true.module): self.layer}, self.scope.facts.anatomy
         with cleared(hooks, stop), tap(self.scope.model, take, layers=layers, anatomy=anatomy, within=self.block):
             functional_call(self.block, full, args, kwargs)
         return found[0]
-
-    @cached_property
-    def _weights(self) -> list[tuple[str, nn.Parameter]]:
-        """What runs up to the attention: its own weights, and the block's norms."""
-        norms = {id(weight) for norm in self.block.modules() if is_norm(norm) for weight in norm.parameters()}
-        own = norms | {id(weight) for weight in self.true.module.parameters()}
-        return [(name, weight) for name, weight in self.block.named_parameters() if id(weight) in own]
 
     # ------------------------------------------------------------------ its linear part
 
