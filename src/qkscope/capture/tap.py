@@ -136,7 +136,7 @@ class Call:
             self.scale,
             softcap=None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device),
             bias=mask[:, head if mask.shape[1] > 1 else 0][:, None],
-            rest=None if self.sinks is None else self.sinks[head].float().expand(len(batch), 1),
+            rest=None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1),
         )
 
     def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
