@@ -15,7 +15,7 @@ from qkscope.analyses.find import no_head
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_writers
 from qkscope.maths.writers import different, draw_alike
 from qkscope.runs import progress
 
@@ -53,7 +53,7 @@ def test_controls_are_counted_once_each_and_few_of_them_test_nothing(nano):
 
 
 def test_few_heads_in_a_layer_are_joined_by_those_of_the_next():
-    addresses = [("L", 0)] * 4 + [("L", 1)] * 4
+    addresses = parse_writers([f"L{layer}H{i}" for layer in (0, 1) for i in range(4)])
     near = {draw_alike([0], addresses, seed)[0] for seed in range(60)}
     wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
     assert (near, wide) == ({1, 2, 3}, set(range(1, 8)))

@@ -42,7 +42,7 @@ def test_children_sum_to_their_parents(family):
     scope = qk.Scope.from_model(tiny_model(family), check=False)
     for head in [Head(1, 0), Head(1, 3)]:
         found = trace_graph(Reader(scope, [head]).record_prompt(prompt_of(scope)), head, 8, 7, width=4)
-        assert found.error < 1e-5
+        assert found.error < 2e-5
         assert check_sums(found.rows, 1e-4) > 4  # what is shown cancels more than its terms do
         assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
 
