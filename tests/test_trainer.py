@@ -240,5 +240,5 @@ def test_bad_input_gets_a_sentence():
         StackedRetrieval([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)])
     with pytest.raises(BadInput, match="at least one"):
         StackedRetrieval([])
-    with pytest.raises(BadInput, match="is .constant. or .cosine."):
+    with pytest.raises(BadInput, match=r"is .constant. or .cosine."):
         Recipe(schedule="linear")

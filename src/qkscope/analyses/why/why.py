@@ -216,9 +216,9 @@ def _where(one: PromptTrace) -> str:
 
 def _legend(one: PromptTrace) -> str:
     return (
-        f"{one.head} is head {one.head.index} of layer {one.head.layer}, M0 the MLP of layer 0. Cut: a part takes its"
-        " mean over the other tokens. Supported: that takes more than a quarter away, and more than any random writers"
-        " do."
+        f"{one.head} is head {one.head.index} of layer {one.head.layer}, M0 the MLP of layer 0. Cut: in this head"
+        " alone, norms frozen, a part takes its mean over the other tokens. Supported: that takes more than a quarter"
+        " away, and more than any random writers do."
     )
 
 
