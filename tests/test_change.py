@@ -126,6 +126,8 @@ def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
     assert found.tables["check"][0]["sum_error"] < 1e-5
     assert found.tables["check"][0]["logit"] != pytest.approx(plain.tables["check"][0]["logit"], rel=1e-3)
     assert isinstance(text, str)
+    with nano.hide("L1H0", key="Z"):  # the same token of the prompt at every step, whatever is said after it
+        assert nano.generate(PROMPT, 3)
     assert qk.why(nano, PROMPT, "L2H3").tables["writers"] == plain.tables["writers"]
 
 

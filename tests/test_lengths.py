@@ -9,10 +9,11 @@ import torch
 
 from qkscope import BadInput, Example, Scope, why
 from qkscope.capture import lengths
-from qkscope.capture.families import tiny_model, trace_error
+from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import short_ids
 from qkscope.capture.small import named_lengths, small_config
 from qkscope.capture.tap import tap
+from qkscope.linear.check import trace_error
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "minimax_m3_vl_text"]
 
@@ -107,7 +108,7 @@ def test_an_lm_head_of_several_layers_shows_no_straight_way() -> None:
     scope = Scope.from_model(tiny_model("bert (decoder)"), check=False)
     prompt = Example(ids=tuple(range(10, 30)))
     assert all(row["direct"] is None for row in why(scope, prompt, scope.heads()[-1], draws=2).tables["output"])
-    with pytest.raises(BadInput, match="more than one norm stands between"):
+    with pytest.raises(BadInput, match="what stands between its residual stream and its logits is not linear"):
         why(scope, prompt)
 
 

@@ -197,14 +197,23 @@ class Changeable(Shape):
         with cleared(hooks):
             yield [visit]
 
+    def _known(self, seen: dict[str, Any], row: int, place: int | str) -> int:
+        """The column of a token; in a text that grows, the one that it was at first."""
+        ids, mask = seen["ids"][row], seen["mask"][row]
+        tokens, known = ids[mask].tolist(), seen.setdefault("known", {})
+        before, at = known.get((row, place), (None, 0))
+        if before is None or tokens[: len(before)] != before:
+            at = self.column(ids, mask, place) - int(mask.int().argmax())
+            known[row, place] = tokens, at
+        return at + int(mask.int().argmax())
+
     def _hide(self, call: Call, head: Head, key: int | str, query: int | str | None, seen: dict[str, Any]) -> None:
         batch, _, queries, _ = call.q.shape
         shape = batch, queries, call.k.shape[2]
         logits = call.set_logits.setdefault(head.index, torch.full(shape, torch.nan, device=call.q.device))
         for row in range(batch):
-            ids, mask = seen["ids"][row], seen["mask"][row]
-            rows = slice(None) if query is None else self.column(ids, mask, query)
-            column = self.column(ids, mask, key)
+            rows = slice(None) if query is None else self._known(seen, row, query)
+            column = self._known(seen, row, key)
             if query is not None and column > rows and call.causal:  # type: ignore[operator]
                 raise BadInput(f"{head} cannot see token {key} from token {query}, which stands before it.")
             logits[row, rows, column] = -torch.inf
