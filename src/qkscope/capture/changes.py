@@ -49,6 +49,8 @@ class Changeable(Shape):
     def ablate(self, *writers: str | Head) -> Iterator[None]:
         """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first one left out.
 
+        A token that no other is left for (the second of two) stays as it is.
+
         Parameters
         ----------
         *writers : like ``L17H8`` (a head) or ``M9`` (the MLP of layer 9).
@@ -67,7 +69,7 @@ class Changeable(Shape):
 
     @contextmanager
     def hide(self, head: str | Head, key: int | str, query: int | str | None = None) -> Iterator[None]:
-        """Hide a key from a head: its attention there is 0, and the other keys share the row.
+        """Hide a key from a head: its attention there is 0, and the other keys share the row, where there are any.
 
         Parameters
         ----------
@@ -107,6 +109,11 @@ class Changeable(Shape):
             yield
 
     # ------------------------------------------------------------------ what it comes to
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether writers are ablated or keys hidden now."""
+        return bool(self._ablated or self._hidden)
 
     def _writer(self, writer: str | Head) -> Head | nn.Module:
         if isinstance(writer, Head) or writer.startswith("L"):
@@ -158,7 +165,7 @@ class Changeable(Shape):
     @contextmanager
     def changed(self) -> Iterator[list[Callable[[Call], None]]]:
         """What is in force, as visitors of the tap; MLPs are changed by hooks on them."""
-        if not self._ablated and not self._hidden:
+        if not self.is_changed:
             yield []
             return
         seen: dict[str, Any] = {}
@@ -226,4 +233,5 @@ def _pushed(stack: list[Any], more: list[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        del stack[len(stack) - len(more) :]
+        for one in more:  # its own, whatever was put on it meanwhile
+            del stack[next(i for i, other in enumerate(stack) if other is one)]

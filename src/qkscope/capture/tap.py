@@ -130,12 +130,17 @@ class Call:
         """One head's attention rows at chosen queries, over all keys."""
         batch, query = batch.to(self.q.device), query.to(self.q.device)
         mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
+        q, k = self.q[batch, head, query].float(), self.k[:, head // group][batch].float()
+        bias = mask[:, head if mask.shape[1] > 1 else 0]
+        if head in self.set_logits:  # what was set by hand becomes part of the bias
+            own = self.cap(self.scale * torch.einsum("rd,rtd->rt", q, k))
+            bias = overlay(bias, self.set_logits[head][batch, query] - own)
         return AttentionRows(
-            self.q[batch, head, query][:, None].float(),
-            self.k[:, head // group][batch][:, None].float(),
+            q[:, None],
+            k[:, None],
             self.scale,
             softcap=None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device),
-            bias=mask[:, head if mask.shape[1] > 1 else 0][:, None],
+            bias=bias[:, None],
             rest=None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1),
         )
 

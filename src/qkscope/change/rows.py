@@ -75,7 +75,8 @@ class Rerun:
         rows : changes.
         """
         if self._alone is None:
-            self._alone = self.scope.facts.takes_positions and self._agrees(query)
+            own = self.scope.facts.takes_positions and not self.scope.is_changed  # those are of whole prompts
+            self._alone = own and self._agrees(query)
         made = [
             (self._run if self._alone else self._run_whole)(query, rows[start : start + _AT_ONCE])
             for start in range(0, len(rows), _AT_ONCE)

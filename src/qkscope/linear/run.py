@@ -274,9 +274,10 @@ class Run:
 
     def seen(self, head: Head, query: int) -> list[int]:
         """Tokens of the first row that a head may look at from a token."""
-        call, row = self.calls[head.layer], self.row[:1]
-        mask = call.mask_rows(row, torch.full_like(row, query))[0]
-        return mask[head.index if len(mask) > 1 else 0].isfinite().nonzero()[:, 0].tolist()
+        row = self.row[:1]
+        bias = self.calls[head.layer].rows(head.index, row, torch.full_like(row, query)).bias
+        assert bias is not None
+        return bias[0, 0].isfinite().nonzero()[:, 0].tolist()
 
     @torch.no_grad()
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:

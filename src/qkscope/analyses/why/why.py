@@ -217,8 +217,8 @@ def _where(one: PromptTrace) -> str:
 def _legend(one: PromptTrace) -> str:
     return (
         f"{one.head} is head {one.head.index} of layer {one.head.layer}, M0 the MLP of layer 0. Cut: in this head"
-        " alone, norms frozen, a part takes its mean over the other tokens. Supported: that takes more than a quarter"
-        " away, and more than any random writers do."
+        " alone, norms frozen, a part takes its mean over the tokens besides the first, the key and the query."
+        " Supported: that takes more than a quarter away, and more than any random writers do."
     )
 
 
