@@ -1,0 +1,195 @@
+"""How often noise is called a feature: false positives at the 5% level over heads that are pure noise.
+
+Run ``make calibrate``; it prints the table that papers/docs/calibration.md quotes. Heads come in batches of fifty, each
+head with queries and keys of its own, each batch with null draws of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qkscope.analyses.neighbours import ALIKE
+from qkscope.maths.controls import rank_above
+from qkscope.maths.moments import Moments
+from qkscope.maths.significance import NullKind, head_p_values, lag_one
+
+AT_ONCE = 50
+D_HEAD = 8
+Data = tuple[Tensor, Tensor, Tensor, list[int]]  # queries (n, heads, d), keys (n, heads, k, d), units (n), labels (k)
+
+
+class Noise:
+    """A source of normal numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def pick(self, high: int, n: int) -> Tensor:
+        """Numbers below ``high``, all equally likely."""
+        return torch.randint(high, (n,), generator=self.generator)
+
+
+def plain(noise: Noise, n: int, labels: tuple[int, ...] = (1, -1), rows: int = 1, difference: float = 0.0) -> Data:
+    """Rows of a prompt share part of their vectors, as prompts of a language model do; means are not zero."""
+    keys = len(labels)
+    q = 1 + noise(n, 1, AT_ONCE, D_HEAD) + noise(n, rows, AT_ONCE, D_HEAD)
+    k = noise(n, 1, AT_ONCE, keys, D_HEAD) + noise(n, rows, AT_ONCE, keys, D_HEAD)
+    k[:, :, :, 0] += difference
+    return q.flatten(0, 1), k.flatten(0, 1), torch.arange(n).repeat_interleave(rows), list(labels)
+
+
+def scaled(noise: Noise, n: int, sd: float, query: float = 1.0, difference: float = 0.0) -> Data:
+    """Queries and keys of a prompt, means included, multiplied by one lognormal number."""
+    q, k, units, labels = plain(noise, n, difference=difference)
+    scale = (sd * noise(n, AT_ONCE)).exp()
+    return (q - 1 + query) * scale[..., None], k * scale[..., None, None], units, labels
+
+
+def copies(noise: Noise, n: int, each: int = 8) -> Data:
+    """Every prompt is there eight times."""
+    q, k, units, labels = plain(noise, n // each)
+    return q.repeat(each, 1, 1), k.repeat(each, 1, 1, 1), units.repeat(each), labels
+
+
+def words(noise: Noise, n: int, count: int, size: float = 1.0, prompts: int = 256) -> Data:
+    """Few words, used again and again: each has a part in the query and a part in the + key, which do not match."""
+    q, k, _, labels = plain(noise, prompts)
+    word = noise.pick(count, prompts)
+    k[:, :, 0] += size * noise(count, AT_ONCE, D_HEAD)[word]
+    return q + size * noise(count, AT_ONCE, D_HEAD)[word], k, word, labels
+
+
+def word_pairs(noise: Noise, n: int, count: int, prompts: int = 256) -> Data:
+    """The same across a prompt and its copy: two words, each row asks for its own."""
+    first = noise.pick(count, prompts)
+    other = (first + 1 + noise.pick(count - 1, prompts)) % count
+    in_q, in_k, shared = (noise(size, AT_ONCE, D_HEAD) for size in (count, count, prompts))
+    pairs = [(in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD), in_k[w] + noise(prompts, AT_ONCE, D_HEAD))
+             for w in (first, other)]  # fmt: skip
+    (q1, k1), (q2, k2) = pairs
+    k = torch.cat([torch.stack([k1, k2], dim=2), torch.stack([k2, k1], dim=2)])
+    return torch.cat([q1, q2]), k, torch.cat([first, other]), [1, -1]
+
+
+def heavy(noise: Noise, n: int) -> Data:
+    """Student's t with three degrees of freedom."""
+    q, k, units, labels = plain(noise, n)
+    q, k = (x / (noise(*x.shape, 3).square().mean(dim=-1)).sqrt() for x in (q, k))
+    return q, k, units, labels
+
+
+def shared(noise: Noise, n: int) -> Data:
+    """A prompt adds one vector to its query and to all of its keys."""
+    q, k, units, labels = plain(noise, n)
+    both = 2 * noise(n, AT_ONCE, D_HEAD)
+    return q + both, k + both[:, :, None], units, labels
+
+
+CASES: dict[str, tuple[NullKind, Callable[[Noise, int], Data]]] = {
+    "sign flip, one + and one − key": ("sign_flip", plain),
+    "sign flip, two rows a prompt": ("sign_flip", lambda r, n: plain(r, n, rows=2)),
+    "sign flip, one + and eight − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
+    "label permutation, one + and eight − keys": ("label_permutation", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
+    "label permutation, five + and twenty − keys": (
+        "label_permutation",
+        lambda r, n: plain(r, n, (1,) * 5 + (-1,) * 20),
+    ),
+    "sign flip, shared scale .7": ("sign_flip", lambda r, n: scaled(r, n, 0.7)),
+    "sign flip, 8 × 8 copies": ("sign_flip", copies),
+    "sign flip, six words": ("sign_flip", lambda r, n: words(r, n, 6)),
+    "sign flip, 33 words": ("sign_flip", lambda r, n: words(r, n, 33)),
+    "interaction": ("interaction", plain),
+    "interaction, a mean difference present": ("interaction", lambda r, n: plain(r, n, difference=1)),
+    "interaction, two rows a prompt": ("interaction", lambda r, n: plain(r, n, rows=2)),
+    "interaction, shared scale .35": ("interaction", lambda r, n: scaled(r, n, 0.35)),
+    "interaction, shared scale .7": ("interaction", lambda r, n: scaled(r, n, 0.7)),
+    "interaction, shared scale .7, no means": ("interaction", lambda r, n: scaled(r, n, 0.7, query=0)),
+    "interaction, shared scale .35, difference alone": ("interaction", lambda r, n: scaled(r, n, 0.35, 0, 1)),
+    "interaction, shared scale .7, difference alone": ("interaction", lambda r, n: scaled(r, n, 0.7, 0, 1)),
+    "interaction, shared scale .35, means": ("interaction", lambda r, n: scaled(r, n, 0.35, difference=1)),
+    "interaction, shared scale .7, means": ("interaction", lambda r, n: scaled(r, n, 0.7, difference=1)),
+    "interaction, shared scale .7, large means": ("interaction", lambda r, n: scaled(r, n, 0.7, 3, 2)),
+    "interaction, 8 × 8 copies": ("interaction", copies),
+    "interaction, six words": ("interaction", lambda r, n: words(r, n, 6)),
+    "interaction, 33 words": ("interaction", lambda r, n: words(r, n, 33)),
+    "interaction, 33 words, strong": ("interaction", lambda r, n: words(r, n, 33, size=3)),
+    "interaction, pairs of six words": ("interaction", lambda r, n: word_pairs(r, n, 6)),
+    "interaction, pairs of 33 words": ("interaction", lambda r, n: word_pairs(r, n, 33)),
+    "interaction, heavy tails": ("interaction", heavy),
+    "interaction, a shared prompt vector": ("interaction", shared),
+}
+
+
+def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 199) -> int:
+    """How many of fifty noise heads are above the null at 5%."""
+    null, draw = CASES[case]
+    q, k, units, labels = draw(Noise(seed), prompts)
+    heads = [f"L0H{i}" for i in range(AT_ONCE)]
+    moments = Moments(heads, ["c"], D_HEAD, nulls=[null], replicates=replicates, seed=seed)
+    moments.update(q, k, {"c": torch.tensor([labels]).expand(len(q), -1)}, prompts=units)
+    deltas = moments.delta("c", "query" if null == "interaction" else "none")
+    return sum(_p_value(moments, null, deltas[i], head) <= 0.05 for i, head in enumerate(heads))
+
+
+def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -> bool:
+    """Whether `decompose` would say of noise heads that neighbouring prompts of a file are alike: AR(1) of ``rho``."""
+    noise = Noise(seed)
+
+    def walk(*shape: int) -> Tensor:
+        steps = noise(prompts, *shape)
+        for i in range(1, prompts):
+            steps[i] = rho * steps[i - 1] + (1 - rho**2) ** 0.5 * steps[i]
+        return steps
+
+    q, k = 1 + walk(heads, D_HEAD), walk(heads, 2, D_HEAD)
+    return lag_one(q, k[:, :, 0] - k[:, :, 1], torch.arange(prompts), seed + 1_000_000)[1] <= ALIKE
+
+
+def _p_value(moments: Moments, null: NullKind, delta: Tensor, head: str) -> float:
+    """As `qkscope.maths.controls` takes it."""
+    nulls = moments.null_deltas(null, "c", head)
+    found = [(delta, nulls)]
+    if null == "interaction":
+        fixed, _ = moments.interaction_nulls("c", head)
+        found.append((delta - fixed, nulls - fixed))
+    return max(head_p_values([rank_above(*one, max_rank=1).statistics])[0] for one in found)
+
+
+def main() -> None:
+    """Print one row per null and kind of noise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--replicates", type=int, default=199)
+    parser.add_argument("--only", default="", help="part of the names of the rows to print")
+    parser.add_argument("--neighbours", action="store_true", help="the test of a file's order instead")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.neighbours:
+        for rho in (0.0, 0.2, 0.4, 0.6):
+            for heads in (1, 8):
+                said = sum(neighbours_alike(rho, seed, given.prompts, heads) for seed in range(given.heads))
+                print(f"| {rho:.1f} | {heads} | {said} | {said / given.heads:.1%} |", flush=True)
+        return
+    print(f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, {given.replicates} replicates, level 5%")
+    for case in [c for c in CASES if given.only in c]:
+        start = time.perf_counter()
+        called = sum(
+            false_positives(case, seed, given.prompts, given.replicates) for seed in range(given.heads // AT_ONCE)
+        )
+        rate = called / given.heads
+        half = 1.96 * (rate * (1 - rate) / given.heads) ** 0.5
+        print(f"| {case} | {called} | {rate:.2%} ± {half:.2%} | {time.perf_counter() - start:.0f} s |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The ledger of claims, and the pages made of it: results.md, results-PAPER.md and a place in the README.
+
+``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
+folder into papers/results.json, with its picture. Runs of the preset smoke are left out; a figure that was taken from a
+larger preset keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pages import LEDGER, REPORTS, ROOT, number_cell, put, text_cell
+
+from qkscope.runs.claims import Claim
+from qkscope_papers.lee2026.language import EMBEDDED, SECOND
+from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of
+
+SOURCES = ("stated", "implied", "ours")
+REASONS = ("refuted", "small model", "other setting", "not run here")
+
+
+def results(folders: list[Path], hardware: str) -> None:
+    """Every claim of every figure and model, from the largest preset that was run."""
+    known = json.loads(LEDGER.read_text()) if LEDGER.exists() else {}
+    there = {f"{paper}/{figure}" for paper in PAPERS for figure in figures_of(paper)}
+    known = {name: entry for name, entry in known.items() if name.partition("@")[0] in there}
+    for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
+        found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
+        paper, _, figure = found["experiment"].partition("/")
+        if found["experiment"] not in there or found["preset"] == "smoke":
+            continue
+        asked, usual = made["figure"], figure_of(paper, figure)
+        first = EMBEDDED if usual.model == SECOND else usual.model  # which model is second depends on what is installed
+        unusual = [] if asked["model"] == first else [Path(asked["model"].split()[0]).name]
+        unusual += [asked["prompts"]] if asked.get("prompts") in usual.prompts[1:] else []
+        other = "@" + ", ".join(unusual) if unusual else ""
+        name = found["experiment"] + other
+        old = known.get(name)
+        if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
+            continue
+        picture = path.parent / "figures" / f"{figure}.png"
+        drawn = picture.exists() and not other
+        if drawn:
+            (REPORTS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(picture, REPORTS / "figures" / f"{name}.png")
+        known[name] = {key: found[key] for key in ("preset", "model", "seconds", "answer", "claims")} | {
+            "command": re.sub(r" --out \S+", "", made["command"] or ""), "hardware": hardware, "picture": drawn,
+            "date": datetime.date.today().isoformat(),
+        }  # fmt: skip
+    LEDGER.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    for page, name, text in results_pages(known):
+        put(page, name, text)
+
+
+def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
+    """What the ledger writes: page, place in it, text."""
+    papers = list(dict.fromkeys(name.split("/")[0] for name in known))
+    counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
+    own = [
+        (REPORTS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers
+    ]
+    return [
+        (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
+        (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
+        *own,
+    ]
+
+
+def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entries by paper; those on another model, or on other prompts, apart."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in sorted(known.items(), key=lambda pair: "@" in pair[0]):
+        experiment, _, other = name.partition("@")
+        asked = "other prompts" if other.endswith(("text", "single")) else other
+        found.setdefault(", ".join(filter(None, (experiment.split("/")[0], asked))), {})[name] = entry
+    return found
+
+
+def _counts(known: dict[str, Any]) -> list[str]:
+    """A sentence, then a line per paper: how many claims hold, by who makes them."""
+    # a claim that was tried on a second model, or on other prompts, is one claim still
+    everything = [claim for name, entry in known.items() if "@" not in name for claim in entry["claims"]]
+    said = {source: _counted([c for c in everything if _source(c) == source]) for source in SOURCES}
+    lines = [
+        f"Of the claims that the papers state, {said['stated']}; of those that they imply, {said['implied']}; of our "
+        f"own, {said['ours']}. A tie: the interval leaves it open.", "",
+        "| paper | figures | stated | implied | ours |", "| --- | ---: | --- | --- | --- |",
+    ]  # fmt: skip
+    for whose, own in _own(known).items():
+        claims = [claim for entry in own.values() for claim in entry["claims"]]
+        cells = [_counted([c for c in claims if _source(c) == source]) for source in SOURCES]
+        lines.append(f"| {whose} | {len(own)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _again(known: dict[str, Any]) -> str:
+    """How those that are stated fare on the second model."""
+    own = [c for name, entry in known.items() if "@gemma" in name for c in entry["claims"] if _source(c) == "stated"]
+    return f"Of those that are stated and were tried on Gemma 3 270M too, {_counted(own)}."
+
+
+def _counted(claims: list[dict]) -> str:
+    tied = sum(claim["holds"] is None for claim in claims)
+    hold = f"{sum(claim['holds'] is True for claim in claims)} of {len(claims)} hold"
+    return hold + (f", {tied} {'tie' if tied == 1 else 'ties'}" if tied else "")
+
+
+def _reasons(known: dict[str, Any]) -> list[str]:
+    """Why claims that papers state or imply fail."""
+    lines = [f"| {' | '.join(['stated or implied, and failing', *REASONS])} |", "| --- |" + " ---: |" * len(REASONS)]
+    for whose, own in _own(known).items():
+        reasons = [_reason(claim) for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
+        lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |")
+    return lines
+
+
+def _source(claim: dict[str, Any]) -> str:
+    return Claim.from_json(claim).source
+
+
+def _reason(claim: dict[str, Any]) -> str:
+    return str(claim.get("reason", ""))
+
+
+def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
+    """What fails and why, then every figure with its claims, then the rules that were changed."""
+    own = {
+        name: entry
+        for figure in figures_of(paper)
+        for name, entry in known.items()
+        if name.partition("@")[0] == f"{paper}/{figure}"
+    }
+    rows = [(name.split("/")[1], claim) for name, entry in own.items() for claim in entry["claims"]]
+    lines = ["## What the paper says and we did not find", "",
+             "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
+    for figure, c in rows:
+        if c["holds"] is False and _source(c) != "ours":
+            said, why = (
+                f"{text_cell(c['paper'])} - {text_cell(c['claim'])}",
+                ": ".join(filter(None, (_reason(c), c.get("why")))),
+            )
+            lines.append(f"| {figure} | {said} | {_measured(c)} | {number_cell(c['control'])} | {text_cell(why)} |")
+    for figure, experiment in figures_of(paper).items():
+        lines += ["", f"## {figure}: {text_cell(experiment.title)}", ""]
+        entries = {name: entry for name, entry in own.items() if name.partition("@")[0] == f"{paper}/{figure}"}
+        if not entries:
+            lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`."]
+        for name, entry in entries.items():
+            lines += _figure_lines(name, entry)
+    changed = [(figure, claim) for figure, claim in rows if claim.get("changed")]
+    if changed:
+        lines += ["", "## Rules that were changed", "", "| figure | claim | rule | before, and why it changed |",
+                  "| --- | --- | --- | --- |"]  # fmt: skip
+        lines += [
+            f"| {figure} | {text_cell(c['claim'])} | `{c['rule']}` | {text_cell(c['changed'])} |"
+            for figure, c in changed
+        ]
+    return lines
+
+
+def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
+    where = f"{entry['model']}, " if entry["model"] else ""
+    lines = [
+        *([f"### On {name.partition('@')[2]}", ""] if "@" in name else []),
+        text_cell(entry["answer"]), "",
+        f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
+        "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
+        *(f"| {text_cell(c['claim'])} | {text_cell(_said(c))} | {_measured(c)} | {number_cell(c['control'])} | "
+          f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
+    ]  # fmt: skip
+    return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
+
+
+def _said(claim: dict[str, Any]) -> str:
+    return {"stated": claim["paper"], "implied": claim["paper"], "ours": "ours"}[_source(claim)]
+
+
+def _verdict(claim: dict[str, Any]) -> str:
+    if claim["holds"] is None:
+        return "tie"
+    reason = f": {_reason(claim)}" if _reason(claim) else ""
+    return "holds" if claim["holds"] else f"**fails**{reason}"
+
+
+def _measured(claim: dict[str, Any]) -> str:
+    """The number, and its interval where there is one."""
+    ends = [number_cell(claim.get(end)) for end in ("low", "high")]
+    return number_cell(claim["ours"]) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="Where run folders lie.")
+    parser.add_argument("--hardware", default="two CPU cores")
+    given = parser.parse_args()
+    results(given.folders, given.hardware)

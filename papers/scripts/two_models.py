@@ -1,0 +1,449 @@
+"""The two models that need no hub, asked the same: the tables and the picture of papers/docs/two-models.md.
+
+``python papers/scripts/two_models.py --device cuda --n 512 --texts 256`` runs every part on both models, keeps the rows
+in papers/docs/two-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again, ``--only
+page`` writes the page from the rows that are kept. On one CPU core the defaults take about an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pages import REPORTS, ROOT, put
+
+import qkscope as qk
+from qkscope.analyses.relative import relative_rows, singular_basis
+from qkscope.analyses.sparsity import answers_right
+from qkscope.capture.pick import Places
+from qkscope.heads import Head, Writer
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.tasks.sides import split
+from qkscope.tasks.texts import python_texts, read_documents
+from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
+
+PAGE, STORE, FIGURE = (
+    REPORTS / "two-models.md",
+    REPORTS / "two-models.json",
+    REPORTS / "figures" / "two-models" / "sparsity.png",
+)
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+TASKS = ("binding", "ioi", "induction", "filter")
+SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
+ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
+LEAST = 20  # rows of a head, to speak of it
+IN_README = (0, 2, 3, 8, 9, 11)  # findings
+LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def find(scope: qk.Scope, task: str, n: int) -> HeadChoice:
+    """The head that looks at the right key most, of all tokens, and a head at chance."""
+    return choose_heads(qk.find_heads(scope, qk.tasks.BUILT_IN[task](), n), "binding", 1)
+
+
+def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """The best head of each task, how many there are, and whether the model itself answers right."""
+    rows = []
+    for task in TASKS:
+        found = find(scope, task, given.n)
+        ranked = found.ranking.tables["heads"]
+        right = answers_right(scope, qk.tasks.BUILT_IN[task](), given.n)
+        among = max(ranked, key=lambda row: row["accuracy"])
+        rows.append({
+            "task": task, **found.row(found.heads[0]), "among_head": among["head"], "among": among["accuracy"],
+            "reached": found.reached, "all": len(scope.heads()), "answers": float(right.mean()),
+            "kind": kind_of_layer(scope, found.heads[0]),
+        })  # fmt: skip
+    return rows
+
+
+def kind_of_layer(scope: qk.Scope, head: Head) -> str:
+    """Whether a head sees the whole prompt or a window."""
+    kinds = getattr(scope.model.config, "layer_types", None) or ["full_attention"] * scope.n_layers
+    return str(kinds[head.layer]).removesuffix("_attention")
+
+
+def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
+    """Order and lexical at the binding head and at a control head: ranks, and swaps beside what means nothing."""
+    task = qk.tasks.binding()
+    found = find(scope, "binding", given.n)
+    fit = qk.decompose(scope, task, found.all, 2 * given.n, contrasts=["order", "lexical"])
+    moved = qk.swap(scope, task.test(given.n), fit, found.heads, sizes=SIZES)
+    return {
+        "ranks": [dict(row, control=row["head"] == str(found.control)) for row in fit.tables["ranks"]],
+        "swap": moved.table(),
+        "curve": [dict(row) for row in moved.tables["curve"]],
+    }
+
+
+def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
+    """Who writes for the binding head, with edges cut and kept, and whole heads taken out."""
+    (head,) = find(scope, "binding", given.n).heads
+    found = qk.trace(scope, qk.tasks.binding(), head, given.n)
+    edges = [
+        dict(row)
+        for row in found.tables["edges"]
+        if row["by"] in ("share", "random") and (row["replaced"], row["norms"]) == ("mean", "held")
+    ]
+    first = {side: [dict(row) for row in found.tables["writers"] if row["side"] == side] for side in ("key", "query")}
+    return {
+        "key": first["key"][:4], "query": first["query"][:4], "edges": edges,
+        "check": [dict(row) for row in found.tables["check"]], "whole": [dict(row) for row in found.tables["whole"]],
+    }  # fmt: skip
+
+
+def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """Relative attention over singular vectors on natural text: a row for each head that attends to something.
+
+    The key asked about is the one with most attention, the first token and the query itself left out.
+    """
+    documents = read_documents(given.folder) if given.folder else python_texts()
+    passages = split(documents, lambda text: scope.tokenizer(text, verbose=False)["input_ids"], length=LENGTH)["test"]
+    turn = Counter[int]()  # a passage of every group of documents, then a second one of each
+    long = [(turn.update([p.group]) or turn[p.group], p) for p in passages if len(p.ids) > LENGTH // 2]
+    passages = [passage for _, passage in sorted(long, key=lambda pair: pair[0])][: given.texts]
+    own = [head for head in scope.heads() if head.layer > 0]
+    basis = singular_basis(scope, own)
+    kept: dict[str, list[torch.Tensor]] = {}
+    for number, passage in enumerate(passages):
+        ids = torch.tensor([passage.ids], device=scope.device)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(ids.shape[1], device=scope.device)[None],
+        }
+        asked = torch.linspace(8, ids.shape[1] - 1, QUERIES).long()
+        places = Places.everywhere(torch.zeros_like(asked), asked, inputs["attention_mask"].cpu()).to(scope.device)
+        captured = scope.capture_inputs(inputs, places=places, heads=own, space="query_frame")
+        row = captured.attention().cpu().clone()
+        row[..., 0] = -1
+        row[torch.arange(len(asked)), :, asked] = -1
+        found = relative_rows(captured, row.argmax(-1), basis)
+        values = found.values(given.draws, 0, [number * QUERIES + i for i in range(QUERIES)])
+        values["group"] = torch.full_like(values["sparsity"], passage.group)
+        for name, value in values.items():
+            kept.setdefault(name, []).append(value)
+    tables = {name: torch.cat(parts) for name, parts in kept.items()}
+    return [row for i, head in enumerate(own) if (row := one_head(str(head), {k: v[:, i] for k, v in tables.items()}))]
+
+
+def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
+    """Means over the rows in which the head attends, the interval by group of documents; None where these are few."""
+    attends = (values["attention"] >= ATTENDED) & (values["relative"] > 0) & values["sparsity"].isfinite()
+    if int(attends.sum()) < LEAST:
+        return None
+    own = {name: value[attends] for name, value in values.items()}
+    gap = own["sparsity"] - own["rotated"]
+    low, high = clustered_bootstrap(gap, own["group"].long())
+    names = ("sparsity", "rotated", "count", "count_null", "count_tol", "count_tol_null", "attention")
+    return {
+        "head": head, **{name: float(own[name].nanmean()) for name in names}, "low": float(low), "high": float(high),
+        "rows": len(gap),
+    }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
+    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the page
+
+SWAPPED = {
+    "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
+    "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
+}  # fmt: skip
+CURVE = {
+    "order": "order", "lexical": "lexical", "random": "random directions", "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k",
+}  # fmt: skip
+CUTS = {
+    "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
+    "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
+    "five random ones": ("both", "keep", 5, "random"),
+}  # fmt: skip
+
+
+def per_cent(value: float) -> str:
+    """A share as one reads it."""
+    return f"{100 * value:.0f}%"
+
+
+def table(names: list[str], rows: list[list[str]]) -> str:
+    """A table of the page."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def heads_table(kept: dict[str, Any]) -> str:
+    """Tasks down, models across."""
+    rows = []
+    for i, task in enumerate(TASKS):
+        for model, name in MODELS.items():
+            row = kept[model]["heads"][i]
+            rows.append([
+                task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
+                f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
+                f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
+                f"{row['reached']} of {row['all']}",
+            ])  # fmt: skip
+    names = ["task", "model", "answers right", "best head (its layer)", "right key first of all tokens"]
+    return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
+
+
+def ranks_table(kept: dict[str, Any]) -> str:
+    """Ranks at the head and at the control."""
+    numbers = ("rank_99", "rank_99_centred", "detected", "rank_cv")
+    rows = []
+    for model, name in MODELS.items():
+        for row in kept[model]["swaps"]["ranks"]:
+            head = row["head"] + (" (control)" if row["control"] else "")
+            shown = [str(row[number]) for number in numbers]
+            rows.append([name, head, row["contrast"], *shown, f"{row['mean_dominance']:.2f}", row["verdict"]])
+    names = ["model", "head", "contrast", "99% rank", "the same, centred", "detected", "predict words left out"]
+    return table([*names, "share of the means", "verdict"], rows)
+
+
+def swap_of(kept: dict[str, Any], model: str, condition: str) -> Row:
+    """One condition at the binding head."""
+    return next(row for row in kept[model]["swaps"]["swap"] if row["condition"] == condition)
+
+
+def swaps_table(kept: dict[str, Any]) -> str:
+    """Attention on the right and on the other box, before and after."""
+    rows = []
+    for model, name in MODELS.items():
+        before = swap_of(kept, model, "both")
+        rows.append([name, before["head"], "nothing", "", pair(before, "before"), "", ""])
+        for condition, said in SWAPPED.items():
+            row = swap_of(kept, model, condition)
+            shift = f"{row['shift']:z.2f} [{row['shift_low']:z.2f}, {row['shift_high']:z.2f}]"
+            rows.append(["", "", said, str(row["rank"]), pair(row, "after"), shift, per_cent(row["flip"])])
+    return table(["model", "head", "swapped", "dimensions", "right / other box", "shift", "argmax flips"], rows)
+
+
+def pair(row: Row, when: str) -> str:
+    """Attention on two boxes."""
+    return f"{row[f'orig_{when}']:.2f} / {row[f'target_{when}']:.2f}"
+
+
+def edge(kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str) -> Row:
+    """One condition of a trace."""
+    wanted = (side, kind, k, by)
+    return next(
+        row for row in kept[model]["traces"]["edges"] if (row["side"], row["kind"], row["k"], row["by"]) == wanted
+    )
+
+
+def trace_table(kept: dict[str, Any]) -> str:
+    """First writers, cuts and keeps."""
+    rows = []
+    for model, name in MODELS.items():
+        found = kept[model]["traces"]
+        check = found["check"][0]
+        key, query = (
+            ", ".join(f"{row['writer']} {row['share']:.2f}" for row in found[side]) for side in ("key", "query")
+        )
+        shown = [f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values()]
+        rows.append([name, check["head"], key, query, f"{check['accuracy']:.2f}", *shown])
+    names = ["model", "head", "first writers of its keys (share of the logit)", "of its query", "accuracy"]
+    return table([*names, *CUTS], rows)
+
+
+def whole_table(kept: dict[str, Any]) -> str:
+    """Whole heads taken out of the running model."""
+    rows = [
+        [name, row["removed"], row["mlps"], f"{row['accuracy']:.2f}", f"{row['attention']:.2f}", f"{row['answer']:.2f}"]
+        for model, name in MODELS.items()
+        for row in kept[model]["traces"]["whole"]
+        if row["kind"] == "chosen"
+    ]
+    return table(
+        ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"], rows
+    )
+
+
+def median(rows: list[Row], name: str) -> float:
+    """Over heads."""
+    return float(torch.tensor([row[name] for row in rows], dtype=torch.float64).median())
+
+
+def sparsity_table(kept: dict[str, Any]) -> str:
+    """Heads summed up."""
+    rows = []
+    for model, name in MODELS.items():
+        own = kept[model]["sparsity"]
+        sides = [str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own))]
+        medians = [f"{median(own, what):.2f}" for what in ("sparsity", "rotated")]
+        counts = [f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null")]
+        rows.append([name, str(len(own)), *medians, *sides, *counts])
+    names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
+    return table([*names, "vectors to reach the logit", "of random terms", "to reach 99%", "of random terms"], rows)
+
+
+def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
+    """Which findings carry over, all or those that are shown: one rule for both models."""
+    first, second = (judged(kept, model) for model in MODELS)
+    one, other = MODELS.values()
+    said = {
+        (True, True): "yes",
+        (False, False): "in neither",
+        (True, False): f"only {one}",
+        (False, True): f"only {other}",
+    }
+    rows = [
+        [what, here, there, said[bool(holds), bool(too)]]
+        for (what, here, holds), (_, there, too) in zip(first, second, strict=True)
+    ]
+    return table(["finding", one, other, "holds in both"], rows if shown is None else [rows[i] for i in shown])
+
+
+def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
+    """The findings of one model: what was found, its numbers, and whether it holds."""
+    tasks = {row["task"]: row for row in kept[model]["heads"]}
+    both, lexical, order, pca = (swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both"))
+    ranks, controls = (
+        {row["contrast"]: row for row in kept[model]["swaps"]["ranks"] if row["control"] is flag}
+        for flag in (False, True)
+    )
+    four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
+    cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
+    five = edge(kept, model, "both", "keep", 5, "share")["accuracy"]
+    rows, writer = kept[model]["sparsity"], kept[model]["traces"]["key"][0]
+    bind, chance = tasks["binding"], tasks["binding"]["chance"]
+    whole = kept[model]["traces"]["check"][0]["accuracy"]
+    below = sum(row["high"] < 0 for row in rows) / len(rows)
+    needed, random = median(rows, "count_tol"), median(rows, "count_tol_null")
+    return [
+        ("A head looks at the right box first of all tokens, in half of the prompts or more",
+         f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),
+        ("It stands in the layer of the best induction head", tasks["induction"]["head"],
+         tasks["induction"]["head"].split("H")[0] == bind["head"].split("H")[0]),
+        ("Swapping order and lexical moves attention more than random directions (gain)",
+         f"{both['gain']:.2f} [{both['gain_low']:.2f}, {both['gain_high']:.2f}]", both["gain_low"] > 0),
+        ("And more than key PCA of the same size (shift)", f"{both['shift']:.2f} against {pca['shift']:.2f}",
+         both["shift_low"] > pca["shift"]),
+        ("Four lexical dimensions move more than four of key PCA (shift)",
+         f"{four['lexical']['shift']:.2f} against {four['key_pca']['shift']:.2f}",
+         four["lexical"]["low"] > four["key_pca"]["shift"]),
+        ("Lexical moves more than order (shift)", f"{lexical['shift']:.2f} against {order['shift']:.2f}",
+         lexical["shift_low"] > order["shift"]),
+        ("More dimensions of lexical than of order predict words left out",
+         f"{ranks['lexical']['rank_cv']} against {ranks['order']['rank_cv']}",
+         ranks["lexical"]["rank_cv"] > ranks["order"]["rank_cv"]),
+        ("The 99% rank of lexical is smaller than at a head at chance",
+         f"{ranks['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
+         ranks["lexical"]["rank_99"] < controls["lexical"]["rank_99"]),
+        ("Two key edges cut bring accuracy to chance (within .1)", f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}",
+         cut <= chance + 0.1),
+        ("Five writers a side keep half of the accuracy above chance", f"{whole:.2f} to {five:.2f}",
+         five - chance >= 0.5 * (whole - chance)),
+        ("The first writer of its keys is an attention head", f"{writer['writer']} {writer['share']:.2f}",
+         Writer.parse(writer["writer"]).head is not None),
+        ("On natural text the terms of most heads are sparser than over rotated vectors", per_cent(below), below > 0.5),
+        ("99% of a relative logit takes fewer vectors than random terms do (median head)",
+         f"{needed:.1f} against {random:.1f}", needed < random),
+    ]  # fmt: skip
+
+
+def draw(kept: dict[str, Any]) -> None:
+    """Every head's sparsity beside that of its rotated vectors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), sharex=True, sharey=True, layout="constrained")
+    for panel, (model, name) in zip(panels, MODELS.items(), strict=True):
+        rows = kept[model]["sparsity"]
+        colours = ["#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999" for row in rows]
+        panel.scatter([row["rotated"] for row in rows], [row["sparsity"] for row in rows], c=colours, s=14)
+        panel.plot([0, 0.5], [0, 0.5], color="#444444", linewidth=0.7)
+        for row in sorted(rows, key=lambda row: row["sparsity"] - row["rotated"])[:1]:
+            panel.annotate(
+                row["head"], (row["rotated"], row["sparsity"]), fontsize=8, xytext=(4, 0), textcoords="offset points"
+            )
+        panel.set_title(f"{name}: {len(rows)} heads", fontsize=11)
+        panel.set_xlabel("sparsity over rotated singular vectors")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
+    FIGURE.parent.mkdir(exist_ok=True)
+    figure.savefig(FIGURE, dpi=110)
+
+
+def curve_table(kept: dict[str, Any]) -> str:
+    """Shifts by the size of what is swapped."""
+    rows = []
+    for model, name in MODELS.items():
+        for method, said in CURVE.items():
+            own = [row for row in kept[model]["swaps"]["curve"] if row["method"] == method]
+            rows.append([name, said, *(f"{row['shift']:z.2f}" for row in own)])
+    return table(["model", "swapped", *(str(size) for size in SIZES)], rows)
+
+
+TABLES = {
+    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table, "curve": curve_table,
+    "traces": trace_table, "whole": whole_table, "sparsity": sparsity_table,
+}  # fmt: skip
+
+
+def write(kept: dict[str, Any]) -> None:
+    """Fill the page from the rows."""
+    ways: dict[str, list[str]] = {}
+    for model, name in MODELS.items():
+        for part, said in kept[model]["made"].items():
+            ways.setdefault(said, []).append(f"{part} of {name}")
+    made = "; ".join(f"{said}: {', '.join(parts)}" for said, parts in ways.items())
+    for name, filled in {**{name: make(kept) for name, make in TABLES.items()}, "made": f"*{made}.*"}.items():
+        put(PAGE, name, filled)
+    put(ROOT / "README.md", "findings", findings(kept, IN_README))
+    draw(kept)
+
+
+def rounded(rows: Any) -> Any:
+    """Rows as they are kept: four digits are more than the page shows."""
+    if isinstance(rows, dict):
+        return {name: rounded(value) for name, value in rows.items()}
+    if isinstance(rows, list):
+        return [rounded(value) for value in rows]
+    return float(f"{rows:.4g}") if isinstance(rows, float) else rows
+
+
+def main() -> None:
+    """Run what was asked for, keep it, and write the page when all of it is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=list(MODELS), action="append")
+    parser.add_argument("--only", choices=[*PARTS, "page"], action="append")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--n", type=int, default=128, help="Prompts of each task; contrasts take twice as many.")
+    parser.add_argument("--texts", type=int, default=48, help="Passages of natural text.")
+    parser.add_argument("--draws", type=int, default=5, help="Rotated bases of each passage.")
+    parser.add_argument("--folder", type=Path, action="append", help="Text files instead of what Python carries.")
+    given = parser.parse_args()
+    kept = json.loads(STORE.read_text()) if STORE.exists() else {}
+    for model in given.model or MODELS:
+        parts = [part for part in given.only or PARTS if part != "page"]
+        scope = qk.Scope.load(model, device=given.device) if parts else None
+        for part in parts:
+            own = kept.setdefault(model, {"made": {}})
+            own[part] = PARTS[part](scope, given)
+            size = f"{given.texts} passages" if part == "sparsity" else f"n = {given.n}"
+            own["made"][part] = f"{size} on {given.device}, {datetime.date.today()}"
+            STORE.write_text(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
+            print(model, part, "done")
+    if all(part in kept.get(model, {}) for model in MODELS for part in PARTS):
+        write(kept)
+
+
+if __name__ == "__main__":
+    main()

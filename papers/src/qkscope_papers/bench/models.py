@@ -1,0 +1,346 @@
+"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed form saves.
+
+The plain way of the causal test is the published one: stock eager attention with the LM head, and two forward passes
+(clean and edited) per head and condition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkscope import tasks
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.names.look import fit_factors, look
+from qkscope.analyses.names.readings import Readings
+from qkscope.analyses.names.sight import Options, Text, by_length
+from qkscope.analyses.pairs import draw_pairs
+from qkscope.analyses.prompts import batches_of
+from qkscope.analyses.swap import Features, capture_rows
+from qkscope.analyses.trace.rows import HeadRows
+from qkscope.capture.encode import Encoding
+from qkscope.capture.scope import Scope
+from qkscope.heads import Head, parse_heads
+from qkscope.linear.many import values_of
+from qkscope.linear.reader import Reader
+from qkscope.maths.bases import Projector
+from qkscope.maths.moments import Moments
+from qkscope.maths.swap import SwapRows, swapped_keys
+from qkscope.maths.writers import relative_weights
+from qkscope.runs.work import Work
+from qkscope.tasks.sides import LENGTH, Passage
+from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.texts import python_texts
+from qkscope_papers.bench.harness import Row, Seconds, compare, hardware, row
+
+_HEADS = "L18H6,L18H7,L17H5"
+_CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")
+_BATCH = 16
+
+
+@cache
+def _scope() -> Scope:
+    return Scope.load("smollm2-135m")
+
+
+def _order_prompts(scope: Scope, count: int) -> list[Encoding]:
+    units = tasks.binding(9).fit("order", count)
+    return [scope.encode([units[i][0] for i in part]) for part in batches_of(units, _BATCH)]
+
+
+def against_body(
+    scope: Scope, batches: Sequence[Encoding], look: Callable[[Encoding], object], repeats: int
+) -> Seconds:
+    """Batches looked at, against the plain way to run them: the model's body, nothing looked at."""
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            scope.model.base_model(**batch.inputs, use_cache=False)
+
+    def ours() -> None:
+        for batch in batches:
+            look(batch)
+
+    return compare(plain, ours, repeats)
+
+
+def sums_of(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
+    """Queries and keys of all heads, ΔC accumulated."""
+    moments = Moments(scope.heads(), [contrast], scope.d_head, group_size=scope.group_size, device=scope.device)
+
+    def update(batch: Encoding) -> None:
+        captured = scope.capture_inputs(batch)
+        moments.update(captured.q, captured.k, {contrast: captured.labels[contrast]})
+
+    return update
+
+
+@row
+def capture_overhead() -> Row:
+    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
+    scope = _scope()
+    seconds = against_body(scope, _order_prompts(scope, 4 * _BATCH), sums_of(scope, "order"), repeats=7)
+    return seconds.overhead(f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
+
+
+@row
+def early_stop() -> Row:
+    """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
+    scope = _scope()
+    batches = _order_prompts(scope, 2 * _BATCH)
+    seconds = against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
+    return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
+
+
+def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Passage], repeats: int) -> Seconds:
+    """Both passes behind names, of all heads, against the same passages through the model's body; CPU seconds on one.
+
+    What tokens are by themselves is read before: it is done once, however much text there is.
+    """
+    readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
+    text = Text(scope, scope.heads(), readings)
+    sides = [(side, part) for side in (fitted, tested) for part in by_length(side, _BATCH)]
+    batches = [text.batch(side, part, [0] * len(part)) for side, part in sides]
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            scope.model.base_model(**batch.inputs, use_cache=False)
+
+    quiet = Options(progress=False)
+
+    def ours() -> None:
+        look(text, fit_factors(text, fitted, Work(), quiet), tested, Work(), quiet)
+
+    if scope.device.type == "cpu":
+        return compare(plain, ours, repeats, warm=False, clock=time.process_time)
+    return compare(plain, ours, repeats)
+
+
+@row
+def discover_overhead() -> Row:
+    """All heads named on passages of Python's topics, three to fit on for each to test on, as `atlas` has them."""
+    scope = _scope()
+    count = 32 if scope.device.type == "cpu" else 256
+    assert scope.tokenizer is not None
+    encoded = [scope.tokenizer(topic.text, verbose=False)["input_ids"] for topic in python_texts()]
+    whole = [(i, ids[at : at + LENGTH]) for i, ids in enumerate(encoded) for at in range(0, len(ids) - LENGTH, LENGTH)]
+    passages = [Passage(f"topic {i}", i, tuple(ids)) for i, ids in whole[:count]]
+    seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=1 if count == 32 else 5)
+    note = f"{len(scope.heads())} heads, {count - count // 4} + {count // 4} passages of {LENGTH} tokens"
+    return seconds.overhead(f"{note}; {hardware(scope.device)}")
+
+
+# ---------------------------------------------------------------- who wrote the query and the key
+
+
+class _FarEnough(Exception):
+    """A plain forward has gone far enough."""
+
+
+def forward_to(scope: Scope, batches: Sequence[Encoding], attention: Any) -> Callable[[], None]:
+    """The plain forward, ended as soon as the queries and keys of an attention layer exist."""
+
+    def stop(*_: Any) -> None:
+        raise _FarEnough
+
+    @torch.no_grad()
+    def plain() -> None:
+        hook = attention.v_proj.register_forward_hook(stop)  # the last of the three
+        try:
+            for batch in batches:
+                with suppress(_FarEnough):
+                    scope.model.base_model(**batch.inputs, use_cache=False)
+        finally:
+            hook.remove()
+
+    return plain
+
+
+def trace_seconds(scope: Scope, heads: Sequence[Head], batches: Sequence[Encoding], repeats: int) -> Seconds:
+    """Writers of both sides, recorded and split, against the plain forward until these heads' queries and keys exist.
+
+    Heads ask with directions, one head by itself and several together, as `trace` does it.
+    """
+    reader, last = Reader(scope, heads), max(head.layer for head in heads)
+
+    def ours() -> None:
+        for batch in batches:
+            run = reader.record(batch.inputs, batch.places)
+            signs = batch.labels[ANSWER].long().masked_fill(~batch.places.key_mask, 0)
+            if len(heads) == 1:
+                _ = HeadRows(run, heads[0], signs).marginals
+            else:
+                weights = relative_weights(signs)[:, None].expand(-1, len(heads), -1)
+                for _ in values_of(run, weights):
+                    pass
+
+    attention = reader.blocks[last].attention
+    return compare(forward_to(scope, batches, attention), ours, repeats)
+
+
+@row
+def trace_one() -> Row:
+    """One head's writers at the last token and nine keys, both sides, against the forward to its layer."""
+    scope = _scope()
+    seconds = trace_seconds(scope, [Head(18, 6)], _order_prompts(scope, 4 * _BATCH), repeats=7)
+    return seconds.overhead(f"L18H6, {4 * _BATCH} prompts; {hardware(scope.device)}")
+
+
+@row
+def trace_all() -> Row:
+    """The same of all heads but the first layer's, against the forward to the last layer."""
+    scope = _scope()
+    heads = [head for head in scope.heads() if head.layer > 0]
+    seconds = trace_seconds(scope, heads, _order_prompts(scope, 4 * _BATCH), repeats=5)
+    return seconds.overhead(f"{len(heads)} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
+
+
+# ---------------------------------------------------------------- the causal test
+
+
+def _fit_and_test(scope: Scope) -> tuple[Fit, Sequence[Unit]]:
+    task = tasks.binding(9)
+    return decompose(
+        scope, task, _HEADS, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False
+    ), task.test(48)
+
+
+@contextmanager
+def _eager(scope: Scope) -> Iterator[None]:
+    before = scope.model.config._attn_implementation
+    scope.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        scope.model.set_attn_implementation(before)
+
+
+def _plain_fit(scope: Scope) -> None:
+    """Full eager forwards with the LM head over the fitting prompts, taking queries and keys as they pass."""
+    task = tasks.binding(9)
+    heads = parse_heads(_HEADS)
+    with _eager(scope):
+        for contrast in ("order", "lexical"):
+            units = task.fit(contrast, 48)
+            for part in batches_of(units, _BATCH):
+                encoded = scope.encode([example for i in part for example in units[i]])
+                captured = scope.capture_inputs(encoded, heads=heads, rest=False, logits=True)
+                _ = torch.einsum("bhd,bhke->hde", captured.q, captured.k[:, captured.kv_of_head])
+
+
+def _plain_swap(scope: Scope, units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
+    """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
+    heads = parse_heads(_HEADS)
+    after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
+    batches = batches_of(units, _BATCH)
+    starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
+    with _eager(scope):
+        for c, condition in enumerate(_CONDITIONS):
+            left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
+            for h, head in enumerate(heads):
+                own = Projector(left[h], right[h])
+                for part, first in zip(batches, starts, strict=False):
+                    encoded = scope.encode([units[i][0] for i in part])
+                    index = torch.arange(len(part))
+                    orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
+                    columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
+                    with torch.no_grad():
+                        scope.model(**encoded.inputs, use_cache=False)
+                    weights = _edited_forward(scope, encoded.inputs, head, columns, own)
+                    after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
+    return after
+
+
+@torch.no_grad()
+def _edited_forward(
+    scope: Scope, inputs: dict[str, Tensor], head: Head, columns: tuple[Tensor, Tensor], projector: Projector
+) -> Tensor:
+    """One head's attention in a stock forward whose keys are swapped on their way into the attention function."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    kept: list[Tensor] = []
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        if module.layer_idx != head.layer:
+            return eager_attention_forward(module, q, k, v, mask, **kwargs)
+        groups, rows = module.num_key_value_groups, torch.arange(len(k))
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        at = [(rows, head.index, column) for column in columns]
+        keys[at[0]], keys[at[1]] = swapped_keys(keys[at[0]], keys[at[1]], projector)
+        module.num_key_value_groups = 1
+        try:
+            output, weights = eager_attention_forward(module, q, keys, values, mask, **kwargs)
+        finally:
+            module.num_key_value_groups = groups
+        kept.append(weights[:, head.index])
+        return output, weights
+
+    ALL_ATTENTION_FUNCTIONS.register("qkscope_plain", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("qkscope_plain", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    scope.model.config._attn_implementation_internal = "qkscope_plain"
+    try:
+        scope.model(**inputs, use_cache=False)
+    finally:
+        scope.model.config._attn_implementation_internal = "eager"
+    return kept[0]
+
+
+def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Tensor], Scope]:
+    scope = _scope()
+    fit, units = _fit_and_test(scope)
+    heads = parse_heads(_HEADS)
+    every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
+    projectors = {condition.name: projector for condition, projector in every.items()}
+    rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
+    found: dict[str, Tensor] = {}
+
+    def plain() -> None:
+        found["plain"] = _plain_swap(scope, units, rows, projectors)
+
+    def ours() -> None:
+        again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
+        found["ours"] = torch.stack([again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS])
+
+    return plain, ours, found, scope
+
+
+def _same(found: dict[str, Tensor]) -> float:
+    error = float((found["plain"] - found["ours"]).abs().max())
+    assert error < 1e-5, f"the closed form must equal the edited forward, but differs by {error}"
+    return error
+
+
+@row
+def swap_pipeline() -> Row:
+    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
+    plain, ours, found, scope = _swap_sides()
+    seconds = compare(plain, ours, warm=False)
+    return seconds.faster(f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}")
+
+
+@row
+def binding_pipeline() -> Row:
+    """Fit order and lexical (48 and 48 + 48 prompts, nulls included) and swap, against the published procedure."""
+    plain_swap, ours_swap, found, scope = _swap_sides()
+
+    def plain() -> None:
+        _plain_fit(scope)
+        plain_swap()
+
+    def ours() -> None:
+        _fit_and_test(scope)
+        ours_swap()
+
+    seconds = compare(plain, ours, warm=False)
+    return seconds.faster(f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")

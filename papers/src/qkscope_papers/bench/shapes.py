@@ -1,0 +1,87 @@
+"""Bench rows on a GPU: models of known shapes with random bfloat16 weights, looked into and traced.
+
+Of a model as small as SmolLM2 a GPU waits for its orders; at the shape of Llama-3.1-8B it does not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from qkscope.capture.encode import Encoding
+from qkscope.capture.scope import Scope
+from qkscope.examples import Example, Key
+from qkscope.heads import Head
+from qkscope.tasks.task import ANSWER
+from qkscope_papers.bench.harness import Row, not_here, row
+from qkscope_papers.bench.models import against_body, sums_of, trace_seconds
+
+_SHAPES: dict[str, Any] = {
+    "8b": {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
+    "135m": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+             "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
+}  # fmt: skip
+
+
+@cache
+def _scope(shape: str) -> Scope:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16).eval()
+    return Scope.from_model(model, name=f"llama-{shape}-shape")
+
+
+def _prompts(scope: Scope, count: int, length: int) -> Encoding:
+    """Random ids, the last token asks, every ninth is a key and the first of them the right one."""
+    ids = torch.randint(1000, (count, length), generator=torch.Generator().manual_seed(0))
+    keys = tuple(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}) for i in range(5, length - 1, 9))
+    return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
+
+
+def _looking(shape: str, count: int, length: int) -> Row:
+    if not torch.cuda.is_available():
+        return not_here("needs a GPU")
+    scope = _scope(shape)
+    batch, heads = _prompts(scope, count, length), f"{len(scope.heads()):,} heads"
+    torch.cuda.reset_peak_memory_stats()
+    seconds = against_body(scope, [batch], sums_of(scope, ANSWER), repeats=9)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    each = f"{heads}, {count}×{length} tokens, ΔC in float64: {count / seconds.ours:.0f} prompts/s"
+    return seconds.overhead(f"{each}, {peak:.1f} GiB; one GPU")
+
+
+def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> Row:
+    if not torch.cuda.is_available():
+        return not_here("needs a GPU")
+    scope = _scope(shape)
+    heads = chosen or [head for head in scope.heads() if head.layer > 0]
+    seconds = trace_seconds(scope, heads, [_prompts(scope, count, length)], repeats=7)
+    return seconds.overhead(f"{len(heads)} of its heads, {count}×{length} tokens; one GPU")
+
+
+@row
+def capture_overhead_8b() -> Row:
+    """Looking at all 1,024 heads of the shape of Llama-3.1-8B, against the bare body."""
+    return _looking("8b", 64, 96)
+
+
+@row
+def capture_overhead_135m() -> Row:
+    """The same at the shape of SmolLM2-135M: all 270 heads."""
+    return _looking("135m", 256, 75)
+
+
+@row
+def trace_one_135m() -> Row:
+    """One head's writers at the last token and every key, against the forward to its layer."""
+    return _tracing("135m", [Head(18, 6)], 64, 75)
+
+
+@row
+def trace_all_135m() -> Row:
+    """The same of all heads but the first layer's, against the forward to the last layer."""
+    return _tracing("135m", None, 64, 75)

@@ -1,0 +1,150 @@
+"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which feature.
+
+Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with figure 2.
+
+Besides the matched cosines: whether singular values are the target logits (their largest relative difference), the
+best cosine that a random direction finds, and the same numbers before training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from qkscope.draws import derived_seed
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
+from qkscope_papers.franco2026.toy.alignment import cosines
+from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
+from qkscope_papers.registry import Settings
+from qkscope_papers.tables import Files, Row, column, distinct, figure_name, files_of, heat_map, least, mean, pick
+
+_TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
+
+
+@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS, decides=True)
+@toy_figure("fig11", "All features and all singular vectors", _TOYS, decides=False)
+def run(settings: Settings, cells: Cells, decides: bool) -> Result:
+    """Alignment of both configurations, and all cosines of the first seed as arrays."""
+    work, toys = WORK[settings.preset], train(cells, settings)
+    rows = before_and_after(toys)
+    arrays, spectra = {}, []
+    for config, found in toys.items():
+        toy, basis = found[0].toy, found[0].toy.basis()
+        for side, vectors in (("query", basis.u), ("key", basis.v)):
+            arrays[f"{side}/{config}"] = cosines(toy.W.double(), vectors).float()
+        for trained in found:
+            for check, control in ((-1, False), (0, True)):
+                s, count = trained.at(check).basis().s, len(trained.cell.task.pairs)
+                kl, error = divergence_and_error(trained.at(check), 4096, derived_seed(settings.seed, 31))
+                spectra.append({"config": config, "seed": trained.cell.seed, "control": control, "kl": kl,
+                                "reconstruction": error, "next_over_last": float(s[count] / s[count - 1]),
+                                "singular_values": [float(x) for x in s]})  # fmt: skip
+    after, before = pick(rows, control=False), pick(rows, control=True)
+    one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
+    return settings.result(
+        answer=(
+            f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
+            f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
+            f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
+            f"direction finds {many[0]['best_random']:.2f} at best."
+        ),
+        tables={"alignment": rows, "spectra": spectra},
+        claims=_claims(after, before, spectra) if decides else [],
+        arrays=arrays,
+        about={"work": vars(work)},
+    )
+
+
+def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:
+    one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
+    trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
+    least_of = "least matched |cos|; control: what random directions find at best"
+    return [
+        Claim(f"one pair: both features align with their singular vectors ({least_of}, in every seed)",
+              "Sec. 4, Fig. 2(a): aligned", least(r["matched"] for r in one), one[0]["best_random"],
+              "ours >= 0.95 and ours > control"),
+        Claim("one pair: a single large singular value (second over first, largest of the seeds; control: untrained)",
+              "Sec. 4, Fig. 2(a): only a single large singular value", max(r["next_over_last"] for r in trained),
+              max(r["next_over_last"] for r in untrained), "ours < 0.05"),
+        Claim(f"20 pairs: all features align with singular vectors ({least_of})",
+              "Sec. 4, Fig. 2(b), Fig. 11: all features align", least(r["matched"] for r in many),
+              many[0]["best_random"], "ours >= 0.95 and ours > control"),
+        Claim("20 pairs: singular values are the target logits (σ‖f_q‖‖f_k‖, mean relative difference; control: "
+              "untrained)", "Sec. 4, Fig. 2(b): reflect the values of the target logits", _value_error(many),
+              _value_error(pick(before, config=MANY_PAIRS)), "ours < 0.25"),
+    ]  # fmt: skip
+
+
+def _value_error(rows: list[Row]) -> float:
+    """Singular value times the pair's norms against the target logit: what the head adds to it at full strength."""
+    found = []
+    for query in pick(rows, side="query"):
+        key = pick(rows, side="key", seed=query["seed"], pair=query["pair"])[0]
+        logit = query["singular_value"] * query["feature_norm"] * key["feature_norm"]
+        found.append(abs(logit - query["target_logit"]) / query["target_logit"])
+    return mean(found)
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_SHOWN = 24  # singular vectors of the short figure
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Figure 2: features of interest and spectra. Figure 11: all features and all vectors."""
+    short = figure_name(result) == "fig2"
+    configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
+    figure = new_figure(11.5, 4.0 * len(configs)) if short else new_figure(9.5, 4.9 * len(configs))
+    axes = figure.subplots(len(configs), 3 if short else 2, squeeze=False)
+    image = None
+    for line, config in zip(axes, configs, strict=True):
+        pairs = _pairs(result, config)
+        for axis, side in zip(line[:2], ("query", "key"), strict=True):
+            matrix = result.arrays[f"{side}/{config}"]
+            features: Any = [pair[side == "key"] for pair in pairs] if short else range(len(matrix))
+            shown = matrix[list(features)][:, :_SHOWN] if short else matrix
+            image = _heat_map(axis, shown.numpy(), side, config, list(features))
+        if short:
+            _spectrum(line[2], result, config)
+    assert image is not None
+    figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
+    return files_of(result, figure)
+
+
+def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
+    rows = pick(result.tables["alignment"], config=config, side="query", control=False)
+    named = distinct(rows, "pair")
+    return [(int(a), int(b)) for a, b in (pair.split("-") for pair in named)]
+
+
+def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
+    image = heat_map(axis, matrix)
+    letter = "u" if side == "query" else "v"
+    few = len(features) <= 25
+    axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")
+    if few:
+        axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
+    return image
+
+
+def _spectrum(axis: Axes, result: Result, config: str) -> None:
+    spectra = pick(result.tables["spectra"], config=config)
+    trained = pick(spectra, control=False)[0]["singular_values"][:_SHOWN]
+    untrained = next(r for r in spectra if r["control"])["singular_values"][:_SHOWN]
+    rows = pick(result.tables["alignment"], config=config, side="query", control=False)
+    targets = column(pick(rows, seed=rows[0]["seed"]), "target_logit")
+    axis.plot(range(len(targets)), targets, "_", color=INK, ms=11, mew=1.6, label="target logit of the pair")
+    axis.plot(range(len(trained)), trained, "o", color=ORIGINAL, ms=4, label="singular value, trained")
+    axis.plot(range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained")
+    low = min(r["matched"] for r in rows)
+    axis.set(xlabel="k", ylim=(-0.05 * max(targets), None))
+    axis.set_title(
+        f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})", fontsize=9
+    )
+    axis.title.set_color(TARGET if low < 0.9 else INK)
+    axis.legend(frameon=False, fontsize=8)

@@ -1,0 +1,277 @@
+"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No paper asks this.
+
+Heads are found on the binding task, features fitted in the query's frame; `qkscope.maths.bridge` says which singular
+vectors carry them. How much of their swaps the singular vectors alone reproduce is seen on held-out prompts, for each
+number k of dimensions: the first k directions of the contrast; the k singular vectors that carry most of it
+(`singular`, chosen on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
+from the weights alone); the best k of rotated singular vectors, by the same choice (`rotated`); key PCA; and random
+subspaces. Singular vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from qkscope import tasks
+from qkscope.analyses.decompose import decompose
+from qkscope.analyses.find import find_heads
+from qkscope.analyses.fit import Fit
+from qkscope.analyses.pairs import draw_pairs
+from qkscope.analyses.relative import singular_basis
+from qkscope.analyses.swap import capture_rows
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.maths import methods
+from qkscope.maths.bridge import Alignment, alignment
+from qkscope.maths.singular import SingularBasis
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.swap import Condition, SwapRows
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, colours_of, new_figure
+from qkscope.tasks.task import Unit
+from qkscope_papers.registry import Settings, figure
+from qkscope_papers.tables import Files, Row, files_of, model_name, over_runs, pick
+
+
+@dataclass(frozen=True)
+class BridgeWork:
+    """Counts of one preset."""
+
+    choose: int
+    fit: int
+    test: int
+    heads: int
+    draws: int
+
+
+WORK = {
+    "smoke": BridgeWork(32, 32, 32, 2, 4),
+    "default": BridgeWork(128, 256, 192, 4, 20),
+    "paper": BridgeWork(256, 1000, 1000, 9, 50),
+}
+SIZES = (1, 2, 4, 8, 12, 16)
+_CONTRASTS = ("lexical", "order")
+_VECTORS = 8  # singular vectors of a feature in the table
+
+
+@figure("franco2026", "bridge", "Contrasts against singular vectors")
+def run(settings: Settings) -> Result:
+    """Alignment and swaps at the best binding heads."""
+    work = WORK[settings.preset]
+    scope = Scope.load(settings.model, device=settings.device)
+    # a nano answers lists by looking at the colons, and the other forms by looking at the boxes
+    task = tasks.binding(9, "sentence" if settings.model.startswith("nano:") else "list", settings.seed)
+    ranking = find_heads(scope, task, work.choose)
+    heads = [row["head"] for row in ranking.top("row_accuracy")[: work.heads]]
+    fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
+    units = task.test(work.test)
+    tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
+    return settings.result(
+        _answer(tables["alignment"]),
+        {**tables, "heads": ranking.top("row_accuracy")[: work.heads]},
+        _claims(pick(tables["alignment"], contrast="lexical")),
+        arrays,
+        settings.model,
+        {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws},
+    )
+
+
+def bridge(
+    scope: Scope,
+    fit: Fit,
+    basis: SingularBasis,
+    units: Sequence[Unit],
+    *,
+    sizes: Sequence[int] = SIZES,
+    draws: int = 20,
+    batch_size: int = 32,
+    seed: int = 0,
+) -> tuple[dict[str, list[Row]], dict[str, Tensor]]:
+    """Tables of how every fitted feature lies on the singular vectors of its head, and of swaps of both; and arrays.
+
+    Parameters
+    ----------
+    scope : the model.
+    fit : fitted in ``query_frame``, where one basis serves all positions (or in a model without RoPE).
+    basis : the singular vectors of its heads.
+    units : from ``task.test(n)``: words that nothing was fitted on.
+    sizes : numbers of dimensions swapped; those that fit into a head.
+    draws : random subspaces and rotations per size.
+    batch_size : prompts that run together.
+    seed : of everything that is drawn.
+    """
+    if fit.space != "query_frame" and any(basis[head].rotary for head in fit.heads):
+        raise BadInput(
+            f"the bridge needs queries and keys in the query's frame, but this fit is in {fit.space}: fit with "
+            "space='query_frame'."
+        )
+    rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed))
+    found = [alignment(basis, fit[name, head], seed=seed) for name in fit.contrasts for head in fit.heads]
+    fitting = [k for k in sizes if k <= scope.d_head]
+    curve = [row for name in fit.contrasts for row in _curve(rows, fit, basis, name, fitting, draws, seed)]
+    vectors = [
+        {"head": str(one.head), "contrast": one.contrast, **row} for one in found for row in one.table()[:_VECTORS]
+    ]
+    tables = {"alignment": [_with_swaps(one, curve) for one in found], "curve": curve, "vectors": vectors}
+    return tables, {f"carried/{one.contrast}/{one.head}": one.carried for one in found}
+
+
+def _curve(
+    rows: SwapRows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
+) -> list[Row]:
+    heads = list(fit.heads)
+    features = [fit[name, head] for head in heads]
+    deltas = torch.stack([_delta(feature) for feature in features])
+    cov_k = [feature.cov_k for feature in features if feature.cov_k is not None]  # a fit has it
+    known: dict[str | Condition, methods.Method] = {
+        "contrast": methods.leading([feature.V.double().cpu() for feature in features]),
+        "singular": methods.singular(basis, heads, deltas),
+        "omega_svd": methods.omega_svd(basis, heads),
+        "rotated": methods.rotated(basis, heads, deltas, draws, seed),
+        "key_pca": methods.key_pca(torch.stack(cov_k).cpu()),
+        "random": methods.random(heads, features[0].d_head, draws, seed),
+    }
+    against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
+    return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]
+
+
+def _delta(feature: Subspace) -> Tensor:
+    u, v = feature.basis("query").double().cpu(), feature.basis("key").double().cpu()
+    return u @ torch.diag(feature.S[: feature.rank].double().cpu()) @ v.mT
+
+
+def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
+    """The feature's row, with the swaps of as many dimensions as its rank (the next size of the curve)."""
+    own = pick(curve, head=str(one.head), contrast=one.contrast)
+    k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(row["k"] for row in own))
+    at = {row["method"]: row for row in own if row["k"] == k}
+    whole = at["contrast"]["shift"]
+    return {
+        **one.row(), "k": k, **{f"shift_{method}": row["shift"] for method, row in at.items()},
+        "gain_singular": at["singular"]["gain"], "gain_singular_low": at["singular"]["gain_low"],
+        "gain_singular_high": at["singular"]["gain_high"],
+        "reproduced": at["singular"]["shift"] / whole if whole > 0 else None,
+        "reproduced_rotated": at["rotated"]["shift"] / whole if whole > 0 else None,
+    }  # fmt: skip
+
+
+def _answer(table: Sequence[Row]) -> str:
+    """The answer at the head and contrast whose own swap moves most, whatever it is."""
+    row = max(table, key=lambda row: row["shift_contrast"])
+    return (
+        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} singular vectors carry 90% of "
+        f"it where rotated ones need {row['vectors_rotated']:.0f} and principal axes of the keys "
+        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its keys (key PCA "
+        f"{row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts "
+        f"attention by {row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
+        f"{row['shift_contrast']:.2f}, rotated vectors {row['shift_rotated']:.2f}, key PCA "
+        f"{row['shift_key_pca']:.2f} and random {row['shift_random']:.2f}."
+    )
+
+
+def _claims(rows: list[Row]) -> list[Claim]:
+    """Of the lexical feature, means over heads with their intervals; no paper asks this."""
+    known = "The keys' own axes know the prompts: singular vectors are no special coordinates of this feature."
+    part = "They span most of the feature, not the whole of it."
+    asked = [
+        ("Singular vectors that carry 90% of the lexical feature (control: rotated vectors)", "vectors",
+         "vectors_rotated", "ours < 0.5 * control", ""),
+        ("... fewer than principal axes of the keys, which know the prompts and no weights", "vectors",
+         "vectors_key_pca", "ours < control", known),
+        ("Share of its key subspace in the span of as many singular vectors as its rank (control: random axes, chosen "
+         "alike)", "key", "key_random", "ours > 1.5 * control", ""),
+        ("... more than in that of as many principal axes of the keys, chosen alike", "key", "key_key_pca",
+         "ours > control", known),
+        ("Share of its query subspace (control: random axes, chosen alike)", "query", "query_random",
+         "ours > 1.5 * control", ""),
+        ("Shift of attention when these vectors are swapped (control: rotated vectors, chosen alike)",
+         "shift_singular", "shift_rotated", "ours > 1.5 * control", ""),
+        ("... more than by as many principal components of the keys", "shift_singular", "shift_key_pca",
+         "ours > control", known),
+        ("... and nine tenths of what the contrast's own directions do", "shift_singular", "shift_contrast",
+         "ours > 0.9 * control", part),
+    ]  # fmt: skip
+    claims = []
+    for what, ours, control, rule, why in asked:
+        # heads are paired: the interval is of the difference, moved to where ours stands
+        mean, gap = (over_runs(row[ours] - less * row[control] for row in rows) for less in (0, 1))
+        other = mean.mean - gap.mean
+        claims.append(Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why))
+    return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_HUES = colours_of(["lexical", "omega_svd", "key_pca", "random"])
+_LINES = {
+    "contrast": ("contrast's own directions", _HUES["lexical"], "-"),
+    "singular": ("singular vectors, by share", ORIGINAL, "-"),
+    "omega_svd": ("singular vectors, by σ", _HUES["omega_svd"], "--"), "key_pca": ("key PCA", _HUES["key_pca"], "-"),
+    "rotated": ("rotated vectors, by share", INK, ":"), "random": ("random", _HUES["random"], "-"),
+}  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """A column per head: the lexical feature over the singular vectors, its overlaps, and swaps by size."""
+    rows = pick(result.tables["alignment"], contrast="lexical")
+    curve = pick(result.tables["curve"], contrast="lexical")
+    figure = new_figure(3.1 * len(rows) + 0.6, 7.4)
+    axes = figure.subplots(3, len(rows), squeeze=False)
+    for i, row in enumerate(rows):
+        carried = result.arrays[f"carried/lexical/{row['head']}"].numpy()
+        _carried(axes[0, i], carried, row)
+        _overlaps(axes[1, i], row)
+        _swaps(axes[2, i], pick(curve, head=row["head"]), row)
+    axes[0, 0].set_ylabel("share of tr ΔC")
+    axes[1, 0].set_ylabel("share of the subspace")
+    axes[2, 0].set_ylabel("shift of attention")
+    axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
+    handles, labels = axes[2, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
+    return files_of(result, figure)
+
+
+def _carried(axis: Axes, carried: Any, row: Row) -> None:
+    total = float(carried.sum()) or 1.0  # a feature that is nothing at this head has no shares
+    axis.bar(np.arange(len(carried)), carried / total, 0.9, color=ORIGINAL)
+    axis.axhline(0, color=INK, lw=0.5)
+    carriers = f"{row['head']}, rank {row['rank']}: {row['vectors']:.0f} vectors carry 90%"
+    controls = ", ".join(
+        f"{label} {row[f'vectors_{kind}']:.0f}"
+        for kind, label in (("rotated", "rotated"), ("random", "random"), ("key_pca", "key PCA"))
+    )
+    axis.set_title(f"{carriers}\n({controls})", fontsize=8.5)
+    axis.set_xlabel("singular vector, largest σ first", fontsize=8)
+
+
+def _overlaps(axis: Axes, row: Row) -> None:
+    kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", _HUES["omega_svd"]), ("_rotated", "rotated", INK),
+             ("_key_pca", "key PCA", _HUES["key_pca"]), ("_random", "random axes", _HUES["random"]))  # fmt: skip
+    for j, (suffix, label, colour) in enumerate(kinds):
+        places, values = [side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]]
+        bars = axis.bar(places, values, 0.16, color=colour, label=label)
+        axis.bar_label(bars, fmt="%.2f", fontsize=6.5)
+    axis.set_xticks([0, 1], ["query space", "key space"], fontsize=8)
+    axis.set_ylim(0, 1.45)
+    axis.set_yticks([0, 0.5, 1])
+    axis.set_title(f"in the span of {row['rank']} vectors", fontsize=8.5)
+
+
+def _swaps(axis: Axes, rows: Sequence[Row], row: Row) -> None:
+    for method, (label, colour, style) in _LINES.items():
+        line = sorted((r for r in rows if r["method"] == method), key=lambda r: r["k"])
+        x = [r["k"] for r in line]
+        axis.plot(x, [r["shift"] for r in line], style, marker="o", ms=3, lw=1.4, color=colour, label=label)
+        axis.fill_between(x, [r["low"] for r in line], [r["high"] for r in line], color=colour, alpha=0.1, lw=0)
+    axis.axvline(row["rank"], color=REST, lw=0.8, ls=":")
+    axis.set_xlabel("dimensions swapped", fontsize=8)

@@ -1,0 +1,154 @@
+"""Figure 23: more pairs of interest than the head has dimensions.
+
+Surplus pairs, those with the lowest target logits, are said to share the last singular vector. Beside the cosines
+stand the norms of their features, as a cosine hides that a feature has all but vanished; controls are the same features
+before training, under the same measure.
+A feature lies *on* the vector with which its |cos| is largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
+from qkscope_papers.franco2026.toy.alignment import cosines
+from qkscope_papers.franco2026.toy.measure import before_and_after
+from qkscope_papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
+from qkscope_papers.registry import Settings
+from qkscope_papers.tables import Files, Row, files_of, heat_map, mean, over_runs, pick
+
+
+def _by_pairs(preset: str) -> dict[str, Superposition]:
+    small, large = (range(5, 11, 5), range(0)) if preset == "smoke" else (range(5, 11), range(10, 21))
+    found = {f"d_head=5 m={m}": Superposition(d_head=5, pairs=linear_pairs(m, 1.0 + m)) for m in small}
+    for m in large:
+        if preset == "paper" or m % 5 == 0:
+            wide = Superposition(n=40, d=20, d_head=10, pairs=linear_pairs(m, 1.0 + m))
+            found[f"d_head=10 m={m}"] = wide
+    return found
+
+
+@toy_figure("fig23", "More pairs than the head has dimensions", toys_of(_by_pairs, crowded=True))
+def run(settings: Settings, cells: Cells) -> Result:
+    """Alignment of every number of pairs, with the surplus apart."""
+    toys = train(cells, settings)
+    rows = before_and_after(toys)
+    for row in rows:
+        task = toys[row["config"]][0].cell.task
+        order = [f"{pair[0]}-{pair[1]}" for pair in by_logit(task.pairs)]
+        row["surplus"] = order.index(row["pair"]) >= task.d_head
+        row["on_last"] = row["best_index"] == task.d_head - 1
+        row["on_own"] = row["best_index"] == order.index(row["pair"])
+    summary = [_summary(config, rows, found[0].cell.task.d_head) for config, found in toys.items()]
+    arrays = {}
+    for config, found in toys.items():
+        toy, basis = found[0].toy, found[0].toy.basis()
+        pairs = by_logit(toy.task.pairs)
+        for side, vectors in ((0, basis.u), (1, basis.v)):
+            wanted = toy.W.double()[:, [pair[side] for pair in pairs]]
+            arrays[f"{('query', 'key')[side]}/{config}"] = cosines(wanted, vectors).float()
+    surplus = [row for row in pick(rows, control=False) if row["surplus"]]
+    fitting = pick(rows, control=False, surplus=False)
+    return settings.result(
+        answer=(
+            f"{sum(r['on_last'] for r in surplus)} of {len(surplus)} surplus features lie on the last singular vector "
+            f"(mean |cos| {mean(r['matched'] for r in surplus):.2f}); their norms are {_span(surplus)}, those of the "
+            f"others {_span(fitting)}."
+        ),
+        tables={"alignment": rows, "capacity": summary},
+        claims=_claims(rows, surplus, fitting),
+        arrays=arrays,
+        about={"work": vars(WORK[settings.preset])},
+    )
+
+
+def _summary(config: str, rows: list[Row], d_head: int) -> Row:
+    own = pick(rows, config=config, control=False)
+    surplus, fitting = (pick(own, surplus=flag) for flag in (True, False))
+    return {
+        "config": config, "d_head": d_head, "pairs": len(own) // 2, "surplus": len(surplus) // 2,
+        "fitting_matched": mean(r["matched"] for r in fitting),
+        "surplus_on_last": mean(float(r["on_last"]) for r in surplus),
+        "surplus_cosine": mean(r["matched"] for r in surplus),
+        "fitting_norm": mean(r["feature_norm"] for r in fitting),
+        "surplus_norm": mean(r["feature_norm"] for r in surplus),
+        "last_singular_value": min(r["singular_value"] for r in own),
+    }  # fmt: skip
+
+
+def _claims(rows: list[Row], surplus: list[Row], fitting: list[Row]) -> list[Claim]:
+    before, before_fitting = (pick(rows, control=True, surplus=flag) for flag in (True, False))
+    norms = over_runs(r["feature_norm"] for r in surplus)
+    return [
+        Claim("surplus pairs map to the last singular vector (share of their features; control: untrained)",
+              "App. E, Fig. 23: all of the features having the lowest target logits",
+              mean(float(r["on_last"]) for r in surplus), mean(float(r["on_last"]) for r in before), "ours >= 0.9"),
+        Claim("pairs within capacity keep a vector of their own (share of features that lie on theirs; control: "
+              "untrained)", "App. E, Fig. 23: high-logit features one-to-one",
+              mean(float(r["on_own"]) for r in fitting), mean(float(r["on_own"]) for r in before_fitting),
+              "ours >= 0.9",
+              changed="It was the mean matched |cos| >= 0.95, which one toy more or less decides; the share is on the "
+              "scale of the claim above."),
+        Claim("surplus features are still represented (norm, mean over features; control: features within capacity)",
+              "implied by Sec. 4: some features move into superposition within the head's representation space",
+              norms.mean, mean(r["feature_norm"] for r in fitting), "ours > 0.5 * control", norms.low, norms.high,
+              why="They lie on the vector by their angle, which has no length: what is left of them is a fraction of "
+              "the others' norm, so they are given up rather than superposed."),
+    ]  # fmt: skip
+
+
+def _span(rows: list[Row]) -> str:
+    values = sorted(row["feature_norm"] for row in rows)
+    return f"{values[0]:.2f} to {values[-1]:.2f}" if values else "none"
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Heat maps of the query side by number of pairs; below them feature norms by rank of the target logit."""
+    configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
+    columns = min(len(configs), 6)
+    lines = -(-len(configs) // columns)
+    figure = new_figure(2.1 * columns + 0.8, (2.9 + 1.7) * lines)
+    axes = figure.subplots(2 * lines, columns, squeeze=False, height_ratios=[2.9, 1.7] * lines)
+    image = None
+    for place in range(lines * columns):
+        above, below = (
+            axes[2 * (place // columns)][place % columns],
+            axes[2 * (place // columns) + 1][place % columns],
+        )
+        if place >= len(configs):
+            above.set_axis_off()
+            below.set_axis_off()
+            continue
+        config = configs[place]
+        image = heat_map(above, result.arrays[f"query/{config}"].numpy())
+        width = result.arrays[f"query/{config}"].shape[1]
+        above.axhline(width - 0.5, color=TARGET, lw=1)
+        above.set_title(config, fontsize=8.5)
+        above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
+        for side in (above.xaxis, above.yaxis, below.xaxis):
+            side.set_major_locator(MaxNLocator(4, integer=True))
+        _norms(below, result, config, width, place % columns == 0)
+    assert image is not None
+    figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label("|cos| of query features and u_k")
+    return files_of(result, figure)
+
+
+def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> None:
+    rows = pick(result.tables["alignment"], config=config, side="query", control=False)
+    top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
+    axis.bar(
+        range(len(rows)),
+        [r["feature_norm"] for r in rows],
+        color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))],
+    )
+    axis.axhline(1, color=REST, lw=0.8, ls=":")
+    axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))

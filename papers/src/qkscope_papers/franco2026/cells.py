@@ -1,0 +1,119 @@
+"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one go.
+
+Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which one it is about.
+Where the paper leaves a choice open, the choice stands here or with the figure that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from qkscope_papers.fleet import toy_figures
+from qkscope_papers.franco2026.toy.stack import ToyCell
+from qkscope_papers.franco2026.toy.superposition import READINGS, Superposition, linear_pairs
+from qkscope_papers.franco2026.toy.trained import ToyRun, train_toys
+from qkscope_papers.registry import Figure, Settings
+
+
+@dataclass(frozen=True)
+class ToyWork:
+    """Counts of one preset: steps by kind of toy, seeds, and how much is measured."""
+
+    steps: int  # the default configuration and the sweeps
+    frozen: int  # a head on given features
+    rope: int
+    crowded: int  # more pairs than the head has dimensions
+    many: int  # 20 pairs among 100 features
+    lr: float
+    every: int  # steps between checkpoints
+    watched: int  # steps of figure 3, as many as the paper's
+    dense: int  # steps between its checkpoints: pairs are learned within a few hundred
+    watched_seeds: int
+    seeds: int
+    directions: int  # random directions of anisotropy
+    contexts: int  # behind a sparsity
+    rotations: int
+    points: int  # of a curve over training
+
+
+WORK = {
+    # Enough training to see the point, not to finish: short, at a high learning rate.
+    "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 2000, 20, 1, 1, 1, 128, 5, 6),
+    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 5, 5, 5, 512, 20, 14),
+    "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 10_000, 40, 20, 5, 20, 1024, 50, 20),
+}
+
+Tasks = Callable[[str], dict[str, Superposition]]
+"""Configurations by name, which depend on the preset."""
+Cells = Callable[[Settings], dict[str, list[ToyCell]]]
+"""The toys that a figure needs: for every configuration one per seed."""
+
+ONE_PAIR, MANY_PAIRS = "one pair", "20 pairs"
+ONE = Superposition(pairs=((0, 1, 1.0),))
+MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
+
+
+def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
+    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the paper, once each."""
+
+    def cell(task: Superposition, seed: int, work: ToyWork) -> ToyCell:
+        steps = work.rope if task.rope else work.many if task.n == MANY.n else work.crowded if crowded else work.steps
+        return ToyCell(task, seed, steps, work.lr, every=work.every)
+
+    def cells(settings: Settings) -> dict[str, list[ToyCell]]:
+        work = WORK[settings.preset]
+        return {
+            name: [cell(task, settings.seed + k, work) for k in range(1 if crowded or task.n == MANY.n else work.seeds)]
+            for name, task in tasks(settings.preset).items()
+        }
+
+    return cells
+
+
+def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | None = None) -> Cells:
+    """The default toy with one setting varied; at preset smoke each so many of the values."""
+    return toys_of(
+        lambda preset: {
+            f"{name or field}={value:.3g}": Superposition(**{field: value})  # type: ignore[arg-type]
+            for value in (values[::smoke] if preset == "smoke" else values)
+        }
+    )
+
+
+OVER_P = toys_over("p", [50 ** (-k / 6) for k in range(7)], smoke=2)
+"""Rarer and rarer features: figures 12 and 13."""
+DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()})
+"""The run that figures 5, 6, 7a and 24 share: trained until it is stable."""
+
+
+def watched(settings: Settings) -> dict[str, list[ToyCell]]:
+    """Figure 3: as many steps as the paper takes, both readings of its loss, closely spaced checkpoints."""
+    work = WORK[settings.preset]
+    return {
+        f"reading {reading}": [
+            ToyCell(Superposition(reading=reading), settings.seed + k, work.watched, work.lr, every=work.dense)
+            for k in range(work.watched_seeds)
+        ]
+        for reading in READINGS
+    }
+
+
+def train(cells: Cells, settings: Settings) -> dict[str, list[ToyRun]]:
+    """The trained toys of a figure, by configuration."""
+    named = cells(settings)
+    found = iter(_train([cell for own in named.values() for cell in own], settings))
+    return {name: [next(found) for _ in own] for name, own in named.items()}
+
+
+def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
+    """Train everything the figures need in one go: toys side by side cost far less than one by one."""
+    named = [figure.asked["cells"](settings) for figure in figures]
+    _train(list(dict.fromkeys(cell for each in named for cells in each.values() for cell in cells)), settings)
+
+
+def _train(cells: Sequence[ToyCell], settings: Settings) -> list[ToyRun]:
+    return train_toys(cells, settings.shared / "superposition", device=settings.device)
+
+
+toy_figure = toy_figures("franco2026", _train_together)

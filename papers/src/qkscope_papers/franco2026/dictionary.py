@@ -1,0 +1,224 @@
+"""Is a dictionary the right one? The toy's own features, split as trace splits, beside dictionaries without meaning.
+
+The toy's features are known (columns of W, read back by its autoencoder), and so is which feature of the query should
+meet which of the key. So the split of a relative logit into pairs of features has a right answer: with the true
+dictionary the true pairs come first, and no copy (rotated, random, codes of other features or tokens) puts as much into
+one pair. The paper does not ask this. The rules stood before the first run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.draws import derived_seed
+from qkscope.maths.dictionaries import BIAS, ERROR, NULLS, NUMBERS, Coded, Dictionary, FeatureTerms, null_code
+from qkscope.maths.writers import relative_weights
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
+from qkscope_papers.franco2026.token_pairs import draw_token_pairs
+from qkscope_papers.franco2026.toy.superposition import Toy
+from qkscope_papers.registry import Settings
+from qkscope_papers.tables import Files, Row, files_of, mean, pick
+
+_CONTEXTS = 32  # of each pair, for each copy
+_GIVEN_UP = 0.05  # of the longest feature's length
+_KINDS = ("true", *NULLS)
+_CALLED = {
+    "true": "the toy's own", "rotated": "rotated", "random": "random rows", "features": "codes of\nother features",
+    "tokens": "codes of\nother tokens",
+}  # fmt: skip
+
+
+class PairSplit(NamedTuple):
+    """Of many contexts: mean size of every pair of features, `NUMBERS`, and the first pair of each."""
+
+    size: Float[Tensor, "n n"]
+    numbers: Float[Tensor, "c m"]
+    first: list[tuple[int, int]]
+
+
+@toy_figure("feature_pairs", "Pairs of a dictionary's features, beside copies without meaning", DEFAULT_RUN)
+def run(settings: Settings, cells: Cells) -> Result:
+    """Every seed, before and after training, with the toy's own dictionary; after training with copies."""
+    (toys,) = train(cells, settings).values()
+    work, rows, arrays = WORK[settings.preset], list[Row](), dict[str, Tensor]()
+    for trained in toys:
+        seed, task = trained.cell.seed, trained.cell.task
+        drawn = [
+            draw_token_pairs(task, "one", _CONTEXTS, derived_seed(settings.seed, "dictionary", seed, i), i)
+            for i in range(len(task.pairs))
+        ]
+        alone = [torch.cat([own.x_q[:, None], own.x_k], dim=1) for own in drawn]
+        generator = torch.Generator().manual_seed(derived_seed(settings.seed, "dictionary", seed))
+        shape = (work.contexts, 1 + task.context, task.n)
+        usual = task.strengths(torch.rand(shape, generator=generator, dtype=torch.float64))
+        for when, check in (("late", -1), ("early", 0)):
+            toy = trained.at(check)
+            size = split(toy, usual, "true", 0, attended=None).size
+            among = true_among(size, toy)
+            row = {"seed": seed, "step": trained.steps[check], "when": when}
+            rows.append({**row, "kind": "true", "draw": 0, "among": among, **_alone(toy, alone, "true", 0)})
+            if when == "early":
+                continue
+            arrays.setdefault("true", size.float())
+            for kind in NULLS:
+                for draw in range(work.rotations):
+                    own = derived_seed(settings.seed, kind, seed, draw)
+                    rows.append({**row, "kind": kind, "draw": draw, "among": None, **_alone(toy, alone, kind, own)})
+            if trained is toys[0]:
+                own = derived_seed(settings.seed, "rotated", seed, 0)
+                arrays["rotated"] = split(toy, usual, "rotated", own, attended=None).size.float()
+    return settings.result(
+        answer=_answer(rows),
+        tables={"feature_pairs": rows},
+        claims=_claims(rows),
+        arrays=arrays,
+        about={"work": vars(work), "contexts": _CONTEXTS},
+    )
+
+
+def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
+    """Contexts through the toy, their logits split into pairs of features; the first token of each asks.
+
+    Parameters
+    ----------
+    x : strengths of the query, then of its keys.
+    kind, seed : which dictionary, and its draw.
+    attended : which key is asked about; the one with the largest logit if not given.
+    """
+    tokens = toy.tokens(x)
+    q, k = tokens[:, :1] @ toy.W_Q.mT.to(x), tokens[:, 1:] @ toy.W_K.mT.to(x)
+    chosen = (q @ k.mT)[:, 0].argmax(-1) if attended is None else torch.full((len(x),), attended)
+    signs = torch.full(k.shape[:2], -1).scatter(1, chosen[:, None], 1)
+    rows = toy.W.mT.double()
+    # a feature that training gave up has no direction left, and its bias alone would count it as active everywhere
+    alive = (rows.norm(dim=1) > _GIVEN_UP * rows.norm(dim=1).max()).nonzero()[:, 0]
+    own = Dictionary(rows[alive], rows[alive].mT, layer=0, encoder_bias=toy.b.double()[alive])
+    coded = own.code(tokens)
+    if kind != "true":
+        coded = null_code(kind, own, tokens, coded, seed)
+    every = _parts(tokens, coded)
+    size, numbers, first = torch.zeros(toy.task.n, toy.task.n, dtype=torch.float64), [], []
+    for parts, ids, weights in zip(every, coded.ids, relative_weights(signs).to(x), strict=True):
+        asked, keys = parts[:, 0] @ toy.W_Q.mT.to(x), parts[:, 1:] @ toy.W_K.mT.to(x)
+        terms = FeatureTerms.of((ids[0], asked), (ids[1:], keys), weights, toy.task.scale, (ERROR, BIAS))
+        size[alive[terms.query][:, None], alive[terms.key]] += terms.pairs.abs() / len(x)
+        numbers.append(terms.numbers())
+        first += [(int(alive[a]), int(alive[b])) for a, b, _ in terms.largest(1)] or [(-1, -1)]
+    return PairSplit(size, torch.stack(numbers), first)
+
+
+def _parts(tokens: Float[Tensor, "c p d"], coded: Coded) -> Float[Tensor, "c s+2 p d"]:
+    """Active features, the error, and the bias (which the toy has none of)."""
+    features = coded.parts()
+    error = tokens - features.sum(-2) - coded.bias
+    return torch.cat([features, error[:, :, None], coded.bias[:, :, None]], dim=2).transpose(1, 2)
+
+
+def true_among(size: Float[Tensor, "n n"], toy: Toy) -> int:
+    """How many of the true pairs are among as many of the largest."""
+    pairs = {(query, key) for query, key, _ in toy.task.pairs}
+    return sum(divmod(i, len(size)) in pairs for i in size.flatten().topk(len(pairs)).indices.tolist())
+
+
+def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: int) -> Row:
+    """Contexts that hold one true pair each: whether it comes first, and what the first pair holds."""
+    found = [split(toy, x, kind, seed, attended=0) for x in contexts]
+    numbers = torch.cat([own.numbers for own in found])
+    at = dict(zip(NUMBERS, numbers.unbind(1), strict=True))
+    wanted = [pair[:2] for pair in toy.task.pairs]
+    firsts = [divmod(int(own.size.argmax()), len(own.size)) for own in found]
+    right = [first == pair for own, pair in zip(found, wanted, strict=True) for first in own.first]
+    return {
+        "pairs_first": sum(map(tuple.__eq__, firsts, wanted)), "contexts_first": mean(map(float, right)),
+        "explained": float(at["pairs"].sum() / at["logit"].sum()), "first_held": float(at["held_1"].mean()),
+        "needed": float(at["needed"].median()),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- what is claimed
+
+
+def _answer(rows: list[Row]) -> str:
+    late = pick(rows, when="late")
+    of = {kind: pick(late, kind=kind) for kind in _KINDS}
+    copies = ", ".join(
+        f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}".replace("\n", " ") for kind in NULLS
+    )
+    seeds = len(of["true"])
+    return (
+        f"With the toy's own dictionary the true pairs are the largest in {sum(r['among'] == 4 for r in of['true'])} "
+        f"of {seeds} seeds. Where one of them is present, the first pair holds "
+        f"{mean(r['first_held'] for r in of['true']):.0%} of all that is added (copies: {copies})."
+    )
+
+
+def _claims(rows: list[Row]) -> list[Claim]:
+    late, early = pick(rows, when="late", kind="true"), pick(rows, when="early", kind="true")
+    copies = [row for row in rows if row["kind"] != "true"]
+
+    def highest(column: str, seed: int) -> float:
+        return max(row[column] for row in copies if row["seed"] == seed)
+
+    return [
+        Claim("with the true dictionary the four true pairs are the four largest (how many of them, least over seeds; "
+              "control: untrained, most)", "", min(r["among"] for r in late), max(r["among"] for r in early),
+              "ours >= 4 and ours > control"),
+        Claim("where one true pair is present, it is the largest on average (how many of the four, least over seeds; "
+              "control: rotated and random dictionaries, most)", "", min(r["pairs_first"] for r in late),
+              max(r["pairs_first"] for r in copies if r["kind"] in ("rotated", "random")),
+              "ours >= 4 and ours > control",
+              changed="The control counted the codes of other features and tokens too. They keep the true directions, "
+              "to which alone the head answers: a draw of them can have every true pair first."),
+        Claim("... and the first one in single contexts (share, least over seeds; control: all copies, most)", "",
+              min(r["contexts_first"] for r in late), max(r["contexts_first"] for r in copies), "ours > 2 * control",
+              why="Codes of other features keep the true directions, of which the head answers to eight: a draw can "
+              "have a true pair first. What it holds tells them apart."),
+        Claim("the first pair holds more of all that is added than in any copy (share − the highest copy's, least over "
+              "seeds; control: untrained, share alone, most)", "",
+              min(r["first_held"] - highest("first_held", r["seed"]) for r in late),
+              max(r["first_held"] for r in early), "ours > 0",
+              changed="Was with features that training gave up: their bias made them active in every token, and copies "
+              "had as many active ones."),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Mean size of every pair, with the toy's own dictionary and a rotated one; then the first pair's share."""
+    figure = new_figure(11.5, 3.9)
+    axes = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
+    top = float(result.arrays["true"].max())
+    for axis, (key, title) in zip(axes, (("true", "the toy's own features"), ("rotated", "rotated")), strict=False):
+        image = axis.imshow(result.arrays[key].numpy(), cmap="magma_r", vmin=0, vmax=top, interpolation="nearest")
+        axis.set(title=f"pairs of features: {title}", xlabel="feature of the key", xticks=range(0, 20, 4))
+        axis.set(yticks=range(0, 20, 4))
+        for pair in range(4):
+            axis.add_patch(_ring(pair + 4, pair))
+    axes[0].set_ylabel("feature of the query")
+    figure.colorbar(image, ax=list(axes[:2]), shrink=0.75, pad=0.01).set_label("mean size (rings: the true pairs)")
+    late = pick(result.tables["feature_pairs"], when="late")
+    for place, kind in enumerate(_KINDS):
+        values = [row["first_held"] for row in pick(late, kind=kind)]
+        spread = [place + 0.3 * (i / max(len(values) - 1, 1) - 0.5) for i in range(len(values))]
+        axes[2].scatter(spread, values, s=14, linewidths=0, color=ORIGINAL if kind == "true" else REST)
+        axes[2].plot([place - 0.28, place + 0.28], [mean(values)] * 2, color=INK if kind == "true" else TARGET, lw=1.2)
+    axes[2].set_xticks(range(len(_KINDS)), [_CALLED[kind] for kind in _KINDS], fontsize=7)
+    axes[2].set(ylim=(0, None), title="what the first pair holds, one true pair present")
+    axes[2].set_ylabel("share of all that is added, signs left out")
+    return files_of(result, figure)
+
+
+def _ring(column: int, row: int):  # type: ignore[no-untyped-def]
+    from matplotlib.patches import Circle
+
+    return Circle((column, row), 0.85, fill=False, lw=1.1, edgecolor="#2b6cb0", clip_on=False)

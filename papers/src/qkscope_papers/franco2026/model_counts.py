@@ -1,0 +1,177 @@
+"""Figures 9a and 9b: how many singular vectors reconstruct relative attention - per head, and over training.
+
+The paper shows GPT-2's heads in (a) and the training of Pythia-160M in (b). Counts are of prompts on which the head
+attends (r > 0). Beside each the count at 99% of r, and the count that random terms with the same sum and norm would
+need: a small count by itself says little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from qkscope.maths.significance import wilson
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.franco2026.model_sparsity import smoothed, steps_axis
+from qkscope_papers.franco2026.model_sweep import GPT2, PYTHIA, Sweep, swept
+from qkscope_papers.franco2026.prompts import KINDS
+from qkscope_papers.registry import NANO, Settings, figure
+from qkscope_papers.tables import Files, Row, files_of, model_name, slanted
+
+
+@figure("franco2026", "fig9a", "How many singular vectors reconstruct it, by head", prompts=KINDS, training=False)
+@figure("franco2026", "fig9b", "How many of them over training", model=NANO, prompts=KINDS, training=True)
+def run(settings: Settings, training: bool) -> Result:
+    """Distributions at the last checkpoint, means at all."""
+    found = swept(settings)
+    counts = [row for i in range(len(found.edges)) for row in _distribution(found, i)]
+    rows = found.rows(found.found[-1])
+    inside = [row for row in rows if row["circuit"]]
+    count, null = _mean(inside, "count"), _mean(inside, "count_null")
+    few = sum(1 <= row["count"] <= 4 for row in inside)
+    return settings.result(
+        answer=(
+            f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
+            f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
+            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges the count is "
+            "between 1 and 4."
+        ),
+        tables={
+            "counts": counts,
+            "sparsity": rows,
+            "training": [dict(row) for row in found.result.tables.get("training", ())] if training else [],
+        },
+        claims=_training_claims(found) if training else _head_claims(found),
+        model=settings.model,
+        about=found.about(),
+    )
+
+
+def _distribution(found: Sweep, i: int) -> list[Row]:
+    """Quartiles and ends of one head's counts, of the data and of the null."""
+    edge = found.edges[i]
+    out = []
+    for name in ("count", "count_tol", "count_null", "count_tol_null"):
+        values = found.last[name][i]
+        values = values[values.isfinite()]
+        if len(values):
+            marks = values.quantile(values.new_tensor([0.0, 0.25, 0.5, 0.75, 1.0])).tolist()
+            out.append({
+                "head": str(edge.head), "role": edge.duty.role, "from": edge.duty.query, "to": edge.duty.key,
+                "circuit": edge.circuit, "what": name,
+                **dict(zip(("least", "quarter", "median", "three_quarters", "most"), marks, strict=True)),
+                "mean": float(values.mean()), "n": len(values),
+            })  # fmt: skip
+    return out
+
+
+def _mean(rows: list[Row], name: str) -> float:
+    values = [row[name] for row in rows if row[name] == row[name]]
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _head_claims(found: Sweep) -> list[Claim]:
+    """Figure 9a: the paper gives no number for "small"; the yardstick is what random terms would need."""
+    excess = found.last["count"] - found.last["count_null"]
+    inside, outside = (
+        [found.mean(excess, [i], 1 - 0.05 / len(chosen)).high for i in chosen]
+        for chosen in (found.inside, found.outside)
+    )
+    few = sum(high < 0 for high in inside)
+    counts = found.mean(found.last["count"], found.inside)
+    return [
+        Claim("In most cases the number of singular vectors is small (share of the circuit's edges at which fewer are "
+              "needed than random terms of the same sum and norm need, told apart and corrected for their number; "
+              "control: heads outside)", "Sec. 5, Fig. 9(a): in most cases small", few / len(inside),
+              sum(high < 0 for high in outside) / max(len(outside), 1), "ours > 0.5", *wilson(few, len(inside)),
+              *found.unlike(GPT2), "It was a mean of 1 to 4, which the paper says of Pythia."),
+        Claim("... between 1 and 4 on average (mean over the circuit; control: random terms)", "", counts.mean,
+              found.mean(found.last["count_null"], found.inside).mean, "1 <= ours <= 4", counts.low, counts.high,
+              *found.unlike(GPT2)),
+    ]  # fmt: skip
+
+
+def _training_claims(found: Sweep) -> list[Claim]:
+    reason, last, inside = found.unlike(PYTHIA), found.last, found.inside
+    other = "refuted" if reason[0] == "refuted" else "other setting"
+    counts, close = found.mean(last["count"], inside), found.mean(last["count_tol"] - last["count_tol_null"], inside)
+    claims = [
+        Claim("Singular vectors that reach the relative logit, at the end (mean over the circuit; control: random "
+              "terms of the same sum and norm)", "Sec. 5, Fig. 9(b): typically only 1-4 singular vectors", counts.mean,
+              found.mean(last["count_null"], inside).mean, "1 <= ours <= 4", counts.low, counts.high,
+              other,
+              f"{reason[1]} Size alone does not explain it: models of Pythia's size need more, too (Fig. 9a)."),
+        Claim("... to 99%, fewer than random terms need (difference; control: theirs)", "", close.mean,
+              found.mean(last["count_tol_null"], inside).mean, "ours < 0", close.low, close.high, *reason),
+    ]  # fmt: skip
+    if found.trained:
+        # the same prompts at both ends: those on which the head attends at both
+        change = found.mean(last["count"] - found.first["count"], inside)
+        claims.append(Claim(
+            "The number falls over training (change, of prompts with r > 0 at both ends; control: at heads outside)",
+            "Sec. 5, Fig. 9(b): declines during training", change.mean,
+            found.mean(last["count"] - found.first["count"], found.outside).mean, "ours < 0", change.low, change.high,
+            other, f"{reason[1]} At our start, before any training, fewer are enough, as there is next to no relative "
+            "logit to reach; the paper does not say at which step its curve starts.",
+            "It was the count less that of random terms, which the paper does not speak of."))  # fmt: skip
+    return claims
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Left the distribution at every head, right the mean over training where there is one."""
+    rows = [dict(row) for row in result.tables["counts"]]
+    training = [dict(row) for row in result.tables.get("training", ())]
+    heads = list(dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows))
+    width = max(0.3 * len(heads) + 1.2, 4.5)
+    figure = new_figure(width + (4.2 if training else 0), 4.2)
+    if training:
+        left, right = figure.subplots(1, 2, width_ratios=[width, 4.0])
+        _training(right, training)
+    else:
+        left = figure.subplots()
+    _boxes(left, rows, heads)
+    left.set_title(f"{model_name(result)}: vectors that reach the relative logit")
+    return files_of(result, figure)
+
+
+def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool]]) -> None:
+    for i, (head, way, circuit) in enumerate(heads):
+        own = {row["what"]: row for row in rows if (row["head"], f"{row['from']}→{row['to']}") == (head, way)}
+        colour = TARGET if circuit else ORIGINAL
+        row = own["count"]
+        axis.plot([i, i], [row["least"], row["most"]], color=colour, lw=0.8)
+        axis.plot([i, i], [row["quarter"], row["three_quarters"]], color=colour, lw=7, solid_capstyle="butt", alpha=0.6)
+        axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
+        axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
+        axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
+    slanted(axis, [f"{head} {way}" for head, way, _ in heads], 60, 7)
+    axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
+    axis.set_ylim(0, None)
+    axis.set_ylabel("singular vectors")
+    handles = [
+        axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit")[0],
+        axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside")[0],
+        axis.plot([], [], "o", color="white", mec=INK, ms=3.6, label="mean at 99% of r")[0],
+        axis.plot([], [], "x", color=INK, ms=4.5, label="random terms at 99%, mean")[0],
+    ]
+    axis.legend(handles=handles, frameon=False, fontsize=7.5, ncols=2, loc="upper right")
+
+
+def _training(axis: Axes, rows: Sequence[Row]) -> None:
+    inside = [row for row in rows if row["circuit"]]
+    x = steps_axis(axis, [row["step"] for row in inside])
+    lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
+             ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
+    for name, label, colour, style in lines:
+        axis.plot(x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label)
+    axis.set_ylim(0, None)
+    axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
+    axis.set_title("mean over the circuit, prompts with r > 0")
+    axis.legend(frameon=False, fontsize=8)

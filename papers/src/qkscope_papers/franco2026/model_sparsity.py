@@ -1,0 +1,255 @@
+"""Figure 7b: sparsity of relative attention over the training of a language model, for heads of the IOI circuit.
+
+Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the model answers right.
+The paper speaks of the sparsity itself and of the rotated one; the difference of both is ours. Intervals are over
+templates, of these heads alone; whether heads of the circuit differ from others is asked with heads as units, by
+dealing out "in the circuit" among them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from torch import Tensor
+
+from qkscope.analyses.circuits import Edge
+from qkscope.heads import Head
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
+from qkscope_papers.franco2026.prompts import KINDS
+from qkscope_papers.registry import NANO, Settings, figure
+from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick, slanted
+
+Values = dict[str, Tensor]
+_END = "at the end"
+MOST = 20_000  # ways to deal labels out that are all tried; of more, so many random ones and the labels as they are
+
+
+@figure("franco2026", "fig7b", "Sparsity over the training of a language model", model=NANO, prompts=KINDS)
+def run(settings: Settings) -> Result:
+    """Sparsity at every checkpoint, with its nulls."""
+    found = swept(settings)
+    periods = _periods(found)
+    units = [{"when": when, **row} for when, (before, after) in periods.items()
+             for row in head_changes(after, found.edges, before)]  # fmt: skip
+    return settings.result(
+        answer=found.result.answer,
+        tables={
+            **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
+            "heads": units,
+        },
+        claims=_claims(found, periods, units),
+        model=settings.model,
+        about=found.about(),
+    )
+
+
+def head_changes(
+    arrays: Mapping[str, Tensor], edges: Sequence[Edge], baseline: Mapping[str, Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a ``baseline``.
+
+    With heads as the units a statement is about heads like these, not about these.
+    """
+    gap = (arrays["sparsity"] - arrays["rotated"]).nanmean(1)
+    if baseline is not None:
+        gap = gap - (baseline["sparsity"] - baseline["rotated"]).nanmean(1)
+    own: dict[tuple[Head, bool], list[int]] = {}
+    for i, edge in enumerate(edges):
+        own.setdefault((edge.head, edge.circuit), []).append(i)
+    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
+            for (head, circuit), index in own.items()]  # fmt: skip
+
+
+def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
+    """What is compared with what: the steps in which the task is learned, all of training, and the end by itself."""
+    periods: dict[str, tuple[Values | None, Values]] = {}
+    learned = found.learned()
+    if learned is not None:
+        before, after = (found.values[checkpoint.label] for checkpoint in learned)
+        periods[f"while the task is learned (steps {learned[0].step} to {learned[1].step})"] = (before, after)
+    if found.trained:
+        periods["over training"] = (found.first, found.last)
+    return {**periods, _END: (None, found.last)}
+
+
+def _claims(found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row]) -> list[Claim]:
+    first, last, inside = found.first, found.last, found.inside
+    reason = found.unlike(PYTHIA)
+    claims: list[Claim] = []
+    if found.trained:
+        plain, turned = (found.mean(last[name] - first[name], inside) for name in ("sparsity", "rotated"))
+        claims += [
+            Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
+                  "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
+                  found.mean(last["sparsity"] - first["sparsity"], found.outside).mean, "ours < 0", plain.low,
+                  plain.high, *reason,
+                  "It was sparsity less that of rotated vectors, which is ours, resampled by prompt."),
+            Claim("Under rotated vectors at least half of the fall is gone (change of the rotated sparsity; control: "
+                  "of the sparsity itself)", "Sec. 5, Fig. 7(b): the decline disappears when the SVD basis is rotated",
+                  turned.mean, plain.mean, "ours > 0.5 * control and control < 0", turned.low, turned.high, reason[0],
+                  f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
+        ]  # fmt: skip
+    end, rotated = found.mean(_gap(last), inside), found.mean(last["rotated"], inside).mean
+    claims.append(
+        Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "
+              "outside the circuit)", "implied by Sec. 5: sparsity is not attributable to a few large singular values",
+              end.mean, found.mean(_gap(last), found.outside).mean, "ours < 0", end.low, end.high,
+              reason[0], f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
+              f"({rotated:.2f}; all equal, 1)."))  # fmt: skip
+    for when, (before, after) in periods.items():
+        if before is not None:
+            fall = found.mean(_gap(after) - _gap(before), inside)
+            claims.append(Claim(
+                f"Sparsity − rotated falls {when} (control: at heads outside the circuit)", "", fall.mean,
+                found.mean(_gap(after) - _gap(before), found.outside).mean, "ours < 0", fall.low,
+                fall.high))  # fmt: skip
+        claims.append(_by_heads(when, units, found))
+    return claims
+
+
+def _gap(values: Mapping[str, Tensor]) -> Tensor:
+    return values["sparsity"] - values["rotated"]
+
+
+def _by_heads(when: str, units: list[Row], found: Sweep) -> Claim:
+    own, other = (column(pick(units, when=when, circuit=flag), "value") for flag in (True, False))
+    return Claim(
+        f"More so than at other heads, {when}: share of relabellings of the heads ({len(own)} inside, {len(other)} "
+        "outside) with as low a mean of sparsity − rotated inside (one-sided p; control: the level)", "",
+        relabelled(own, other), 0.05, "ours < control",
+        reason=found.unlike(PYTHIA)[0],
+        why="So few heads leave a difference of this size open." if len(own) + len(other) < 20 else "",
+    )  # fmt: skip
+
+
+def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0) -> float:
+    """Share of relabellings whose first group has a mean as low, against the second's, as ``inside`` has; one-sided.
+
+    Values that are not finite are left out; NaN where a group is then empty.
+
+    Examples
+    --------
+    >>> relabelled([-3.0, -2.0], [0.0, 1.0])  # 1 of the 6 ways to pick two of four
+    0.16666666666666666
+    """
+    first, second = ([value for value in group if math.isfinite(value)] for group in (inside, outside))
+    if not first or not second:
+        return math.nan
+    values = torch.tensor([*first, *second], dtype=torch.float64)
+    n, k = len(values), len(first)
+    if math.comb(n, k) <= MOST:
+        picks = torch.tensor(list(combinations(range(n), k)))
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        dealt = torch.rand(MOST - 1, n, generator=generator).argsort(1)[:, :k]
+        picks = torch.cat([torch.arange(k)[None], dealt])
+    # with the sum of all fixed, a lower mean of the first group is a lower difference of both
+    means = values[picks].mean(1)
+    own = values[:k].mean()
+    return float((means <= own + 1e-12 * values.abs().max()).double().mean())
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_WINDOW = 8  # of the running mean, where there are many checkpoints (the paper's)
+_GREEN = "#5a9367"
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """Three panels: sparsity with its nulls; the difference with intervals; the answer. Or one, without training."""
+    rows = [dict(row) for row in result.tables.get("training", ())]
+    return files_of(result, _over_training(result, rows) if rows else _by_head(result))
+
+
+def steps_axis(axis: Axes, steps: Sequence[Any]) -> Sequence[float]:
+    """Places of the checkpoints: by number where they have one, on a scale that shows early ones too."""
+    if all(isinstance(step, int) for step in steps):
+        axis.set_xscale("symlog", linthresh=max(min((s for s in steps if s > 0), default=1), 1))
+        # ticks of every checkpoint would run into each other: the ends, and what lies well apart
+        shown = [steps[0]]
+        for step in steps[1:]:
+            if step > 1.9 * max(shown[-1], 1):
+                shown.append(step)
+        axis.set_xticks(shown, [f"{step:,}" for step in shown], fontsize=8)
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xlabel("training step")
+        return list(steps)
+    axis.set_xticks(range(len(steps)), [str(step) for step in steps], fontsize=8)
+    return list(range(len(steps)))
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A running mean over eight checkpoints where there are many."""
+    if len(values) < 3 * _WINDOW:
+        return list(values)
+    half = _WINDOW // 2
+    windows = [values[max(i - half, 0) : i + half] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
+    inside, outside = (pick(rows, circuit=wanted) for wanted in (True, False))
+    figure = new_figure(11.2, 3.7)
+    left, middle, right = figure.subplots(1, 3)
+    x = steps_axis(left, [row["step"] for row in inside])
+    lines: list[tuple[Sequence[Row], str, str, str, str]] = [
+        (inside, "sparsity", "circuit", TARGET, "-"), (inside, "rotated", "rotated U and V", REST, "-"),
+        (inside, "rotated_shared", "rotated head space", REST, ":"),
+        (outside, "sparsity", "heads outside", ORIGINAL, "-"),
+        (outside, "rotated", "their rotated", ORIGINAL, ":"),
+    ]  # fmt: skip
+    for own, name, label, colour, style in lines:
+        if own:
+            left.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
+    left.set_ylim(0, None)
+    left.set_title("sparsity of the terms (1: all equal)")
+    left.legend(frameon=False, fontsize=7.5, loc="lower left")
+    steps_axis(middle, [row["step"] for row in inside])
+    for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
+        if own:
+            middle.plot(x, [row["difference"] for row in own], "o-", ms=3, color=colour, lw=1.4, label=label)
+            middle.fill_between(x, column(own, "low"), column(own, "high"), color=colour, alpha=0.2, lw=0)
+    middle.axhline(0, color=INK, lw=0.6)
+    middle.set_title("sparsity − rotated, 95% interval")
+    middle.legend(frameon=False, fontsize=8)
+    steps_axis(right, [row["step"] for row in inside])
+    if all(row["accuracy"] is not None for row in inside):
+        right.plot(x, [row["accuracy"] for row in inside], "o-", ms=3, color=_GREEN, label="answers right")
+        right.axhline(0.5, color=_GREEN, lw=0.7, ls=":")
+    right.plot(x, [row["attention"] for row in inside], "o-", ms=3, color=TARGET, label="attention, circuit")
+    if outside:
+        right.plot(x, [row["attention"] for row in outside], "o-", ms=3, color=ORIGINAL, label="attention, outside")
+    right.set_ylim(0, 1.03)
+    right.set_title("what the model does")
+    right.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{model_name(result)}: relative attention over its singular vectors", fontsize=10)
+    return figure
+
+
+def _by_head(result: Result) -> Figure:
+    rows = [dict(row) for row in result.tables["sparsity"]]
+    figure = new_figure(max(0.34 * len(rows) + 1.5, 5.0), 4.0)
+    axis = figure.subplots()
+    places = list(range(len(rows)))
+    axis.bar(
+        places, [row["sparsity"] for row in rows], 0.62, color=[TARGET if row["circuit"] else ORIGINAL for row in rows]
+    )
+    axis.plot(places, [row["rotated"] for row in rows], "_", ms=11, mew=2, color=INK, label="rotated U and V")
+    axis.plot(places, column(rows, "rotated_shared"), "_", ms=11, mew=1.5, color=REST, label="rotated head space")
+    slanted(axis, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], 55, 7.5)
+    axis.set_ylabel("sparsity of the terms")
+    axis.legend(frameon=False, loc="upper right", fontsize=8, ncols=2)
+    axis.set_ylim(0, 1.25 * max(row["rotated_shared"] for row in rows))
+    axis.set_title(f"{model_name(result)}: circuit (orange) and heads outside it (blue)")
+    return figure

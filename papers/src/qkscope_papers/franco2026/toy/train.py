@@ -1,0 +1,139 @@
+"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their features align."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkscope.errors import BadInput, check_device
+from qkscope.kinds import Count, checked_call
+from qkscope.runs.folder import check_folder
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope_papers.fleet import TRAINED
+from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
+from qkscope_papers.franco2026.toy.stack import ToyCell
+from qkscope_papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
+from qkscope_papers.franco2026.toy.trained import train_toys
+from qkscope_papers.tables import column, pick
+
+_LARGEST_TARGET = 1 << 26  # bytes
+
+
+@checked_call
+def train_superposition(
+    out: str | Path,
+    *,
+    n: int = 20,
+    d: int = 10,
+    d_head: int = 10,
+    context: int = 4,
+    p: Sequence[float] = (0.52,),
+    weight: Sequence[float] = (4.0,),
+    pairs: Sequence[Pair] = FOUR_PAIRS,
+    target: str | Path | None = None,
+    reading: Reading = "C",
+    rope: bool = False,
+    seeds: Count = 1,
+    steps: Count = 20_000,
+    lr: float = 1e-3,
+    every: Count = 200,
+    device: str = "cpu",
+    workers: Count | None = None,
+    show: Callable[[Result], object] = lambda result: None,
+) -> Result:
+    """Train toys into ``out/toys`` (resuming what was interrupted) and write ``out/superposition``.
+
+    Parameters
+    ----------
+    p, weight : one toy for every combination, side by side.
+    pairs : pairs of interest with their target logits; or ``target``, a JSON file with the whole matrix M.
+    every : steps between the checkpoints that are kept with a toy.
+    show : told the result before it is written.
+    """
+    if not 0 < lr < math.inf:
+        raise BadInput(f"a learning rate is positive and finite, but got {lr}.")
+    check_device(device)
+    shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
+    tasks: dict[str, Superposition] = {}
+    for one_p, one_weight in product(p, weight):
+        options = {**shape, "p": one_p, "weight": one_weight}
+        made = (
+            Superposition.with_target(read_target(target), **options)
+            if target is not None
+            else Superposition(pairs=tuple(pairs), **options)
+        )
+        tasks[f"p={one_p:g} λ={one_weight:g}"] = made
+    out = Path(out)
+    folder = check_folder(out / "superposition", "toy/superposition")
+    check_folder(out / "toys", state=TRAINED)
+    start = time.perf_counter()
+    named = [
+        (config, ToyCell(task, seed, steps, lr, every=every)) for config, task in tasks.items() for seed in range(seeds)
+    ]
+    trained = train_toys([cell for _, cell in named], out / "toys", device=device, workers=workers)
+    seconds = time.perf_counter() - start
+    rows: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    for (config, cell), found in zip(named, trained, strict=True):
+        for check, control in ((-1, False), (0, True)):
+            rows += alignment_rows(config, cell.seed, found.steps[check], found.at(check), control=control, joint=rope)
+        kl, error = divergence_and_error(found.toy, 2048, cell.seed)
+        losses.append({"config": config, "seed": cell.seed, "steps": found.steps[-1], "stopped": found.reason, "kl": kl,
+                       "reconstruction": error})  # fmt: skip
+    asked = {"p": list(p), "weight": list(weight), "pairs": [list(x) for x in pairs], "seeds": seeds, "steps": steps}
+    asked |= {"lr": lr, "device": device}
+    after, before = (column(pick(rows, control=flag), "matched") for flag in (False, True))
+    result = Result(
+        experiment="toy/superposition",
+        answer=f"{len(trained)} toys, {sum(f.steps[-1] for f in trained):,} model-steps in {seconds:.0f} s; "
+        f"matched |cos| {min(after, default=math.nan):.3f} or more (untrained: "
+        f"{sum(before) / max(len(before), 1):.2f} on average).",
+        tables={"toys": losses, "alignment": rows},
+        seconds=seconds,
+        provenance=provenance(**shape, **asked, target=None if target is None else str(target)),
+    )
+    show(result)
+    result.write(folder)
+    return result
+
+
+def parse_pairs(text: str) -> list[Pair]:
+    """``0-4:24,1-5:21`` as pairs.
+
+    >>> parse_pairs("0-4:24,1-5:21")
+    [(0, 4, 24.0), (1, 5, 21.0)]
+    """
+    pairs: list[Pair] = []
+    for part in text.split(","):
+        try:
+            features, logit = part.split(":")
+            query, key = features.split("-")
+            pairs.append((int(query), int(key), float(logit)))
+        except ValueError:
+            raise BadInput(f"pairs are query-key:logit with commas between, as 0-4:24,1-5:21, not {part!r}.") from None
+    return pairs
+
+
+def read_target(path: str | Path) -> torch.Tensor:
+    """M from a JSON file: a list of rows."""
+    path = Path(path)
+    if not path.is_file():  # nor a pipe or a device, which would never end
+        raise BadInput(f"there is no file {path} with a target matrix.")
+    try:
+        if path.stat().st_size > _LARGEST_TARGET:
+            raise BadInput(f"{path} has {path.stat().st_size:,} bytes, too many for a target matrix.")
+        return torch.tensor(json.loads(path.read_text()), dtype=torch.float64)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}).") from None
+    except BadInput:
+        raise
+    except (ValueError, TypeError, RecursionError):
+        raise BadInput(f"{path} holds no matrix: write rows of numbers, as [[1, 0], [0, 1]].") from None

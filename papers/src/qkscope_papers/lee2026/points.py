@@ -1,0 +1,179 @@
+"""Queries and keys as labelled points, and the numbers behind the pictures of them.
+
+Three statements are made of such pictures, and each has a number with a control:
+
+- *keys and queries lie apart on PC 1*: the chance that a key's coordinate is above a query's (AUC, folded at 1/2);
+- *queries and keys of one label align*: the cosine of their centroids, each side centred on its own mean,
+  ``Σ_c m^q_c · m^k_c / √(Σ |m^q_c|² Σ |m^k_c|²)``, against the same with the centroids paired at random;
+- *labels form clusters*: how often a point is nearest to its own label's centroid, on points the centroids do not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope.analyses.clouds import principal
+from qkscope.analyses.prompts import capture_units
+from qkscope.capture.scope import Scope
+from qkscope.heads import Head
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope_papers.tables import Estimate
+
+
+@dataclass(frozen=True)
+class Points:
+    """Queries and keys of some heads on held-out prompts, in the order of the prompts and of the keys in them."""
+
+    units: Sequence[Unit]
+    heads: list[Head]
+    q: Float[Tensor, "n h d"]
+    k: Float[Tensor, "n k h d"]
+    scale: Float[Tensor, " h"]
+
+    def at(self, head: Head) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n k d"]]:
+        """Queries and keys of one head, in float64."""
+        i = self.heads.index(head)
+        return self.q[:, i].double(), self.k[:, :, i].double()
+
+    def key_texts(self) -> list[list[str]]:
+        """What each key says."""
+        return [[_text(example)[slice(*key.span)] for key in example.keys] for example, *_ in self.units]
+
+    def answers(self) -> Int[Tensor, " n"]:
+        """The first right key of each prompt."""
+        right = [[key.label(ANSWER) > 0 for key in example.keys].index(True) for example, *_ in self.units]
+        return torch.tensor(right)
+
+    def key_words(self, vocabulary: Sequence[str]) -> list[list[str]]:
+        """The word of this vocabulary that stands last before each key: what is in the box."""
+        known, found = set(vocabulary), []
+        for example, *_ in self.units:
+            row, start = [], 0
+            for key in example.keys:
+                before = re.findall(r"\w+", _text(example)[start : key.span[0]])
+                row.append(next(word for word in reversed(before) if word in known))
+                start = key.span[1]
+            found.append(row)
+        return found
+
+
+def _text(example: object) -> str:
+    text: str = example.text  # type: ignore[attr-defined]  # tasks write text, never ids
+    return text
+
+
+def capture_points(scope: Scope, task: Task, units: Sequence[Unit], heads: list[Head], batch_size: int) -> Points:
+    """Run the first prompt of every unit; each has the same number of keys."""
+    single = [unit[:1] for unit in units]
+    batches = list(capture_units(scope, single, heads, batch_size=batch_size, chat=task.chat, rest=False))
+    order = torch.cat([batch.unit for batch in batches]).cpu().argsort()
+    q = torch.cat([batch.captured.q for batch in batches]).cpu()[order]
+    k = torch.cat([batch.captured.k[:, batch.captured.kv_of_head].transpose(1, 2) for batch in batches]).cpu()[order]
+    return Points(single, heads, q, k, batches[0].captured.scale.cpu())
+
+
+def separation(a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> float:
+    """Chance that a value of one set lies above one of the other, folded: 1/2 is mixed, 1 is apart."""
+    joined = torch.cat([a, b])
+    _, inverse, counts = joined.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # ties share their mean rank
+    auc = float((ranks[: len(a)].sum() - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
+    return max(auc, 1 - auc)
+
+
+def centroids(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], count: int) -> Float[Tensor, "c d"]:
+    """Mean of each label's points."""
+    sums = x.new_zeros(count, x.shape[1]).index_add(0, labels, x)
+    sizes = x.new_zeros(count).index_add(0, labels, x.new_ones(len(x)))
+    return sums / sizes[:, None].clamp_min(1)
+
+
+@dataclass(frozen=True)
+class CentroidMatch:
+    """Cosine of query and key centroids, the same for random pairings, and how often a query finds its own keys."""
+
+    cosine: float
+    shuffled: float
+    shuffled_high: float  # 95% quantile
+    hits: float
+    chance: float
+
+
+def align(
+    q: Float[Tensor, "n d"],
+    q_labels: Int[Tensor, " n"],
+    k: Float[Tensor, "m d"],
+    k_labels: Int[Tensor, " m"],
+    seed: int,
+    draws: int = 999,
+) -> CentroidMatch:
+    """How well queries and keys of one label point the same way, each side centred on its own mean."""
+    present = torch.unique(torch.cat([q_labels, k_labels]))
+    present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
+    keep_q, keep_k = torch.isin(q_labels, present), torch.isin(k_labels, present)
+    q_labels, k_labels = (torch.searchsorted(present, x) for x in (q_labels[keep_q], k_labels[keep_k]))
+    count = len(present)
+    q, k = q[keep_q] - q[keep_q].mean(dim=0), k[keep_k] - k[keep_k].mean(dim=0)
+    mq, mk = centroids(q, q_labels, count), centroids(k, k_labels, count)
+    size = (mq.square().sum() * mk.square().sum()).sqrt().clamp_min(torch.finfo(mq.dtype).tiny)
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
+    nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
+    return CentroidMatch(
+        float((mq * mk).sum() / size),
+        float(shuffled.mean()),
+        float(shuffled.quantile(0.95)),
+        float((nearest == q_labels).double().mean()),
+        1 / count,
+    )
+
+
+class PointView(NamedTuple):
+    """Queries and keys on their first three principal components together, and what the picture shows in numbers."""
+
+    q: Float[Tensor, "n 3"]
+    k: Float[Tensor, "m 3"]
+    apart: float  # on the first component
+    everywhere: CentroidMatch
+    plane: CentroidMatch  # on the second and third component
+
+
+def view(
+    q: Float[Tensor, "n d"], asked: Int[Tensor, " n"], k: Float[Tensor, "m d"], of_key: Int[Tensor, " m"], seed: int
+) -> PointView:
+    """As many queries as keys go into the components, so that these are not the keys' alone."""
+    per = len(k) // len(q)
+    repeated = q.repeat_interleave(per, dim=0)
+    coordinates = principal(torch.cat([repeated, k]))
+    q_at, k_at = coordinates[: len(repeated) : per], coordinates[len(repeated) :]
+    everywhere, plane = align(q, asked, k, of_key, seed), align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
+    return PointView(q_at, k_at, separation(q_at[:, 0], k_at[:, 0]), everywhere, plane)
+
+
+def nearest_hits(
+    known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
+) -> Float[Tensor, " m"]:
+    """1 for each point that is nearest to the centroid of its own label, with centroids made from other points."""
+    count = int(max(known_labels.max(), labels.max())) + 1
+    return (torch.cdist(x, centroids(known, known_labels, count)).argmin(dim=1) == labels).double()
+
+
+def nearest_centroid(
+    known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
+) -> float:
+    """Share of points nearest to the centroid of their own label."""
+    return float(nearest_hits(known, known_labels, x, labels).mean())
+
+
+def share_of(hits: Float[Tensor, " m"], cluster: Int[Tensor, " m"]) -> Estimate:
+    """A mean with its interval; points that share a word or a prompt are resampled together."""
+    low, high = clustered_bootstrap(hits, cluster)
+    return Estimate(float(hits.mean()), float(low), float(high))

@@ -1,0 +1,144 @@
+"""Swaps in language models, drawn: attention on the right and the target key after each, its shift with an interval,
+and how the shift grows with the number of dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, colours_of, line_of, new_figure
+from qkscope_papers.tables import Files, Row, distinct, files_of, model_name, pick
+
+Shown = Sequence[tuple[str, str]]  # conditions and their labels
+_LINES = {
+    "lexical": "lexical", "order": "order", "category": "category, pooled", "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k", "random": "random",
+}  # fmt: skip
+_COLUMNS = 4
+
+
+def _by_head(result: Result) -> dict[str, dict[str, Row]]:
+    """Conditions of each head, those of the paper's estimators as ``paper: both``."""
+    cells: dict[str, dict[str, Row]] = {}
+    for table, prefix in (("swap", ""), ("paper_swap", "paper: ")):
+        for row in result.tables.get(table, ()):
+            cells.setdefault(row["head"], {})[prefix + row["condition"]] = dict(row)
+    return cells
+
+
+def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Files:
+    """The first heads with every condition, the curve of the first, and what the model then answers."""
+    cells = _by_head(result)
+    shown = list(cells)[:heads]
+    widths = [0.42 * len(conditions) + 0.6] * len(shown) + [4.4]
+    figure = new_figure(sum(widths) + 0.6, 5.6)
+    grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
+    for i, head in enumerate(shown):
+        top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
+        _attention(top, cells[head], conditions, head)
+        top.set_xticks([])
+        _shifts(low, cells[head], conditions)
+        if i == 0:
+            top.set_ylabel("attention")
+            low.set_ylabel("shift")
+            handles, labels = top.get_legend_handles_labels()
+    patched = result.tables.get("downstream", ())
+    _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
+    if patched:
+        _downstream(figure.add_subplot(grid[1, -1]), patched)
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
+    figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
+    return files_of(result, figure)
+
+
+def draw_multiples(result: Result, conditions: Shown) -> Files:
+    """One small panel per head."""
+    cells = _by_head(result)
+    columns = min(_COLUMNS, len(cells))
+    lines = -(-len(cells) // columns)
+    figure = new_figure(2.8 * columns + 0.5, 2.7 * lines + 0.9)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis, (head, cell) in zip(axes, cells.items(), strict=False):
+        _attention(axis, cell, conditions, head)
+    for axis in axes[len(cells) :]:
+        axis.set_axis_off()
+    for axis in axes[::columns]:
+        axis.set_ylabel("attention")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    return files_of(result, figure)
+
+
+def _ticks(axis: Axes, labels: Sequence[str]) -> None:
+    axis.set_xticks(range(len(labels)), list(labels), rotation=50, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xlim(-0.6, len(labels) - 0.4)
+
+
+def _attention(axis: Axes, cell: dict[str, Row], conditions: Shown, title: str) -> None:
+    """Attention on the right and on the target key: before, and after each swap."""
+    shown = [(label, cell[name]) for name, label in conditions if name in cell]
+    start = shown[0][1]
+    orig = [start["orig_before"], *(row["orig_after"] for _, row in shown)]
+    target = [start["target_before"], *(row["target_after"] for _, row in shown)]
+    places = range(len(orig))
+    axis.bar([x - 0.2 for x in places], orig, 0.38, color=ORIGINAL, label="on the right key")
+    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET, label="on the target key")
+    axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
+    axis.set_title(title)
+    _ticks(axis, ["start", *(label for label, _ in shown)])
+
+
+def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
+    """Shift of a_target / (a_right + a_target), with its interval; the first place is the unchanged start."""
+    shown = [(f"{label} ({cell[name]['rank']})", cell[name]) for name, label in conditions if name in cell]
+    values = [row["shift"] for _, row in shown]
+    errors = [
+        [max(row["shift"] - row["shift_low"], 0) for _, row in shown],
+        [max(row["shift_high"] - row["shift"], 0) for _, row in shown],
+    ]
+    places = list(range(1, len(shown) + 1))
+    colours = [REST if row["kind"] in ("random", "sham") else "#7f97b5" for _, row in shown]
+    axis.bar(places, values, 0.6, color=colours)
+    axis.errorbar(places, values, errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=2)
+    axis.axhline(0, color=INK, lw=0.6)
+    _ticks(axis, ["start", *(label for label, _ in shown)])
+
+
+def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
+    own = pick(rows, head=head)
+    colours = colours_of(list(_LINES))
+    for method, label in _LINES.items():
+        line = sorted((row for row in own if row["method"] == method), key=lambda row: row["k"])
+        if not line:
+            continue
+        sizes, colour = [row["k"] for row in line], colours[method]
+        style: Any = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": colour, "ls": line_of(method)}
+        axis.plot(sizes, [row["shift"] for row in line], label=label, **style)
+        axis.fill_between(
+            sizes, [row["low"] for row in line], [row["high"] for row in line], color=colour, alpha=0.15, lw=0
+        )
+    axis.set(xlabel="dimensions swapped", ylabel="shift")
+    axis.set_xticks(sorted({row["k"] for row in own}))
+    axis.set_title(f"{head}: by size")
+    axis.legend(frameon=False, fontsize=8, loc="best")
+
+
+def _downstream(axis: Axes, rows: Sequence[Any]) -> None:
+    """How often the model then answers with the right and with the target key."""
+    groups = distinct(rows, "heads")
+    own = pick(rows, heads=groups[-1])
+    names = {"both": "both", "random_both": "random", "key_pca_both": "key PCA"}
+    labels = ["start", *(names.get(row["condition"], str(row["condition"])) for row in own)]
+    right = [own[0]["accuracy_before"], *(row["accuracy_after"] for row in own)]
+    target = [own[0]["target_before"], *(row["target_after"] for row in own)]
+    places = range(len(labels))
+    axis.bar([x - 0.2 for x in places], right, 0.38, color=ORIGINAL)
+    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET)
+    count = groups[-1].count(",") + 1
+    axis.set_title(f"the model's answer, {count} head{'s' if count > 1 else ''} patched, n={own[0]['n']}")
+    axis.set_ylabel("share of prompts")
+    axis.set_xticks(list(places), labels, fontsize=8)

@@ -1,0 +1,341 @@
+"""Figures 4, 14 and 15: exchange two keys in a recovered subspace and see where attention goes, beside every control.
+
+The **oracle** exchanges the true latent, ``k̃_a = k_a + W_K A_k (z_{k,b} − z_{k,a})``: what a subspace swap tries to be.
+Where subspaces overlap, the orthogonal projector of one latent takes part of the other along; the oblique one does not.
+Random subspaces, the keys' principal components and ``Cov_q Cov_k`` of the same size say what size alone does. How much
+of a *logit gap* is exchanged is comparable between a trained head and an untrained one, whose attention is flat::
+
+    exchanged = Σ (g − g̃) g / 2 Σ g²,        g = ℓ_orig − ℓ_target        (1: the keys have changed places; 0: nothing)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from qkscope.attention import AttentionRows
+from qkscope.draws import derived_seed
+from qkscope.maths import methods
+from qkscope.maths.bases import Projector, principal_cosines, random_bases
+from qkscope.maths.subspace import Subspace
+from qkscope.maths.sums import Covariance
+from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope.show.figures import INK, ORIGINAL, TARGET, new_figure
+from qkscope_papers.lee2026.cells import (
+    WAS_IMPLIED,
+    WORK,
+    Cells,
+    example_head,
+    side_by_side,
+    some_cells,
+    toy_figure,
+    train,
+)
+from qkscope_papers.lee2026.toy.retrieval import Contexts, RetrievalHead
+from qkscope_papers.lee2026.toy.trained import HeadRun
+from qkscope_papers.registry import Settings
+from qkscope_papers.tables import Estimate, Files, Row, files_of, over_runs, pick
+
+Swap = Callable[[AttentionRows, Contexts, Int[Tensor, " n"]], SwapEffect]
+_DRAWS = 20
+_WIDE = ((4, 4), (4, 8), (6, 6), (6, 8), (8, 8))
+_NARROW = ((2, 2), (2, 4), (3, 3), (3, 4), (4, 4))
+_ROWS_AT_ONCE = 6400
+
+
+@toy_figure("fig4", "Swapping latents, discrete (3,5)", example_head("discrete"))
+@toy_figure("fig14", "Swapping latents, d_head 16", some_cells(16, _WIDE, smoke=((4, 4), (4, 10))))
+@toy_figure("fig15", "Swapping latents, d_head 8", some_cells(8, _NARROW, smoke=((2, 2), (2, 5))))
+def run(settings: Settings, cells: Cells) -> Result:
+    """Swaps at every head of the figure."""
+    work = WORK[settings.preset]
+    rows: list[Row] = []
+    overlaps: list[Row] = []
+    n = work.swaps // work.seeds
+    heads = train(cells, settings)
+    for found, overlap in side_by_side(lambda head: swap_rows(head, work.contrast_pairs, n, settings.seed), heads):
+        rows += found
+        overlaps.append(overlap)
+    first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
+    both, random = first["both"], first["random_both"]
+    return settings.result(
+        answer=(
+            f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
+            f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
+            f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same size leave "
+            f"{random['orig_after']:.3f}."
+        ),
+        tables={"swap": rows, "subspaces": overlaps},
+        claims=_claims(rows),
+        about={"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS},
+    )
+
+
+def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
+    """Every condition on the same contexts and the same targets: rows of the table, and how the subspaces lie."""
+    task, head = trained.cell.task, trained.head
+    projectors, overlap = _projectors(head, pairs, seed)
+    swaps: dict[Condition, Swap] = {condition: _subspace_swap(p) for condition, p in projectors.items()}
+    variables = range(len(task.ranks))
+    swaps |= {Condition(f"z{k + 1}", "oracle"): _oracle_swap(head, [k]) for k in variables}
+    swaps[Condition("both", "oracle")] = _oracle_swap(head, list(variables))
+    where = {"variant": task.variant, "d_head": head.d_head, "seed": trained.cell.seed}
+    where |= {f"r{k + 1}": r for k, r in enumerate(task.ranks)}
+    rows = [{**where, **row} for row in measure(head, swaps, n, seed)]
+    untrained = trained.cell.untrained()
+    joint = _projectors(untrained, pairs, seed)[0][Condition("both")]
+    swaps = {Condition("both", "untrained"): _subspace_swap(joint)}
+    rows += [{**where, **row} for row in measure(untrained, swaps, n, seed)]
+    return rows, {**where, **overlap}
+
+
+def _projectors(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condition, Projector], Row]:
+    """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts of their own."""
+    task, d = head.encoders.task, head.d_head
+    names = [f"z{k + 1}" for k in range(len(task.ranks))]
+    bases = {
+        name: Subspace.from_delta(head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d)).basis("key")[None]
+        for k, (name, rank) in enumerate(zip(names, task.ranks, strict=True))
+    }
+
+    def random(sizes: int | Sequence[int]) -> Projector:  # a toy has one head, and no layers
+        size = sizes if isinstance(sizes, int) else sizes[0]
+        return Projector.orthogonal(random_bases(d, size, _DRAWS, derived_seed(seed, 13, size))[:, None])
+
+    every, (number,) = methods.conditions(bases, dict.fromkeys([*names, "both"], _covariances(head, seed)), random)
+    found = {condition: p for condition, p in every.items() if condition.kind != "oblique" or number is not None}
+    cosine = float(principal_cosines(bases["z1"][0], bases["z2"][0])[0])
+    joint_rank = int(found[Condition("both")].rank)
+    return found, {"joint_rank": joint_rank, "top_cosine": cosine, "oblique_condition": number or math.nan}
+
+
+def _covariances(head: RetrievalHead, seed: int) -> tuple[Tensor, Tensor]:
+    x_q, x_k, *_ = head.encoders.contexts(4096, derived_seed(seed, 14))
+    streams = [Covariance(1, head.d_head) for _ in range(2)]
+    streams[0].update(head.queries(x_q)[:, None])
+    streams[1].update(head.keys(x_k).flatten(0, 1)[:, None])
+    return streams[0].matrix(), streams[1].matrix()
+
+
+def _subspace_swap(projector: Projector) -> Swap:
+    return lambda rows, contexts, target: swap_attention(rows, contexts.asked, target, projector)
+
+
+def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Swap:
+    """Exchange the true latents in the two keys; noise and payload stay."""
+    slices = head.encoders.task.latent_slices()
+    columns = torch.cat([torch.arange(slices[k].start, slices[k].stop) for k in variables])
+    write = head.encoders.A[:, columns].mT @ head.W_K.mT  # how these latents enter a key
+
+    def swap(rows: AttentionRows, contexts: Contexts, target: Tensor) -> SwapEffect:
+        n = torch.arange(len(target))
+        z = contexts.latents[..., columns]
+        moved = (z[n, target] - z[n, contexts.asked]) @ write
+        shift = head.scale * (rows.q[:, 0] * moved).sum(dim=-1)
+        before = rows.products()
+        after = before.clone()
+        after[n, 0, contexts.asked] += shift
+        after[n, 0, target] -= shift
+        a, b = rows.attention(before), rows.attention(after)
+        flipped = ((a.argmax(-1) == contexts.asked[:, None]) & (b.argmax(-1) == target[:, None]))[None]
+        return SwapEffect(
+            a[n, :, contexts.asked],
+            a[n, :, target],
+            b[n, :, contexts.asked][None],
+            b[n, :, target][None],
+            flipped,
+            flipped,  # all tokens are named
+            torch.tensor([len(columns)]),
+            head.d_head,
+            before[n, :, contexts.asked] - before[n, :, target],
+            -shift[None, :, None],
+        )
+
+    return swap
+
+
+def measure(head: RetrievalHead, swaps: dict[Condition, Swap], n: int, seed: int) -> list[Row]:
+    """Attention before and after, for every condition on the same pairs of keys."""
+    parts: dict[Condition, list[SwapEffect]] = {condition: [] for condition in swaps}
+    for part, start in enumerate(range(0, n, _ROWS_AT_ONCE)):
+        contexts = head.encoders.contexts(min(_ROWS_AT_ONCE, n - start), derived_seed(seed, 15, part))
+        rows = AttentionRows(head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)[:, None], scale=head.scale)
+        allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
+        target = draw_targets(contexts.asked, allowed, derived_seed(seed, 16, part), torch.arange(len(allowed)))
+        for condition, swap in swaps.items():
+            parts[condition].append(swap(rows, contexts, target))
+    return [_row(condition, effects) for condition, effects in parts.items()]
+
+
+def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
+    """Means, and 95% intervals from independent contexts (a context's value is its mean over draws)."""
+    joined = {
+        field: torch.cat([getattr(e, field)[..., 0] for e in effects], dim=-1)
+        for field in ("orig_before", "target_before", "orig_after", "target_after")
+    }
+    flipped = torch.cat([e.flipped[..., 0] for e in effects], dim=-1).double()
+    shift = torch.cat([e.shift[:, 0] for e in effects])
+    gap = joined["orig_before"].log() - joined["target_before"].log()
+    gap_after = joined["orig_after"].log() - joined["target_after"].log()
+    low, high = _interval(joined["target_after"].mean(dim=0))
+    shift_low, shift_high = _interval(shift)
+    effect = effects[0]
+    return {
+        "condition": condition.name, "feature": condition.feature, "kind": condition.kind, "rank": int(effect.rank[0]),
+        **{field: float(value.double().mean()) for field, value in joined.items()},
+        "low": low, "high": high,
+        "shift": float(shift.double().mean()), "shift_low": shift_low, "shift_high": shift_high,
+        "exchanged": float(((gap - gap_after) * gap).double().mean() / (2 * gap.double().square().mean())),
+        "flip": float(flipped.mean()), "n": len(shift), "draws": effect.orig_after.shape[0],
+        "vacuous": bool(effect.vacuous[0]),
+    }  # fmt: skip
+
+
+def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
+    mean, half = float(values.double().mean()), 1.96 * float(values.double().std()) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def _claims(rows: list[Row]) -> list[Claim]:
+    heads: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        heads.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"], row["seed"]), {})[row["condition"]] = row
+    fair = {key: head for key, head in heads.items() if not head["both"]["vacuous"]}
+    cells: dict[tuple[Any, ...], list[dict[str, Row]]] = {}  # the heads of a cell, one per seed
+    for key, head in fair.items():
+        cells.setdefault(key[:4], []).append(head)
+    every = list(cells.values())
+
+    def of(cell: list[dict[str, Row]], value: Callable[[dict[str, Row]], float]) -> Estimate:
+        return over_runs(map(value, cell))
+
+    def most(
+        value: Callable[[dict[str, Row]], float], among: list[list[dict[str, Row]]] = every
+    ) -> list[dict[str, Row]]:
+        return max(among, key=lambda cell: of(cell, value).mean)
+
+    def after(condition: str) -> Callable[[dict[str, Row]], float]:
+        return lambda head: float(head[condition]["orig_after"])
+
+    def ahead(one: str, other: str) -> Callable[[dict[str, Row]], float]:
+        return lambda head: float(head[one]["shift"] - head[other]["shift"])
+
+    left, leak = most(after("both")), most(lambda head: _leak(head, "z1"))
+    rest, moved = of(left, after("both")), of(leak, lambda head: _leak(head, "z1"))
+    roomy = [cell for cell in every if cell[0]["both"]["rank"] <= 0.75 * cell[0]["both"]["d_head"]]
+    close = most(lambda head: -ahead("both", "random_both")(head), roomy)
+    less = of(close, ahead("both", "random_both"))
+    pca = _difference(most(lambda head: -ahead("both", "key_pca_both")(head)), "both", "key_pca_both")
+    summed = _difference(most(ahead("both", "both_summed")), "both", "both_summed")
+    learned = most(lambda head: head["untrained_both"]["exchanged"])
+    claims = [
+        Claim("swapping both latents moves all the attention (largest rest on the original key; control: the oracle)",
+              "§4, Fig. 4: moves all the attention", rest.mean, of(left, after("both_oracle")).mean,
+              "ours <= max(0.01, control + 0.005)", **rest.ends),
+        Claim("random subspaces of the same size move less (difference of shifts, closest cell with r1 + r2 at most "
+              "three quarters of d_head; control: random's shift)", "§4, Fig. 4, 14, 15: a much smaller shift",
+              less.mean, of(close, lambda head: head["random_both"]["shift"]).mean, "ours > 0.1", **less.ends,
+              changed="was the closest cell of all: near d_head every subspace swaps everything, which F.1 excepts."),
+        Claim("adding the projectors, as the authors' scripts do, moves less than one joint basis (difference of "
+              "shifts, cell where they differ most)", "", summed.mean, None, "ours > 0", **summed.ends),
+        Claim("the contrast moves more than the keys' principal components of the same size (difference of shifts, "
+              "closest cell)", "", pca.mean, None, "ours > 0", **pca.ends),
+        Claim("swapping V of z1 alone does what swapping the true z1 does (difference in target attention, worst cell);"
+              " control: the oblique projector", "implied by §4, Eqs. 8-10: replace the coordinates in these subspaces",
+              moved.mean, of(leak, lambda head: _leak(head, "z1_oblique")).mean, "ours <= 0.01", **moved.ends,
+              why="The subspaces of z1 and z2 overlap, so the orthogonal projector of one takes part of the other "
+              "along; the oblique one does not."),
+        Claim("that a joint swap works shows that the head learned the latents (share of the logit gap exchanged); "
+              "control: untrained", "", of(learned, lambda head: head["both"]["exchanged"]).mean,
+              of(learned, lambda head: head["untrained_both"]["exchanged"]).mean, "control < 0.5 * ours",
+              changed=WAS_IMPLIED,
+              why="A swap shows where the latents lie: in r1 + r2 directions of an untrained head's keys, too. Only "
+              "the attention that it would move is not there yet."),
+    ]  # fmt: skip
+    if len(cells) > 1:
+        by_size = sorted(every, key=lambda cell: cell[0]["both"]["rank"] / cell[0]["both"]["d_head"])
+        near, far = (of(by_size[i], lambda head: head["random_both"]["shift"]) for i in (-1, 0))
+        claims.append(Claim("the random baseline grows as r1 + r2 nears d_head (shift; control: smallest r1 + r2)",
+                            "§F.1: the performance of the random baseline increases", near.mean, far.mean,
+                            "ours > control", **near.ends))  # fmt: skip
+    return claims
+
+
+def _difference(cell: list[dict[str, Row]], one: str, other: str) -> Estimate:
+    """Of two shifts: over seeds, or of a single head from the intervals of both (as if they were not paired)."""
+    found = over_runs(head[one]["shift"] - head[other]["shift"] for head in cell)
+    if not math.isnan(found.low):
+        return found
+    half = sum((cell[0][name]["shift_high"] - cell[0][name]["shift_low"]) / 2 for name in (one, other))
+    return Estimate(found.mean, found.mean - half, found.mean + half)
+
+
+def _leak(cell: dict[str, Row], condition: str) -> float:
+    """Distance of a swap of z1 from the oracle's, in attention on the target."""
+    if condition not in cell:
+        return math.nan
+    return abs(cell[condition]["target_after"] - cell["z1_oracle"]["target_after"])
+
+
+# ---------------------------------------------------------------------- the drawing
+
+_FULL = (
+    ("z1", "z1"), ("z1_oblique", "z1, oblique"), ("z1_oracle", "z1, oracle"),
+    ("z2", "z2"), ("z2_oblique", "z2, oblique"), ("z2_oracle", "z2, oracle"),
+    ("both", "z1 + z2"), ("both_summed", "summed, not joined"), ("both_oracle", "both, oracle"),
+    ("random_z1", "random r1"), ("random_z2", "random r2"), ("random_both", "random r1 + r2"),
+    ("key_pca_both", "key PCA r1 + r2"), ("cov_qk_both", "Cov_q Cov_k r1 + r2"),
+    ("untrained_both", "untrained, z1 + z2"),
+)  # fmt: skip
+_SHORT = (("z1", "z1"), ("z2", "z2"), ("both", "z1+z2"), ("both_oracle", "oracle"), ("random_both", "random"),
+          ("key_pca_both", "key PCA"), ("cov_qk_both", "Cov·Cov"))  # fmt: skip
+
+
+@run.drawing
+def draw(result: Result) -> Files:
+    """One wide panel for a single head, small multiples for several."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    first = result.tables["swap"][0]["seed"]  # the other heads of a cell are in the table
+    for row in pick(result.tables["swap"], seed=first):
+        cells.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"]), {})[row["condition"]] = dict(row)
+    variants = list(dict.fromkeys(key[0] for key in cells))
+    single = len(cells) == 1
+    columns = 1 if single else max(sum(key[0] == v for key in cells) for v in variants)
+    figure = new_figure(10.5, 4.4) if single else new_figure(2.75 * columns + 0.6, 3.1 * len(variants) + 0.4)
+    axes = figure.subplots(len(variants), columns, squeeze=False, sharey=True)
+    for line, variant in zip(axes, variants, strict=True):
+        own = [(key, cell) for key, cell in cells.items() if key[0] == variant]
+        for axis, (key, cell) in zip(line, own, strict=False):
+            title = f"{key[0]}, ({key[2]}, {key[3]}), d_head {key[1]}"
+            _bars(axis, cell, _FULL if single else _SHORT, title)
+        for axis in line[len(own) :]:
+            axis.set_axis_off()
+        line[0].set_ylabel("attention")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return files_of(result, figure)
+
+
+def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], ...], title: str) -> None:
+    shown = [(label, cell[name]) for name, label in conditions if name in cell]
+    start = cell["both"]
+    labels = ["start", *(label for label, _ in shown)]
+    orig = [start["orig_before"], *(row["orig_after"] for _, row in shown)]
+    target = [start["target_before"], *(row["target_after"] for _, row in shown)]
+    places = range(len(labels))
+    axis.bar([x - 0.2 for x in places], orig, 0.38, color=ORIGINAL, label="on the original key")
+    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET, label="on the target key")
+    errors = [0.0, *((row["high"] - row["low"]) / 2 for _, row in shown)]
+    axis.errorbar([x + 0.2 for x in places], target, errors, fmt="none", ecolor=INK, elinewidth=0.8)
+    axis.set_xticks(list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_ylim(0, 1.05)
+    axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
+    axis.set_title(title + ("\nvacuous: z1 + z2 fill the head" if start["vacuous"] else ""), fontsize=8.5)

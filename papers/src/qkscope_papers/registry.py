@@ -1,0 +1,301 @@
+"""Which figures there are. A figure is registered where it is defined, by a decorator on the function that runs it::
+
+    @figure("lee2026", "fig2", "Recovered ranks", cells=whole_grids(("discrete", 16)), prepare=train_together)
+    def run(settings: Settings, cells: Cells) -> Result: ...
+
+    @run.drawing
+    def draw(result: Result) -> Files: ...
+
+What the decorator is given beyond its own parameters goes to the function, so that one function can serve several
+figures and none has to ask for its name. A file is imported when one of its figures is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qkscope.errors import BadInput, check_device
+from qkscope.kinds import checked_call
+from qkscope.runs.claims import Claim
+from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.runs.progress import doing
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope_papers.tables import Row
+
+log = logging.getLogger(__name__)
+
+PRESETS = ("smoke", "default", "paper")
+PAPERS = ("lee2026", "franco2026")
+_TOO_SMALL = "The preset smoke shows that the figure runs; it is too small to decide."
+EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a figure is asked for; ``shared`` is the folder in which figures find each other's work."""
+
+    preset: str
+    shared: Path
+    seed: int = 0
+    device: str = "cpu"
+    paper: str = ""
+    figure: str = ""
+    model: str = EMBEDDED  # of figures that look into a language model
+    prompts: str = ""  # of figures that have more than one kind; their first one by default
+
+    def result(
+        self,
+        answer: str,
+        tables: Mapping[str, Sequence[Mapping[str, Any]]],
+        claims: Sequence[Claim],
+        arrays: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """What a run found, under the figure's name; ``about`` is for its provenance.
+
+        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run.
+        """
+        said = [claim.claim for claim in claims]
+        assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
+        if self.preset == "smoke":
+            claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
+        made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
+        name = f"{self.paper}/{self.figure}"
+        return Result(name, tables, claims, arrays or {}, self.preset, model, self.seed, answer=answer, provenance=made)
+
+
+Draw = Callable[[Result], dict[str, str | bytes]]
+
+
+class Experiment:
+    """A function that runs figures, and the one that draws what it found."""
+
+    def __init__(self, run: Callable[..., Result]) -> None:
+        self.run = run
+        self.draw: Draw | None = None
+
+    def __call__(self, settings: Settings, **asked: Any) -> Result:
+        """Run it."""
+        return self.run(settings, **asked)
+
+    def drawing(self, draw: Draw) -> Draw:
+        """Decorator: this draws it."""
+        self.draw = draw
+        return draw
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: what it shows, what runs and draws it, and what its run is asked for beside the settings."""
+
+    title: str
+    experiment: Experiment
+    asked: Mapping[str, Any]
+    prepare: Callable[[Sequence[Figure], Settings], None] | None  # makes what figures share, in one go
+    model: str  # what it looks into where no model is named
+    prompts: tuple[str, ...] = ()  # kinds of prompts it can be asked for, the default first
+
+    def run(self, settings: Settings) -> Result:
+        """Its numbers."""
+        return self.experiment(settings, **self.asked)
+
+    def draw(self, result: Result) -> dict[str, str | bytes]:
+        """Its files, drawn in our style."""
+        from qkscope.show.figures import styled
+
+        assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
+        with styled():
+            return self.experiment.draw(result)
+
+
+_FIGURES: dict[str, dict[str, Figure]] = {paper: {} for paper in PAPERS}
+
+
+def figure(
+    paper: str,
+    name: str,
+    title: str,
+    *,
+    prepare: Callable[[Sequence[Figure], Settings], None] | None = None,
+    model: str = EMBEDDED,
+    prompts: tuple[str, ...] = (),
+    **asked: Any,
+) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
+    """Decorator: this function runs the figure, with ``asked`` beside the settings."""
+
+    def register(run: Callable[..., Result] | Experiment) -> Experiment:
+        experiment = run if isinstance(run, Experiment) else Experiment(run)
+        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model, prompts)
+        return experiment
+
+    return register
+
+
+class Entry(NamedTuple):
+    """Where a figure is registered, and what it shows."""
+
+    module: str
+    title: str
+
+
+@cache
+def figures_of(paper: str) -> dict[str, Entry]:
+    """The figures of a paper by name, in their order.
+
+    They are read off the decorators in the paper's files: to import all of these only to tell a name would load
+    transformers with them.
+    """
+    if paper not in PAPERS:
+        raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
+    found = {}
+    for path in Path(__file__).with_name(paper).glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("figure"):
+                    *_, name, title = (part.value for part in call.args if isinstance(part, ast.Constant))
+                    found[str(name)] = Entry(f"qkscope_papers.{paper}.{path.stem}", str(title))
+    return {name: found[name] for name in sorted(found, key=_place)}
+
+
+def figure_of(paper: str, name: str) -> Figure:
+    """One figure, ready to run; its file is imported now."""
+    import_module(figures_of(paper)[name].module)
+    return _FIGURES[paper][name]
+
+
+def _place(name: str) -> tuple[bool, str, int, str]:
+    """``fig9`` before ``fig10``, what is no figure of the paper after all that are."""
+    kind, number, part = re.fullmatch(r"(\D+)(\d*)(\D*)", name).groups()  # type: ignore[union-attr]
+    return kind != "fig", kind, int(number or 0), part
+
+
+def list_experiments() -> list[Row]:
+    """Every paper and figure, one row each."""
+    return [
+        {"paper": paper, "figure": name, "shows": entry.title}
+        for paper in PAPERS
+        for name, entry in figures_of(paper).items()
+    ]
+
+
+@checked_call
+def reproduce(
+    paper: str,
+    figures: Sequence[str],
+    *,
+    preset: str = "default",
+    out: str | Path = "runs",
+    seed: int = 0,
+    device: str = "cpu",
+    model: str | None = None,
+    prompts: str | None = None,
+    again: bool = False,
+    show: Callable[[Result], object] = lambda result: None,
+) -> dict[str, Result]:
+    """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
+
+    A figure that is finished there (same preset, model, seed, device and versions) is read instead of run.
+
+    Parameters
+    ----------
+    paper : ``lee2026`` or ``franco2026``.
+    figures : ids as `list_experiments` has them, or ``["all"]``.
+    preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
+    out : the folder below which figures are written, and find each other's work.
+    seed : of all draws.
+    device : ``cpu``, ``cuda``, ``cuda:1``.
+    model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
+        model, or a nano where training is shown.
+    prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the paper's one prompt) or
+        ``text`` (natural text).
+    again : run what is finished too.
+    show : told each figure's result as soon as there is one, before it is written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = reproduce("franco2026", ["thm2"], preset="smoke", out=folder)
+    >>> [claim.holds for claim in found["thm2"].claims]
+    [True, True, True]
+    """
+    names = _checked(paper, figures, preset)
+    check_device(device)
+    out = Path(out)
+    folders = {name: check_folder(out / paper / name, f"{paper}/{name}") for name in names}
+    chosen = {name: figure_of(paper, name) for name in names}
+    for name, found in chosen.items():
+        if prompts is not None and prompts not in found.prompts:
+            kinds = ", ".join(found.prompts)
+            has = f"has prompts of the kinds {kinds}" if kinds else "has one kind of prompts"
+            raise BadInput(f"{paper} {name} has no prompts {prompts!r}: it {has}.")
+    kind = {} if prompts is None else {"prompts": prompts}
+    asked = {
+        name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device, **kind}
+        for name, found in chosen.items()
+    }
+    stands = {} if again else {name: _finished(folders[name], asked[name]) for name in chosen}
+    results = {name: result for name, result in stands.items() if result is not None}
+    if results:
+        log.info("Finished in %s already, and not run again (again does): %s.", out / paper, ", ".join(results))
+    for result in results.values():
+        show(result)
+    missing = {name: found for name, found in chosen.items() if name not in results}
+    settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or "")
+    with kept_if_stopped(out, lambda: bool(results)):
+        for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):
+            prepare([found for found in missing.values() if found.prepare is prepare], settings)
+        for name, found in missing.items():
+            start = time.perf_counter()
+            with doing(f"{paper}/{name}: {found.title}"):
+                result = found.run(replace(settings, figure=name, model=model or found.model))
+            made_by = {**result.provenance, "figure": asked[name]}
+            result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
+            show(result)
+            result.write(folders[name], files=found.draw(result))
+            results[name] = result
+    return {name: results[name] for name in names}
+
+
+def _known(model: str) -> str:
+    """A model by name; one in a folder also by its weights, which may have been trained on since."""
+    from qkscope.capture.files import local_hash
+
+    digest = local_hash(model)
+    return model if digest is None else f"{model} {digest}"
+
+
+def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:
+    """The figure that stands in a folder, if this very one was asked for there, with the same versions as here."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+        same = manifest.get("figure") == asked and manifest.get("versions") == provenance()["versions"]
+        return Result.read(folder) if same else None
+    except BadInput:  # none there, or half-written
+        return None
+
+
+def _checked(paper: str, figures: Sequence[str], preset: str) -> list[str]:
+    known = figures_of(paper)
+    if preset not in PRESETS:
+        raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
+    if isinstance(figures, str):
+        raise BadInput(f"figures are a list of ids, as [{figures!r}], but got one id.")
+    if not figures:
+        raise BadInput(f"no figure was named: take some of {', '.join(known)}, or all.")
+    chosen = list(known) if list(figures) == ["all"] else list(dict.fromkeys(figures))
+    for name in chosen:
+        if name not in known:
+            raise BadInput(f"{paper} has no figure {name!r} here: there is {', '.join(known)}, or all.")
+    return chosen

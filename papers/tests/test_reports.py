@@ -1,0 +1,70 @@
+"""The reports are what the ledger says, and every script behind them can be loaded."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from qkscope.runs.claims import Claim
+
+ROOT = Path(__file__).parents[2]
+LEDGER, SCRIPTS = ROOT / "papers" / "results.json", ROOT / "papers" / "scripts"
+
+
+def script(name: str) -> ModuleType:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def between(page: Path, name: str) -> str:
+    return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", page.read_text(), flags=re.DOTALL)[1]
+
+
+def test_every_claim_on_the_results_page_was_decided_by_its_rule():
+    known = json.loads(LEDGER.read_text())
+    assert known
+    for entry in known.values():
+        for claim in entry["claims"]:
+            assert claim["holds"] == Claim.from_json(claim).holds
+    said = [
+        (name.partition("/")[0], entry["model"], claim["claim"], claim["ours"], claim["control"])
+        for name, entry in known.items()
+        for claim in entry["claims"]
+        if "source" in claim and (claim["ours"] or 0) % 1  # runs of before have none; two cells may both read 1
+    ]
+    assert len(said) == len(set(said)), "a claim stands twice"
+    for claim in (claim for entry in known.values() for claim in entry["claims"] if "source" in claim):
+        assert (claim["reason"] != "") == (claim["holds"] is False), claim
+        assert claim["source"] != "stated" or re.match(r"[A-Z§][^:]*\d[^:]*:", claim["paper"]), claim
+    for page, place, text in script("results").results_pages(known):
+        assert between(page, place) == text, "run: python papers/scripts/results.py"
+
+
+def test_the_tables_of_names_are_those_that_were_measured():
+    known = json.loads((ROOT / "docs" / "names.json").read_text())
+    for name, table in script("names_page").tables(known).items():
+        assert between(ROOT / "docs" / "names.md", name) == table, "run: python papers/scripts/names_page.py"
+
+
+def test_the_tables_of_two_models_are_those_that_were_measured():
+    made = script("two_models")
+    known = json.loads(made.STORE.read_text())
+    for name, table in made.TABLES.items():
+        assert between(made.PAGE, name) == table(known), "run: python papers/scripts/two_models.py --only page"
+    assert between(ROOT / "README.md", "findings") == made.findings(known, made.IN_README)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py")))
+def test_every_script_loads(name):
+    if name == "peers":
+        pytest.importorskip("transformer_lens")
+    assert script(name).__doc__

@@ -1,0 +1,224 @@
+"""Facts about payload retrieval: ΔC and G equal their closed forms, ceilings are what counting gives."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from qkscope import BadInput
+from qkscope.draws import draw_signs
+from qkscope.maths.bases import energy_rank
+from qkscope_papers.lee2026.geometry import similarity_fit, vertices_recovered
+from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
+from qkscope_papers.lee2026.ranks import head_ranks
+from qkscope_papers.lee2026.swaps import swap_rows
+from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
+from qkscope_papers.lee2026.toy.retrieval import (
+    AS_WRITTEN,
+    Retrieval,
+    RetrievalHead,
+    asymmetry,
+    cross_variable,
+    off_diagonal,
+)
+from qkscope_papers.lee2026.toy.stack import HeadCell
+from qkscope_papers.lee2026.toy.trained import HeadRun
+
+
+def untrained(ranks=(2, 3), variant="discrete", d_head=8, seed=0, **task):
+    return RetrievalHead.untrained(Retrieval(ranks, variant, **task).encoders(seed), d_head, seed)
+
+
+def perfect_head(ranks=(3, 5), d_head=16, gain=6.0, seed=0):
+    """A head that matches both latents although their key subspaces overlap: queries are the dual basis of keys."""
+    encoders = Retrieval(ranks).encoders(seed)
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(d_head, sum(ranks), generator=generator)
+    read = torch.linalg.pinv(torch.cat([encoders.A, encoders.A_y], dim=1))[: sum(ranks)]  # blind to the payload
+    w_q = gain * torch.linalg.pinv(keys).mT @ torch.linalg.pinv(encoders.B)
+    w_v = torch.randn(d_head, 32, generator=generator)
+    return RetrievalHead(w_q, keys @ read, w_v, torch.randn(10, d_head, generator=generator), encoders)
+
+
+@pytest.mark.parametrize("variant", ["discrete", "continuous"])
+@pytest.mark.parametrize("sampling", ["strict", "fresh"])
+def test_sample_delta_converges_to_its_closed_form(variant, sampling):
+    head = untrained(variant=variant)
+    for variable in range(2):
+        exact = head.delta(variable, sampling)
+        error = [
+            float((head.sampled_delta(variable, n, 1, sampling) - exact).norm() / exact.norm()) for n in (1000, 64_000)
+        ]
+        assert error[1] < 0.03
+        assert error[1] < 0.4 * error[0], "the error falls as 1/√n"
+
+
+def test_strict_sampling_scales_delta_by_four_thirds_at_rank_two():
+    head = untrained((2, 3))
+    ratio = head.sampled_delta(0, 64_000, 2, "strict").norm() / head.sampled_delta(0, 64_000, 3, "fresh").norm()
+    assert float(ratio) == pytest.approx(4 / 3, rel=0.03)
+    assert float(head.delta(0, "strict").norm() / head.delta(0, "fresh").norm()) == pytest.approx(4 / 3)
+    assert untrained((2, 3), "continuous").encoders.task.contrast_scale(0, "strict") == 1.0
+
+
+def test_strict_negatives_never_agree_and_hold_the_rest_fixed():
+    task = Retrieval((2, 3))
+    generator = torch.Generator().manual_seed(0)
+    z = task.draw_latents((500,), generator)
+    other = task.draw_other(z, 0, "strict", generator)
+    assert bool((other[:, :2] != z[:, :2]).any(dim=1).all())
+    assert torch.equal(other[:, 2:], z[:, 2:])
+    fresh = task.draw_other(z, 0, "fresh", generator)
+    assert 0.15 < float((fresh[:, :2] == z[:, :2]).all(dim=1).double().mean()) < 0.35
+
+
+def test_an_untrained_head_already_has_the_right_ranks():
+    """Why rank alone is no evidence: ΔC has rank r for any generic weights."""
+    head = untrained((2, 3), d_head=8)
+    signs = draw_signs(0, torch.arange(99)[:, None], torch.arange(20_000)).float()
+    assert [pair[1] for pair in head_ranks(head, signs, seed=0)] == [2, 3]
+    assert [int(torch.linalg.matrix_rank(head.delta(k))) for k in range(2)] == [2, 3]
+
+
+def test_three_latents_each_have_their_rank_and_share_no_delta():
+    head = untrained((2, 3, 1), d_head=12)
+    assert [int(torch.linalg.matrix_rank(head.delta(k))) for k in range(3)] == [2, 3, 1]
+    for k in range(3):
+        sampled = head.sampled_delta(k, 40_000, 0)
+        assert float((sampled - head.delta(k)).norm() / head.delta(k).norm()) < 0.05
+    assert head.interactions().shape == (6, 6)
+
+
+def test_logits_are_the_interactions_of_the_latents():
+    """q·k = z_qᵀ G z_k (Eq. 12) where payload and noise are not seen."""
+    head = perfect_head()
+    task = head.encoders.task
+    generator = torch.Generator().manual_seed(1)
+    z_q, z_k = (task.draw_latents((50,), generator) for _ in range(2))
+    q, k = head.queries(z_q @ head.encoders.B.mT), head.keys(z_k @ head.encoders.A.mT)
+    torch.testing.assert_close(
+        (q * k).sum(-1).double(), torch.einsum("na,ab,nb->n", z_q.double(), head.interactions(), z_k.double()),
+        rtol=1e-4, atol=1e-3,
+    )  # fmt: skip
+    assert off_diagonal(head.interactions()) < 1e-4
+    assert asymmetry(head.interactions()) < 0.01
+
+
+def test_off_diagonal_cross_variable_and_asymmetry_count_what_they_say():
+    task = Retrieval((1, 2))
+    g = torch.tensor([[3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert off_diagonal(g) == pytest.approx(16 / 25)
+    assert cross_variable(g, task) == pytest.approx(16 / 25)
+    assert asymmetry(g) == pytest.approx(math.sqrt(32) / 5)
+    assert off_asymmetry(g) == pytest.approx(1.0)
+    assert off_diagonal(torch.eye(3)) == 0.0
+    torch.testing.assert_close(rotate(torch.eye(3).double(), task, 0), torch.eye(3).double())
+
+
+def test_duplicate_codes_limit_accuracy_as_counting_says():
+    """With payloads that never coincide the ceiling is E[1/(1+m)], m ~ Binomial(T−1, 2^−R), in closed form."""
+    task = Retrieval((2, 2), payloads=1000, d=1)
+    p = 1 / 16
+    exact = (1 - (1 - p) ** 16) / (16 * p)
+    assert bayes_ceiling(task.encoders(0), 20_000) == pytest.approx(exact, abs=0.01)
+
+
+def test_a_dot_product_is_no_distance():
+    """Gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right ones."""
+    task = Retrieval((2, 2), "continuous")
+    assert bayes_ceiling(task.encoders(0), 4000) > 0.999
+    assert dot_product_ceiling(task, 4000) < 0.7
+    assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
+    noisy = bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000)
+    assert 0.8 < noisy < 0.999
+
+
+def test_accuracy_of_a_perfect_match_reaches_the_ceiling():
+    head = perfect_head((4, 4))
+    encoders = head.encoders
+    read = torch.linalg.pinv(torch.cat([encoders.A_y, encoders.A], dim=1))[:10]
+    w_v = torch.zeros(16, 32)
+    w_v[:10] = read
+    w_o = torch.zeros(10, 16)
+    w_o[:, :10] = torch.eye(10)
+    exact = RetrievalHead(head.W_Q * 3, head.W_K, w_v, w_o, encoders)
+    assert exact.accuracy(8000) == pytest.approx(bayes_ceiling(encoders, 8000), abs=0.01)
+
+
+def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
+    head = perfect_head()
+    rows, overlap = swap_rows(HeadRun(HeadCell(head.encoders.task, 16), head, 0, "made", 0.0), 20_000, 4000, seed=0)
+    found = {row["condition"]: row for row in rows}
+    assert overlap["top_cosine"] > 0.3, "the subspaces overlap, or there is nothing to leak"
+    for z in ("z1", "z2"):
+        oracle = found[f"{z}_oracle"]["target_after"]
+        oblique, orthogonal = (abs(found[name]["target_after"] - oracle) for name in (f"{z}_oblique", z))
+        assert oblique < 0.01
+        assert orthogonal > 3 * oblique
+    assert found["both"]["orig_after"] <= 0.01
+    assert found["both"]["target_after"] == pytest.approx(found["both"]["orig_before"], abs=0.01)
+    assert found["both"]["exchanged"] == pytest.approx(1.0, abs=0.01)
+    assert found["both_oracle"]["exchanged"] == pytest.approx(1.0, abs=0.01)
+    assert found["random_both"]["draws"] >= 20
+    assert found["random_both"]["shift"] < found["both"]["shift"] - 0.2
+    assert all(row["n"] == 4000 and row["vacuous"] is False for row in rows)
+    assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]
+
+
+def test_a_swap_that_fills_the_head_is_called_vacuous():
+    head = untrained((4, 4), d_head=8)
+    rows, _ = swap_rows(HeadRun(HeadCell(head.encoders.task, 8), head, 0, "made", 0.0), 2000, 200, seed=0)
+    assert {row["condition"] for row in rows if row["vacuous"]} >= {"both", "random_both", "key_pca_both"}
+
+
+def test_a_cube_is_recovered_from_its_vertices_and_not_from_noise():
+    generator = torch.Generator().manual_seed(0)
+    signs = 2.0 * torch.randint(2, (800, 3), generator=generator).double() - 1
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))[0]
+    points = 2 * signs @ turn + 0.05 * torch.randn(800, 3, generator=generator, dtype=torch.float64)
+    assert vertices_recovered(points, signs) == 8
+    assert similarity_fit(points, signs) > 0.99
+    noise = torch.randn(800, 3, generator=generator, dtype=torch.float64)
+    assert vertices_recovered(noise, signs) == 0
+    assert similarity_fit(noise, signs) < 0.1
+
+
+def test_a_head_travels_with_its_encoders_and_is_refused_with_others(tmp_path):
+    head = untrained()
+    head.save(tmp_path / "head", steps=3)
+    loaded = RetrievalHead.load(tmp_path / "head", encoders=head.encoders)
+    assert loaded.encoders.task == head.encoders.task
+    torch.testing.assert_close(loaded.delta(0), head.delta(0))
+    with pytest.raises(BadInput, match="another encoders"):
+        RetrievalHead.load(tmp_path / "head", encoders=head.encoders.task.encoders(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"payloads": 1}, "should be at least 2"),
+        ({"keys": 1}, "should be at least 2"),
+        ({"ranks": (3,)}, "two or more latent variables"),
+        ({"ranks": (3, 0)}, "rank 1 or more"),
+        ({"variant": "ternary"}, "be .discrete. or .continuous."),
+        ({"noise": -1.0}, "should be at least 0"),
+    ],
+)
+def test_bad_tasks_get_a_sentence(wrong, says):
+    with pytest.raises(BadInput, match=says):
+        Retrieval(**wrong)
+
+
+def test_crowded_latents_are_warned_about_not_refused(caplog):
+    with caplog.at_level(logging.WARNING):
+        Retrieval((9, 9)).warn_if_crowded(8)
+        Retrieval((20, 20)).warn_if_crowded(32)
+        assert [r.message.count("expect superposition") for r in caplog.records] == [1, 1]
+        Retrieval((5, 5)).warn_if_crowded(8)
+    assert len(caplog.records) == 2
+
+
+def test_energy_rank_of_the_closed_form_is_the_latent_rank():
+    head = perfect_head((3, 5))
+    assert [int(energy_rank(torch.linalg.svdvals(head.delta(k)), 0.9999)) for k in range(2)] == [3, 5]
