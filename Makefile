@@ -9,13 +9,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 HASHED := $(BIN)/pip install --quiet --no-deps --require-hashes --requirement
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-build-isolation
 FETCH  := $(BIN)/qkscope fetch
+CODE   := src tests docs papers conftest.py
 
 .PHONY: setup gemma demo gallery test browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
 # The stamp is written last, so that an interrupted install starts again instead of passing for a finished one.
-$(STAMP): pyproject.toml constraints.txt requirements.txt requirements-torch.txt
+$(STAMP): pyproject.toml papers/pyproject.toml constraints.txt requirements.txt requirements-torch.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "qkscope needs Python 3.11 or newer, and $(PYTHON) is older: install one and say 'make PYTHON=/path/to/python3 setup'." >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
@@ -26,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.txt requirements-torch.txt
 	@$(BIN)/pip download --quiet --no-deps --dest $(VENV)/torch "$$(grep -o '^torch==[^ ]*' requirements-torch.txt)"
 	@$(HASHED) requirements-torch.txt --no-index --find-links $(VENV)/torch
 	@rm -rf $(VENV)/torch
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]' --editable ./papers
 	@$(FETCH) smollm2-135m
 	@touch $@
 
@@ -78,22 +79,22 @@ browser:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 lint: setup
-	@$(BIN)/ruff check src tests docs
-	@$(BIN)/ruff format --check src tests docs
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/mypy
 
 bench: setup
 	@$(BIN)/qkscope bench
 
-# The slow check behind the figures in docs/calibration.md: false positives on pure noise, 2,000 seeds.
+# The slow check behind the figures in papers/docs/calibration.md: false positives on pure noise, 2,000 seeds.
 calibrate: setup
-	@$(BIN)/python docs/calibration.py
+	@$(BIN)/python papers/scripts/calibration.py
 
 docs: setup
 	@$(HASHED) requirements-docs.txt
 	@$(PIP) --editable '.[dev,docs]'
-	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
-	@echo "docs/_build/index.html"
+	@$(BIN)/sphinx-build -W --keep-going -q -c docs . docs/_build
+	@echo "docs/_build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) runs docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

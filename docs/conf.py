@@ -1,4 +1,7 @@
-"""Sphinx: MyST pages in the furo theme, with formulas as MathML, which browsers draw by themselves."""
+"""Sphinx: MyST pages in the furo theme, with formulas as MathML, which browsers draw by themselves.
+
+The source folder is the repository, so that pages in docs/ and reports in papers/docs/ link to each other as files do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ copyright = "2026, the qkscope authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "papers/docs/**"]
+exclude_patterns = ["docs/_build"]
 html_theme = "furo"
 html_title = "qkscope"
 html_math_renderer = "mathml"  # MathJax would come from elsewhere, and a page from disk would show bare TeX

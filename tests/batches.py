@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
-from qkscope.capture.families import tiny_model, two_prompts
+import torch
+from torch import Tensor, nn
+
 from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
+from qkscope.heads import Head
+from qkscope.linear.many import values_of
+from qkscope.linear.run import Run
+from qkscope_papers.families import tiny_model, two_prompts
 
 
 def look(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> Scope:
@@ -27,6 +32,34 @@ def padded(scope: Scope, side: str | None) -> tuple[dict[str, Tensor], Places]:
     return inputs, Places.everywhere(torch.arange(len(mask)), last, mask)
 
 
+def each_head(run: Run, weights: Tensor) -> Iterator[tuple[Head, Tensor, Tensor]]:
+    """What `values_of` says, head by head."""
+    for heads, query, key in values_of(run, weights):
+        yield from ((head, query[:, i], key[:, i]) for i, head in enumerate(heads))
+
+
 def sides_of(scope: Scope) -> tuple[str | None, ...]:
     """Where a batch of this model can be padded."""
     return (None,) if scope.model.main_input_name == "pixel_values" else scope.facts.sides or (None,)
+
+
+def residual_parts(model: nn.Module, inputs: dict[str, Tensor], last: int) -> tuple[dict[str, Tensor], Tensor]:
+    """By writer, what it left in the stream that enters a layer of a Llama at every token, by hooks; and the stream."""
+    parts: dict[str, Tensor] = {}
+    entered: list[Tensor] = []
+    inner, hooks = model.model, []
+    for i, layer in enumerate(inner.layers[:last]):
+
+        def heads(module: nn.Module, args: tuple[Tensor], i: int = i) -> None:
+            for h, z in enumerate(args[0].split(inner.layers[i].self_attn.head_dim, -1)):
+                parts[f"L{i}H{h}"] = z @ module.weight[:, h * z.shape[-1] : (h + 1) * z.shape[-1]].T
+
+        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
+        hooks.append(layer.mlp.register_forward_hook(lambda _m, _a, out, i=i: parts.update({f"M{i}": out})))
+    hooks.append(inner.embed_tokens.register_forward_hook(lambda _m, _a, out: parts.update(embedding=out)))
+    hooks.append(inner.layers[last].register_forward_pre_hook(lambda _m, args: entered.append(args[0])))
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return parts, entered[0]

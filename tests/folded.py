@@ -11,12 +11,12 @@ from qkscope.capture.norms import full_output, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.linear.layer import Layer
-from qkscope.linear.weights import _recorded, head_weights
+from qkscope.linear.weights import head_weights, recorded
 
 
 def _layer(model: Any, layer: int) -> Layer:
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
-    called, row = _recorded(scope, layer)[layer], torch.zeros(1, 1, dtype=torch.long)
+    called, row = recorded(scope, layer)[layer], torch.zeros(1, 1, dtype=torch.long)
     return Layer(scope, layer, called.block, called.given, called.call, row[0], row)
 
 

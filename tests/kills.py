@@ -1,7 +1,7 @@
 """Kill a command over and over at random moments, let it end, and hold its results against those of a run left alone.
 
-``python tests/kills.py 20`` kills `discover`, `trace` and `atlas` on ``nano:mixed`` 20 times each and says what was
-lost.
+``python tests/kills.py 20`` kills `decompose`, `discover`, `trace` and `atlas` on ``nano:mixed`` 20 times each and says
+what was lost.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     """What is killed, by name."""
     model = ["--model", "nano:mixed"]
     return {
+        "decompose": ["decompose", "binding", *model, "--heads", "L1H0,L1H1", "--n", "64", "--batch-size", "4"],
         "discover": ["discover", "induction", *model, "--heads", "L1H0,L1H1", "--n", "160", "--test", "40",
                      "--batch-size", "4"],
         "trace": ["trace", "induction", *model, "--heads", "L1H0,L2H1", "--n", "64", "--batch-size", "4"],
@@ -84,7 +85,7 @@ def survive(name: str, kills: int, in_a_row: int, folder: Path, seed: int = 0) -
 
 
 if __name__ == "__main__":
-    for verb in sys.argv[2:] or ("discover", "trace", "atlas"):
+    for verb in sys.argv[2:] or ("decompose", "discover", "trace", "atlas"):
         place = Path(tempfile.mkdtemp())
         seconds = survive(verb, int(sys.argv[1]), 3, place)
         print(f"{verb}: {len(seconds)} kills, the same results each time; work lost: at most {max(seconds):.1f} s")

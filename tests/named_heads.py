@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
 from qkscope.analyses.names.sight import Options, Text
-from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.maths.factors import FactorFit
-from qkscope.runs.job import Job
+from qkscope.runs.work import Work
 from qkscope.tasks.sides import Passage
+from qkscope_papers.families import tiny_model
 
 WORDS = 96  # of the vocabulary; the first few are left to special tokens
 FIRST_WORD = 4
@@ -101,5 +101,5 @@ def looked_at(
     readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
     text = Text(scope, scope.heads(), readings)
     options = Options(batch_size=batch_size, progress=False)
-    fit = fit_factors(text, fitted, Job(), options)
-    return text, fit, look(text, fit, tested, Job(), options)
+    fit = fit_factors(text, fitted, Work(), options)
+    return text, fit, look(text, fit, tested, Work(), options)

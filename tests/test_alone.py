@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from qkscope import Scope
-from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Capture
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope_papers.families import tiny_model
 
 COUNT_COLUMNS = ["bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart"]
 COUNT_IDS = ["roberta", "xlm-roberta"]

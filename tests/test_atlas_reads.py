@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import qkscope as qk
-from browser import Watched, chromium
+from browser import Watched
 from qkscope.analyses.trace import many
 from qkscope.analyses.trace.many import cut, first_writers, text_examples, told
+from qkscope.analyses.trace.rows import Pass
 from qkscope.linear.reader import Reader
-from qkscope.page.blocks import blocks_of
-from qkscope.page.report import write_report
-from qkscope.runs.job import Job
+from qkscope.show.blocks import blocks_of
+from qkscope.show.page import write_report
 from qkscope.tasks.texts import Document, text_hash
 
 SIDES = ("key", "query")
@@ -31,12 +31,6 @@ def texts():
 @pytest.fixture(scope="module")
 def found(scope, texts):
     return qk.atlas(scope, texts, 192, test=64, progress=False)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +59,12 @@ def test_sums_are_those_of_one_text_after_the_other(scope, texts):
     """Batches, groups of texts and passages that do not count change nothing but rounding."""
     reader = Reader(scope, scope.parse("L1H0,L2H3"))
     units = [(example,) for example in text_examples(scope, texts[:6])]
-    together = told(reader, first_writers(reader, units, Job(), batch_size=4, progress=False))["tables"]["heads"]
+    together = told(reader, first_writers(Pass(reader, batch_size=4, progress=False), units))["tables"]["heads"]
     for row in together:
         alone = [
             one
             for unit in units
-            for one in told(reader, first_writers(reader, [unit], Job(), progress=False))["tables"]["heads"]
+            for one in told(reader, first_writers(Pass(reader, progress=False), [unit]))["tables"]["heads"]
             if one["head"] == row["head"] and one["n"]
         ]
         assert row["n"] == len(alone)

@@ -1,11 +1,13 @@
-"""Bad input is one sentence that says what to do, exit code 2, nothing on stdout, and nothing left behind."""
+"""Bad input that a user could not see otherwise: a wrong model, token, head, file or contrast. It is answered by one
+sentence that says what to do, exit code 2, nothing on stdout, and nothing left behind.
+
+In the arguments OUT is a folder that is not there, FULL one with other files, FIT a finished fit whose model is gone,
+MODEL a tiny model, and NAME.jsonl files of `FILES`.
+"""
 
 from __future__ import annotations
 
-import inspect
 import json
-import os
-import re
 import sys
 from pathlib import Path
 
@@ -14,20 +16,199 @@ import pytest
 import torch
 
 import qkscope as qk
-from bad_calls import MORE_CALLS
-from bad_inputs import CALLS, COMMANDS, write_files
 from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import merge
-from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
-from qkscope.examples import Answers, Key
-from qkscope.nano.train import train_nano
-from qkscope.papers.franco2026.toy.superposition import Superposition
-from qkscope.papers.franco2026.toy.train import train_superposition
-from qkscope.papers.lee2026.toy.retrieval import Retrieval
-from qkscope.papers.lee2026.toy.train import train_retrieval
+from qkscope.examples import Answers
+from qkscope_papers.families import tiny_model
 from tiny_llama import write_tiny_llama
+
+_KEY = {"text": "A", "labels": {"mine": 1}}
+_OTHER = {"text": "B", "labels": {"mine": -1}}
+_BOTH = [_KEY, _OTHER]
+FILES = {
+    "broken.jsonl": '{"prompt": "A B", "keys": [',
+    "fields.jsonl": json.dumps({"keys": _BOTH}),
+    "extra.jsonl": json.dumps({"prompt": "A B", "keys": _BOTH, "promt": 1}),
+    "positive.jsonl": json.dumps({"prompt": "A B", "keys": [_OTHER]}),
+    "absent.jsonl": json.dumps({"prompt": "A B", "keys": [_KEY, {"text": "C", "labels": {"mine": -1}}]}),
+    "twice.jsonl": json.dumps({"prompt": "A B A", "keys": _BOTH}),
+    "span.jsonl": json.dumps({"prompt": "A B", "keys": [{"span": [0, 99], "labels": {"mine": 1}}, _OTHER]}),
+    "empty.jsonl": "\n\n",
+    "good.jsonl": json.dumps({"prompt": "hat: A B", "keys": _BOTH}),
+    "leak.jsonl": "\n".join(json.dumps({"prompt": "A B", "keys": _BOTH, "use": use}) for use in ("fit", "test")),
+}
+
+COMMANDS = {
+    # which verb, which task
+    "nonsense": "No such command",
+    "heads binding --nonsense": "No such option",
+    "heads bindng": "there is no task 'bindng'",
+    "heads none.jsonl": "none.jsonl cannot be read",
+    "heads binding --form bullets": "form of binding should be 'list', 'sentence' or 'question'",
+    "heads filter --size 14": "word lists for 13 categories",
+    "heads ioi --size 3": "--size is for binding, filter, induction",
+    "heads binding --n 0": "n of find_heads should be at least 1",
+    "heads binding --by fame": "by of find_heads should be 'accuracy', 'row_accuracy'",
+    # which model
+    "heads binding --model /nowhere/model": "/nowhere/model does not exist",
+    "heads binding --model FULL": "config.json",
+    "heads binding --model none.gguf": "none.gguf does not exist",
+    "heads binding --model nano:nonsense": "nonsense",
+    "heads binding --model MODEL --dtype float99": "dtype",
+    "heads binding --model MODEL --device cuda:99": "cuda",
+    # a file of your own
+    "heads broken.jsonl": "broken.jsonl, line 1",
+    "heads fields.jsonl": "fields.jsonl, line 1",
+    "heads extra.jsonl": "extra.jsonl, line 1",
+    "heads positive.jsonl": "positive.jsonl",
+    "heads absent.jsonl": "absent.jsonl, line 1",
+    "heads twice.jsonl": "twice.jsonl, line 1",
+    "heads span.jsonl": "span.jsonl, line 1",
+    "heads empty.jsonl": "empty.jsonl holds no examples",
+    "heads leak.jsonl": "leak.jsonl, line 2 is for test, but its prompt is that of line 1, which is for fit",
+    # decompose and swap
+    "decompose binding --heads 18.6 --out OUT": "'18.6' is not a head",
+    "decompose binding --heads L1H1": "Missing option",
+    "decompose binding --heads L9H0 --out OUT --model MODEL": "L9H0 does not exist",
+    "decompose binding --heads L1H1 --out OUT --contrasts a": "no contrast 'a'",
+    "decompose binding --heads L1H1 --out OUT --contrasts order,order": "is named twice",
+    "decompose binding --heads L1H1 --out OUT --space rope": "space of decompose should be 'post_rope'",
+    "decompose binding --heads L1H1 --out OUT --center query": "a file of your own",
+    "decompose binding --heads L1H1 --out OUT --part 5/4": "a part is i/n",
+    "decompose binding --heads L1H1 --out FULL": "holds other files than a run",
+    "decompose binding --heads L1H1 --out FULL/thesis.tex": "is a file: name a folder for",
+    "decompose binding --heads L1H1 --out /proc/nowhere": "cannot be written",
+    "decompose binding --heads L1H1 --out FIT": "holds another fit",
+    "swap none": "none is not a folder that decompose wrote",
+    "swap FIT --heads L0H0": "was not fitted at L0H0: there is L1H3, L0H1",
+    # why
+    "why hat: --head 18.6": "'18.6' is not a head",
+    "why hat: --head L9H9 --model MODEL": "L9H9 does not exist",
+    "why hat --head L1H0 --model MODEL": "the prompt has one token",
+    "why hat:_A --query 7 --model MODEL": "query 7 is out of range",
+    "why hat:_A --query jam --model MODEL": "'jam' is no token of the prompt",
+    "why hat:_A_hat: --query hat --model MODEL": "stands 2 times in the prompt: write 'hat#1' to 'hat#2'",
+    "why hat:_A --query 0 --model MODEL": "the query is the first token",
+    "why hat:_A --head L1H0 --query 1 --key 2 --model MODEL": "token 2 stands after the query",
+    "why hat:_A --key 1 --model MODEL": "a key is asked about with a head",
+    "why hat: --out FULL": "holds other files than a run",
+    "why hat: --fit none": "none is not a folder that decompose wrote",
+    "why hat: --fit FIT --head L0H0": "was not fitted at L0H0",
+    "why hat: --split fair": "split of why should be 'sequential', 'average' or 'oblique', but got 'fair'",
+    # trace
+    "trace": "name a task or text files, or one prompt with --prompt, and not both",
+    "trace bindng": "there is no task and no file 'bindng'",
+    "trace binding good.jsonl": "binding is a task: name it alone",
+    "trace binding --heads L0H1": "only the embedding writes: trace a later head",
+    "trace binding --key 3": "key is for one prompt, not for a task",
+    "trace binding --heads L1H0 --neurons": "neurons are named of one prompt",
+    "trace binding --heads L1H0 --part 0/2": "name it with out",
+    "trace binding --out FULL": "holds other files than a run",
+    "trace binding --heads L1H3 --feature FIT": "--feature is DIR:CONTRAST",
+    "trace binding --heads L1H3 --feature none:order": "none is not a folder that decompose wrote",
+    "trace binding --heads L1H3 --feature FIT:shape": "FIT has no contrast 'shape': it has order",
+    "trace binding --heads L1H0 --feature FIT:order": "was not fitted at L1H0",
+    "trace binding --heads L1H0 --dictionary none": "there is no dictionary none",
+    "trace binding --heads L1H0 --dictionary FULL": "holds no cfg.json",
+    "trace binding --heads L1H0 --dictionary good.jsonl": "pickles run what they hold when read",
+    "trace binding --heads L1H0 --dictionary-layer 1": "name it with --dictionary",
+    "trace --model MODEL --heads L1H0 --prompt hat:_A --key 2 --versus 2": "token 2 cannot be compared with itself",
+    # weights, features without labels, pages
+    "svd --heads six": "'six' is not a head",
+    "svd --out OUT": "should be a file that ends in .safetensors",
+    "sparsity ioi --heads L0H0:END>NOWHERE --out OUT": "NOWHERE",
+    "sparsity ioi --model nano:mixed --revisions 7 --out OUT": "7",
+    "discover none.txt --heads L0H0 --out OUT": "none.txt",
+    "atlas binding --out OUT": "binding is a task",
+    "demo --out FULL": "holds other files than a run",
+    "view FULL": "FULL",
+    "view FULL --port 8000": "model, fit and port are for the live page: ask for it",
+    "view FULL --made": "holds no manifest.json",
+    "view FIT --made --check": "/nowhere/model does not exist",
+    "schema nonsense": "there is no schema of 'nonsense'",
+    "fetch nonsense": "there is nothing to fetch for 'nonsense'",
+    # the papers
+    "reproduce lee2026 fig99": "has no figure 'fig99'",
+    "reproduce lee2026 fig2 --preset huge": "there is no preset 'huge'",
+    "reproduce lee2026 fig2 --out /proc/nowhere": "cannot be written",
+    "toy retrieval --ranks 3;5 --out OUT": "--ranks takes whole numbers with commas between",
+    "toy superposition --p 0 --out OUT": "(0, 1]",
+    "bench --only nonsense": "there is no bench row 'nonsense'",
+}
+
+# Python, with qk for qkscope; scope is of MODEL, and fit, basis, lex, moments and units are of it (see `names`).
+CALLS = {
+    # a model, its tokens
+    'qk.Scope.load("MODEL", attn="flash_attention_9")': "attn of Scope.load should be 'sdpa' or 'eager'",
+    'qk.Scope.load("MODEL", revision="step7")': "MODEL is one model, not a folder of checkpoints",
+    "qk.Scope.from_model(torch.nn.Linear(2, 2))": "a model of transformers can be looked into, but got Linear.",
+    "scope.encode([])": "there are no examples",
+    'scope.encode([""])': "the prompt is empty",
+    'scope.encode(["hat: unknownword"])': "",
+    'scope.encode(["hat " * 5000])': "",
+    "scope.encode([qk.Example(ids=[99999])])": "",
+    'qk.Head.parse("L1")': "'L1' is not a head: write layer and head",
+    'scope.parse(["L0H0", "L0H0"])': "L0H0 is named twice",
+    'qk.Example(text="A B", queries=[(1, 0)])': "the mark 1:0 lies outside the prompt of",
+    'qk.Example.mark("A B", keys=[""])': "an empty word cannot be marked",
+    'Answers([" is"], [" is"])': "' is' is named as a right and as a wrong",
+    # tasks and contrasts
+    'tasks.binding(3, words=["hat"] * 50)': "binding words: 4 words are needed for ea",
+    "tasks.binding(3, pool=2)": "3 entities and a counterfactual need a pool from 4 to",
+    'tasks.filter(["fruits", "stones"])': "there is no word list for 'stones'",
+    "tasks.induction(40)": "length is from 3 to 32, but got 40.",
+    'task.fit("shape", 4)': "task binding has no contrast 'shape'",
+    # finding and fitting
+    'qk.find_heads("smollm2-135m", task, n=4)': "scope of find_heads should be an instance of Scope",
+    'qk.decompose(scope, task, "L1H3", 8, rank=0)': "rank is 'energy', 'null' or a number from 1 to 16, but got 0",
+    'qk.decompose(scope, task, "L1H3", 8, rank={"shape": 2})': "rank is given for 'shape', which is not fitted",
+    'fit["order", "L0H0"]': "nothing was fitted for 'order' at L0H0",
+    'fit["order"]': "a fit is asked for a contrast and a head, as fit['lexical',",
+    # swaps and splits
+    'qk.swap(scope, units, fit, "L0H0")': "nothing was fitted for 'order' at L0H0",
+    "qk.swap(scope, units)": "there is nothing to swap: give a fit",
+    "qk.swap(scope, units, fit, sizes=[99])": "a curve of 99 dimensions does not fit into a head of 16.",
+    "qk.swap(other, units, fit)": "weights",
+    'qk.swap(scope, units, heads="L1H3", subspaces={"mine": torch.eye(16)[:, :2]}, downstream=True)': "give one, and",
+    'qk.attribute(scope, "hat: A", "L0H1", {"lexical": lex})': "feature 'lexical' belongs to L1H3, not to L0H1",
+    'qk.attribute(scope, "hat: A", "L1H3", {})': "no feature was given",
+    # weights
+    "qk.alignment(basis, lex)": "L1H3 is not in this singular basis",
+    'qk.thin_svd(torch.full((2, 3), float("nan")), torch.ones(2, 3))': "a matrix with NaN or infinite entries",
+    'qk.relative_attention(scope, "hat: A", "L1H3", query=99)': "there is no token 99",
+    'qk.relative_attention(scope, "hat: A", "L1H3", key="jam")': "the example has no role 'jam'",
+    # without labels
+    'qk.discover(scope, ["hat"], "L1H3")': "a split needs 12 documents or more, but got 1",
+    'qk.discover(scope, task, "L1H3", 4)': "tokens are too few to fit",
+    # who wrote it, and why
+    'qk.trace(scope, ["hat", "jam"], "L1H3")': "no text is long enough to ask in",
+    'qk.trace(scope, "hat: A jam", "L1H0", feature=lex)': "the feature belongs to L1H3, not to L1H0",
+    'qk.trace(other, "hat: A jam", "L1H3", feature=lex)': "the feature was made with other weights",
+    'qk.trace(scope, task, "L1H3", feature=pre)': "the feature was fitted in pre_rope",
+    'qk.trace(scope, task, "L1H3", feature=narrow)': "the feature has width 3, but L1H3 has 16",
+    'qk.trace(scope, texts, "L1H3", feature=lex)': "for a task or a prompt",
+    'qk.trace(jetmoe, "hat: A jam", "L1H0")': "cannot be traced: no one matrix adds up its heads' outputs",
+    'qk.why(scope, "hat: A jam", "L1H3", features={"pre": pre})': "the features were fitted in pre_rope",
+    # files, pages, sums
+    'qk.write_gallery("OUT", "FULL")': "it holds no run; name a folder that a qkscope command wrote.",
+    'qk.view("FULL", live=True)': "the live page looks into a model",
+    'qk.view(live=True, fit="none")': "none holds no features: name a folder that decompose, discover or atlas wrote",
+    'qk.write_report("FULL", fit)': "FULL is a folder",
+    'qk.Result.read("none")': "there is no folder none",
+    'qk.load("FULL", scope)': "FULL is not a folder that decompose wrote",
+    'qk.Moments.load("broken.jsonl")': "broken.jsonl is damaged or not a qkscope file; make it again",
+    'moments.null_deltas("sign_flip", "order", "L1H3")': "no sign_flip replicates were carried for L1H3",
+    "small.update(q, k[:1], labels)": "",
+    'small.update(q * float("nan"), k, labels)': "",
+    'small.update(q, k, {"b": labels["a"]})': "",
+    "moments.merge(small)": "",
+    "qk.Subspace(torch.eye(3), torch.ones(2), torch.eye(3), 1)": "",
+    "qk.Subspace.from_delta(torch.zeros(3, 3))": "",
+    "lex.cut(99)": "",
+    'qk.Subspace.load("moments.safetensors")': "",
+    'qk.Subspace.load("lex.safetensors", expect={"weights": "other"})': "",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,86 +217,67 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fits(model, tmp_path_factory) -> dict[str, str]:
-    """The job files of a finished fit and of a shard, their model said to be gone: nothing may be loaded to answer."""
-    scope, found = Scope.load(model, device="cpu"), {}
-    for name, shard in (("FIT", None), ("SHARD", (0, 2))):
-        out = tmp_path_factory.mktemp("fits") / name
-        heads = [Head(1, 3), Head(0, 1)]
-        decompose(scope, tasks.binding(3), heads, 8, out=out, contrasts=["order"], batch_size=4, shard=shard)
-        found[name] = json.dumps({**json.loads((out / "job.json").read_text()), "model": "/nowhere/model"})
-    return found
+def manifest(model, tmp_path_factory) -> str:
+    """The manifest of a finished fit, its model said to be gone: nothing may be loaded to answer."""
+    out = tmp_path_factory.mktemp("fits") / "fit"
+    heads = [Head(1, 3), Head(0, 1)]
+    decompose(Scope.load(model, device="cpu"), tasks.binding(3), heads, 8, out=out, contrasts=["order"], batch_size=4)
+    return (out / "manifest.json").read_text().replace(str(model), "/nowhere/model")
 
 
 @pytest.fixture
-def place(fits, model, tmp_path, monkeypatch) -> Path:
-    write_files(tmp_path)
-    for name, job in fits.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "job.json").write_text(job)
-        manifest = {"schema": 1, "experiment": "decompose/binding", "files": {}, "before": {}, "asked": json.loads(job)}
-        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+def place(manifest, model, tmp_path, monkeypatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for folder, name, text in (("FULL", "thesis.tex", ""), ("FIT", "manifest.json", manifest)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
     (tmp_path / "MODEL").symlink_to(model)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "says"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
-def test_a_bad_command_gets_a_sentence(place, monkeypatch, capsys, arguments, says):
-    before = sorted(place.rglob("*"))
-    takes_model = arguments[0] in ("heads", "decompose", "discover", "atlas", "sparsity", "svd", "trace")
-    nowhere = ["--model", "/nowhere/model"] if takes_model and "--model" not in arguments else []
-    monkeypatch.setattr(
-        sys, "argv", ["qkscope", *arguments, *nowhere]
-    )  # what is wrong is said before a model is loaded
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_bad_command_gets_a_sentence_before_a_model_is_loaded(place, monkeypatch, capsys, command):
+    before, arguments = sorted(place.rglob("*")), [word.replace("_", " ") for word in command.split()]
+    nowhere = arguments[0] in ("heads", "decompose", "discover", "atlas", "sparsity", "svd", "trace", "why")
+    nowhere = nowhere and "--model" not in arguments and "--fit" not in arguments
+    monkeypatch.setattr(sys, "argv", ["qkscope", *arguments, *(["--model", "/nowhere/model"] if nowhere else [])])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     said = capsys.readouterr()
     assert stop.value.code == 2
     assert said.out == ""
-    assert says in said.err
+    assert COMMANDS[command] in said.err
     assert "Traceback" not in said.err
     if said.err.startswith("qkscope: "):  # ours; the others are the option parser's
         assert len(said.err.strip().splitlines()) == 1
         assert said.err.strip().endswith(".")
     assert sorted(place.rglob("*")) == before, "something was left behind"
-    if os.environ.get("QKSCOPE_ERRORS"):  # docs/errors.md is made of these
-        answer = re.sub(r"\s+", " ", re.sub("[│╭╮╰╯─]", " ", said.err.removeprefix("qkscope: "))).strip()
-        _note(" ".join(["qkscope", *arguments]), re.sub(r"^Usage: .*? for help\. Error ", "", answer), place)
-
-
-def _note(said: str, answer: str, place: Path) -> None:
-    with open(os.environ["QKSCOPE_ERRORS"], "a") as file:
-        answer = answer.replace(str(place), "").replace(f"{place.parent}/", "")
-        file.write(json.dumps({"command": said, "answer": answer}) + "\n")
 
 
 @pytest.fixture(scope="module")
 def names(model, tmp_path_factory) -> dict[str, object]:
     """What the calls of the table may name."""
     scope, task = Scope.load(model, device="cpu"), tasks.binding(3)
-    scope.name = "MODEL"
     other = Scope.load(write_tiny_llama(tmp_path_factory.mktemp("other") / "model", seed=1), device="cpu")
-    texts = [f"The hat is in Box {a} . The jam is in Box {b} . The hat" for a in "ABCDEF" for b in "ABCDEF"]
     options = {"contrasts": ["order"], "batch_size": 8}
     pre = qk.decompose(scope, task, "L1H3", 8, space="pre_rope", **options)["order", "L1H3"]
-    vocabulary = scope.model.config.vocab_size
-    jetmoe = Scope.from_model(tiny_model("jetmoe", vocab_size=vocabulary), scope.tokenizer, check=False)
+    family = tiny_model("jetmoe", vocab_size=scope.model.config.vocab_size)
     fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
-        "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "merge": merge,
-        "moments": fit.sums["order"].moments, "Superposition": Superposition, "Retrieval": Retrieval,
-        "np": np, "other": other, "Key": Key, "Answers": Answers, "ranking": qk.find_heads(scope, task, 4),
-        "own": qk.singular_basis(scope, ["L1H3"], cache=False), "texts": texts, "small": qk.Moments("L0H0", ["a"], 4),
+        "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "other": other,
+        "moments": fit.sums["order"].moments, "Answers": Answers, "pre": pre, "ranking": qk.find_heads(scope, task, 4),
+        "texts": ["The hat is in Box A . The hat"] * 4, "small": qk.Moments("L0H0", ["a"], 4),
         "q": torch.ones(2, 1, 4), "k": torch.ones(2, 1, 2, 4), "labels": {"a": torch.tensor([[1, -1], [1, -1]])},
-        "pre": pre, "narrow": qk.Subspace.from_delta(torch.eye(3)), "jetmoe": jetmoe,
-        "train_retrieval": train_retrieval, "train_superposition": train_superposition, "train_nano": train_nano,
+        "narrow": qk.Subspace.from_delta(torch.eye(3)),
+        "jetmoe": Scope.from_model(family, scope.tokenizer, check=False),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "says"), [*CALLS, *MORE_CALLS], ids=[call for call, _ in [*CALLS, *MORE_CALLS]])
-def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call, says):
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call):
     if ".safetensors" in call:
         names["lex"].save("lex.safetensors")
         names["moments"].save("moments.safetensors")
@@ -123,63 +285,26 @@ def test_a_bad_call_gets_the_same_kind_of_sentence(place, names, call, says):
     with pytest.raises(BadInput) as refused:
         eval(call, dict(names))  # our own table
     said = str(refused.value)
-    assert says in said
+    assert CALLS[call] in said
     assert said.endswith(".")
     assert "\n" not in said
     assert sorted(place.rglob("*")) == before, "something was left behind"
-    if os.environ.get("QKSCOPE_ERRORS") and (call, says) in CALLS:  # the others are of a few kinds
-        _note(call, said, place)
-
-
-def public_calls() -> list[tuple[str, object]]:
-    """Every public function, and every public method and constructor of a public class."""
-    found = []
-    for name, thing in [*((name, getattr(qk, name)) for name in qk.__all__), *vars(tasks).items()]:
-        if isinstance(thing, type) and thing is not BadInput:
-            own = {part for cls in thing.__mro__ if cls.__module__.startswith("qkscope") for part in vars(cls)}
-            methods = [part for part in own if not part.startswith("_") and callable(getattr(thing, part))]
-            found += [(f"{name}.{part}", getattr(thing, part)) for part in sorted(methods)]
-            found.append((name, thing.__init__))
-        elif inspect.isfunction(thing) and not name.startswith("_"):
-            found.append((name, thing))
-    return found
-
-
-@pytest.mark.parametrize("thing", [thing for _, thing in public_calls()], ids=[name for name, _ in public_calls()])
-def test_every_public_call_says_what_it_takes(thing):
-    """Nothing of a call's body runs for a name it does not know, nor for a value of a kind that nothing takes."""
-    assert hasattr(thing, "__wrapped__"), "it is not checked"
-    bound = inspect.ismethod(thing)  # a classmethod: its class is there already
-    inside = [None] if not bound and next(iter(inspect.signature(thing).parameters), "") == "self" else []
-    with pytest.raises(BadInput, match="takes no 'nonsense'"):
-        thing(*inside, nonsense=1)
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers(names):
     task = names["task"]
     assert task.test(np.int64(3)) == task.test(3) == task.test(torch.tensor(3))
-    assert tasks.binding(np.int32(3)).asked["entities"] == 3
     assert type(Head(np.int64(1), 2).layer) is int
     assert names["ranking"].above(np.float32(0.0)) == names["ranking"].above(0.0)
     assert qk.Example(text="A B", queries=[[0, 1]]).queries == ((0, 1),)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**40, -(2**62), 2**62])
+@pytest.mark.parametrize("seed", [-1, 2**62])
 def test_any_seed_of_62_bits_serves_every_verb(names, seed):
-    scope, fit = names["scope"], names["fit"]
-    task = tasks.binding(3, seed=seed)
-    own = qk.decompose(scope, task, "L1H3", 8, contrasts=["order"], seed=seed, replicates=19)
-    assert own.seed == seed
-    qk.swap(scope, names["units"], fit, "L1H3", seed=seed, draws=2)
-    qk.swap_downstream(scope, names["units"], fit, "L1H3", seed=seed)
-    qk.alignment(names["own"], names["lex"], draws=2, seed=seed)
+    scope, task = names["scope"], tasks.binding(3, seed=seed)
+    assert qk.decompose(scope, task, "L1H3", 8, contrasts=["order"], seed=seed, replicates=19).seed == seed
+    qk.swap(scope, names["units"], names["fit"], "L1H3", seed=seed, draws=2, downstream=True)
+    qk.alignment(qk.singular_basis(scope, ["L1H3"], cache=False), names["lex"], draws=2, seed=seed)
     qk.relative_attention(scope, "hat: A", "L1H3", draws=2, seed=seed)
     qk.discover(scope, task, "L1H3", 160, test=40, draws=2, sizes=(), changes=4, seed=seed)
     qk.sparsity(scope, task, "L0H0", 4, draws=2, seed=seed)
-
-
-def test_there_are_enough_of_them():
-    assert len(COMMANDS) >= 60
-    assert len(CALLS) + len(MORE_CALLS) >= 700
-    public = {name for name in qk.__all__ if callable(getattr(qk, name))} - {"BadInput"}
-    assert not [name for name in public if not any(f"qk.{name}" in call for call, _ in CALLS)]

@@ -8,9 +8,9 @@ from transformers.pytorch_utils import Conv1D
 
 from qkscope import BadInput, Scope, relative_attention, singular_basis
 from qkscope.analyses.relative import relative_rows
-from qkscope.capture.families import tiny_model
 from qkscope.examples import Example
 from qkscope.linear.weights import head_weights
+from qkscope_papers.families import tiny_model
 
 TOKENS = [7, 19, 33, 51, 64, 12, 88, 40]
 

@@ -7,12 +7,15 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import qkscope as qk
-from batches import look
-from qkscope.capture.families import two_prompts
+from batches import look, residual_parts
+from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.patch import Edit
+from qkscope.change.parts import restore
 from qkscope.change.rows import Rerun
+from qkscope.change.whole import Batch
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
+from qkscope_papers.families import two_prompts
 
 PROMPT = "hat: O jam: Z cat: B jam:"
 
@@ -209,3 +212,65 @@ def test_a_change_that_cannot_be_made_is_refused_in_words(nano, change, said):
     with pytest.raises(qk.BadInput, match=said), change(nano):
         nano.attention(PROMPT, "L1H0")
     assert not nano._ablated + nano._hidden + nano._replaced
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("norms", ["live", "frozen"])
+@pytest.mark.parametrize("side", ["key", "query"])
+def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(family, norms, side):
+    """The stream at one token, for this head's query or key alone, with what writers left in the unchanged prompt."""
+    scope, head = look(family, num_hidden_layers=3, attn_implementation="eager"), Head(2, 2)
+    ids = list(range(3, 14))
+    prompts = [qk.Example(ids=tuple(ids)), qk.Example(ids=(*ids[:4], 40, *ids[5:]))]
+    source, run = (Probe(scope, prompt, 9).run for prompt in prompts)
+    at, layer, names = {"key": 4, "query": 9}[side], scope.model.model.layers[2], run.reader.writers(2)[:-1]
+    sets = [["L1H0", "M0"], ["embedding"], list(names)]
+    found = restore(run, source, head, 9, 4, sets, side=side, norms=norms)
+    made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
+    (before, x), (instead, _) = (residual_parts(scope.model, one.inputs, 2) for one in (run, source))
+    for row, own in zip(found, sets, strict=True):
+        new = x[0, at] + sum(instead[name][0, at] - before[name][0, at] for name in own)
+        normed = layer.input_layernorm(new) if norms == "live" else new * (layer.input_layernorm(x) / x)[0, at]
+        kept: dict[torch.nn.Module, torch.Tensor] = {}
+
+        def enter(_module, args, normed=normed):
+            z = args[0].clone()
+            z[0, at] = normed
+            return (z,)
+
+        def frozen(module, args, out, kept=kept):
+            return args[0] * kept.setdefault(module, out / args[0])
+
+        qk_norms = [one for name, one in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
+        hooks = [norm.register_forward_hook(frozen) for norm in qk_norms] if norms == "frozen" else []
+        with torch.no_grad():
+            if hooks:  # what they multiplied by when nothing was put back
+                scope.model(**run.inputs)
+            hooks.append(made.register_forward_pre_hook(enter))
+            theirs = scope.model(**run.inputs, output_attentions=True).attentions[2][0, head.index, 9]
+        for hook in hooks:
+            hook.remove()
+        assert (row - theirs[: len(row)]).abs().max() <= 1e-5
+    with pytest.raises(qk.BadInput, match="does not write before"):
+        restore(run, source, head, 9, 4, [["L2H0"]])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gemma3n_text", "qwen3_next"])
+def test_changes_of_a_batch_run_together_from_the_first_layer_they_touch(family):
+    scope = look(family, num_hidden_layers=4)
+    encoded = scope.encode([qk.Example(ids=tuple(range(3, 14))), qk.Example(ids=tuple(range(20, 28)))])
+    heads = [head for head in scope.heads() if head.layer >= 2]
+    first, last, width = heads[0], heads[-1], scope.facts.layers[heads[0].layer].d_head
+    places, draw = encoded.everywhere(), torch.Generator().manual_seed(0)
+    changes = [
+        [Edit.keys(first, torch.tensor([[9], [10]]), torch.randn(2, 1, width, generator=draw))],
+        [Edit.outputs(first, torch.tensor([True, False]), torch.randn(scope.d_head, generator=draw))],
+        [Edit.outputs(first, torch.tensor([True, True]), torch.randn(scope.d_head, generator=draw))],
+        [],
+    ]
+    batch = Batch(scope, encoded, [last], first.layer, places)
+    for own, found in zip(changes, batch.run(changes, [last]), strict=True):
+        theirs = scope.capture_inputs(encoded, places=places, heads=[last], logits=True, edits=own)
+        torch.testing.assert_close(found.logits, theirs.logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.attention(), theirs.attention(), atol=1e-5, rtol=1e-4)
+        assert (found.logits - batch.before.logits).abs().max() > 1e-4 or not own

@@ -1,16 +1,14 @@
 """Facts about controls: noise is called noise, a mean is called a mean, and an interaction is found."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
 from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.draws import draw_bits, draw_signs
-from qkscope.maths.controls import Controls, false_discovery, mean_dominance, rank_above, run_controls
+from qkscope.maths.controls import false_discovery, mean_dominance, rank_above, run_controls
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import DEALS, FLIPS, clustered_bootstrap, key_sums, replicate_sums, signed_weights
+from qkscope.maths.significance import DEALS, FLIPS, by_sign, clustered_bootstrap, key_sums, replicate_sums
 from qkscope.maths.subspace import Subspace
 
 NULLS = ("sign_flip", "interaction")
@@ -68,7 +66,7 @@ def test_constant_queries_are_mean_only_whatever_rounding_says():
 
 @pytest.mark.parametrize("null", ["sign_flip", "label_permutation"])
 def test_noise_is_not_above_its_null(null):
-    """False positives at the 5% level over 400 noise heads; the 2,000-seed figure is in docs/calibration.md.
+    """False positives at the 5% level over 400 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
 
     With a true rate of 5%, fewer than 6 or more than 36 of 400 happen once in a hundred thousand.
     """
@@ -112,8 +110,8 @@ def test_replicates_do_not_depend_on_batches_or_shards():
 def deal(labels, prompts, count=500):
     b, keys = labels.shape
     k = torch.eye(b * keys, dtype=torch.float64).reshape(b, 1, keys, b * keys)  # every key recognisable
-    sums = key_sums(signed_weights(labels, None), k)
-    drawn = replicate_sums(DEALS, 0, count, keys=k, sums=sums, labels=labels, weights=None, prompts=prompts)
+    sums = key_sums(by_sign(labels), k)
+    drawn = replicate_sums(DEALS, 0, count, keys=k, sums=sums, labels=labels, prompts=prompts)
     return drawn[:, 0, ..., :-1].reshape(b, count, 2, b, keys)
 
 
@@ -157,16 +155,14 @@ def test_components_are_tested_in_order_with_deflation():
     nulls = 0.05 * randn(2, 199, 8, 8) + 2.0 * randn(3, 199, 1, 1) * leak
     found = rank_above(delta, nulls)
     assert found.rank == 3
-    assert found.p_values[:3] == (1 / 200, 1 / 200, 1 / 200)
-    assert found.p_values[3] == 1.0
     assert rank_above(delta, nulls, max_rank=2).rank == 2
     assert rank_above(0 * delta, nulls).rank == 0
 
 
 def test_mean_dominance_is_what_the_mean_part_explains():
     moments = accumulate(1 + randn(0, 50, 3, 5), randn(1, 50, 3, 2, 5), PAIR)
-    delta = moments.delta("c")
-    queries, keys = moments.means("c")
+    delta, sums, count = moments.delta("c"), moments.sums["c"], moments.count("c")[..., None]
+    queries, keys = sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
     part = queries.mean(1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None]
     left = (delta - part).square().sum((1, 2)) / delta.square().sum((1, 2))
     torch.testing.assert_close(mean_dominance(moments, "c"), 1 - left)
@@ -213,7 +209,6 @@ def test_controls_travel_with_the_subspace(tmp_path):
     assert "null, 95%" in feature.summary()
     feature.save(tmp_path / "s")
     assert Subspace.load(tmp_path / "s").controls == feature.controls
-    assert Controls.from_json(asdict(feature.controls)) == feature.controls
 
 
 def test_bad_input_gets_a_sentence():
@@ -224,8 +219,6 @@ def test_bad_input_gets_a_sentence():
             run_controls(moments, "c")
     with pytest.raises(BadInput, match="no interaction replicates were carried for L5H5"):
         accumulate(q, k, PAIR, replicates=3).null_deltas("interaction", "c", "L5H5")
-    with pytest.raises(BadInput, match="one prompt per value"):
-        clustered_bootstrap(torch.ones(3), torch.arange(2))
 
 
 def test_few_prompts_cannot_have_many_components():

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import shlex
-import threading
 from dataclasses import replace
 from urllib.parse import parse_qs
 
 import pytest
 
 import qkscope as qk
-from browser import Watched, chromium
-from qkscope.explorer.server import Explorer
-from qkscope.explorer.session import Session
-from qkscope.page.blocks import blocks_of
-from qkscope.page.discovered import FAMILIES, family_of
-from qkscope.page.figures import draw_atlas, draw_discovery
-from qkscope.page.report import report_html, write_report
-from qkscope.runs.result import plain_value
+from browser import Watched, served
+from qkscope.show.blocks import blocks_of
+from qkscope.show.discovered import FAMILIES, family_of
+from qkscope.show.figures import colours_of
+from qkscope.show.live.features import FeatureStore
+from qkscope.show.live.session import Session
+from qkscope.show.page import report_html, write_report
 
 # which key, of a list of tokens: said again here, so that the page is not tested by what made it
 KEEPS = {
@@ -42,12 +40,6 @@ _MARKED = """(quote) => {
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def scope():
     return qk.Scope.load("nano:mixed", device="cpu")
 
@@ -69,7 +61,7 @@ def urls(results, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["atlas", "discover"])
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (1280, True), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_an_opened_head_is_in_sight_at_every_width(browser, urls, name, width, dark):
     watched = Watched(browser, urls[name], width=width, dark=dark)
     page = watched.page
@@ -177,10 +169,7 @@ def test_a_text_leads_to_why_and_into_the_live_page(browser, urls, results, scop
     ids, _ = next(scope.encoder.ids_and_offsets([example["text"]], chat=False))
     for side in ("query", "key"):
         assert scope.tokenizer.decode([ids[int(asked[f"--{side}"])]]) == example[side]
-    server = Explorer(Session(scope))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(Session(scope)) as server:
         link = page.locator("a[data-state]").first
         assert not link.is_visible()
         page.get_by_placeholder("http://127.0.0.1:").fill("javascript:alert(1)")
@@ -195,26 +184,19 @@ def test_a_text_leads_to_why_and_into_the_live_page(browser, urls, results, scop
         assert live.page.locator("#key").inner_text().strip() == example["key"]
         assert live.errors == []
         live.page.close()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert watched.errors == []
     page.close()
 
 
 def test_the_live_page_calls_heads_by_their_names(browser, results, scope, tmp_path):
-    session = Session.load(scope, results["atlas"].write(tmp_path / "atlas"))
+    session = Session(scope, FeatureStore.read(results["atlas"].write(tmp_path / "atlas"), scope))
     names = {row["head"]: row["name"] for row in results["atlas"].table()}
-    assert session.describe()["said"] == names
+    assert session.describe()["names"] == names
     row = results["atlas"].table()[0]
     found = session.why("hat : O jam : Z cat : B jam :", 10, row["head"])
     assert found["about"] == row["sentence"]
     assert [each["text"] for each in found["texts"]]
-    server = Explorer(session)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(session) as server:
         live = Watched(browser, server.url)
         live.until("document.querySelectorAll('#best button').length > 0")
         for said in live.page.locator("#best button").all_inner_texts():
@@ -223,10 +205,6 @@ def test_the_live_page_calls_heads_by_their_names(browser, results, scope, tmp_p
         live.shoot("explorer-names")
         assert live.errors == []
         live.page.close()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.mark.parametrize("name", ["atlas", "discover"])
@@ -275,29 +253,18 @@ def test_discover_shows_pairs_directions_changes_and_the_curve(browser, results,
     watched.page.close()
 
 
-def test_cards_are_drawn_from_the_heads_table_alone(browser, results, tmp_path):
-    rows = [{**row, "share": None, "low": None, "high": None, "name": "not named", "block": None, "rule": None}
-            for row in results["discover"].table()]  # fmt: skip
-    changed = replace(results["discover"], tables={"heads": rows})
-    path = tmp_path / "few.html"
-    path.write_text(draw_discovery(changed)["report.html"])
-    watched = Watched(browser, path.as_uri())
-    assert watched.page.locator("section.cards .stack").count() == len(rows)
-    assert watched.errors == []
-    watched.page.close()
-
-
-@pytest.mark.parametrize("missing", [None, float("nan")])
-def test_what_is_missing_is_a_dash_and_sorts_as_smallest(browser, results, tmp_path, missing):
+def test_what_is_missing_is_a_dash_and_sorts_as_smallest(browser, results, tmp_path):
     rows = [dict(row) for row in results["atlas"].table()]
     columns = ("share", "low", "high", "coverage", "precision", "chance", "key_writer", "key_share")
-    rows[2] |= {**dict.fromkeys(columns, missing), "key_writer": None, "name": "not named", "block": None, "rule": None}
+    rows[2] |= {
+        **dict.fromkeys(columns, float("nan")),
+        "key_writer": None,
+        "name": "not named",
+        "block": None,
+        "rule": None,
+    }
     changed = replace(results["atlas"], tables={**results["atlas"].tables, "atlas": rows})
-    files = draw_atlas(changed)
-    assert files["figures/atlas.png"].startswith(b"\x89PNG")
-    path = tmp_path / "report.html"
-    path.write_text(files["report.html"])
-    watched = Watched(browser, path.as_uri())
+    watched = Watched(browser, write_report(tmp_path / "report.html", changed).as_uri())
     page = watched.page
     page.get_by_role("button", name="precision", exact=True).last.click()
     last = page.locator("tbody[data-head]").last
@@ -311,17 +278,4 @@ def test_what_is_missing_is_a_dash_and_sorts_as_smallest(browser, results, tmp_p
 
 
 def test_every_family_has_a_colour_of_its_own():
-    from qkscope.page.colours import hues_of
-
-    assert len(set(hues_of(list(FAMILIES)).values())) == len(FAMILIES)
-
-
-def test_the_page_is_drawn_from_the_folder_as_it_was(results, tmp_path):
-    from qkscope.runs.result import Result
-
-    found = results["atlas"]
-    read = Result.read(found.write(tmp_path / "run"))
-    assert report_html([read]) == report_html([found])
-    atlas, reads = blocks_of(found)
-    assert (atlas.kind, reads.kind) == ("atlas", "reads")
-    assert atlas.rows == plain_value(found.tables["atlas"])
+    assert len(set(colours_of(list(FAMILIES)).values())) == len(FAMILIES)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import re
 from pathlib import Path
 
 import qkscope
-from qkscope.runs.claims import Claim
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -44,9 +42,9 @@ def test_the_ten_minute_start_runs_as_written(capsys, tmp_path, monkeypatch):
 
 def test_pictures_are_there_and_small():
     taken = set()
-    for page in DOCS.rglob("*.md"):
-        for picture in re.findall(r"!\[[^\]]*\]\((figures/[^)]+)\)", page.read_text()):
-            assert (DOCS / picture).is_file(), f"{page.name} shows {picture}, which is not there"
+    for page in [*DOCS.rglob("*.md"), *(DOCS.parent / "papers" / "docs").glob("*.md")]:
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)]*figures/[^)]+)\)", page.read_text()):
+            assert (page.parent / picture).is_file(), f"{page.name} shows {picture}, which is not there"
             taken.add(picture)
     shot = [DOCS / one for one in taken if one.startswith(("figures/gallery", "figures/start", "figures/contrast"))]
     assert len(shot) > 8
@@ -54,47 +52,15 @@ def test_pictures_are_there_and_small():
     assert sum(one.stat().st_size for one in shot) < 1.5e6
 
 
-def test_the_page_of_errors_has_them():
-    assert between("errors.md", "errors").count("\n") > 300
-
-
 def test_every_page_is_on_the_front_page():
-    listed = set(re.findall(r"^[\w/-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
-    assert listed == {
-        str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md") if "_build" not in p.parts
-    } - {"index"}
+    listed = set(re.findall(r"^[./\w-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
+    pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if "_build" not in page.parts}
+    reports = {Path("../papers/docs", page.name) for page in (DOCS.parent / "papers" / "docs").glob("*.md")}
+    assert listed == {str(page.with_suffix("")) for page in pages | reports} - {"index"}
 
 
 def test_the_reference_names_every_command_as_it_is():
     assert between("commands.md", "commands") == generator().commands_page(), "run: python docs/generate.py commands"
-
-
-def test_every_claim_on_the_results_page_was_decided_by_its_rule():
-    known = json.loads((DOCS / "results.json").read_text())
-    assert known
-    for entry in known.values():
-        for claim in entry["claims"]:
-            assert claim["holds"] == Claim.from_json(claim).holds
-    said = [
-        (name.partition("/")[0], entry["model"], claim["claim"], claim["ours"], claim["control"])
-        for name, entry in known.items()
-        for claim in entry["claims"]
-        if "source" in claim and (claim["ours"] or 0) % 1  # runs of before have none; two cells may both read 1
-    ]
-    assert len(said) == len(set(said)), "a claim stands twice"
-    for claim in (claim for entry in known.values() for claim in entry["claims"] if "source" in claim):
-        assert (claim["reason"] != "") == (claim["holds"] is False), claim
-        assert claim["source"] != "stated" or re.match(r"[A-Z§][^:]*\d[^:]*:", claim["paper"]), claim
-    for page, place, text in generator().results_pages(known):
-        assert between(page, place) == text, "run: python docs/generate.py results"
-
-
-def test_the_tables_of_names_are_those_that_were_measured(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    for name, table in (
-        importlib.import_module("names_page").tables(json.loads((DOCS / "names.json").read_text())).items()
-    ):
-        assert between("names.md", name) == table, "run: python docs/names_page.py"
 
 
 def test_the_architecture_names_files_that_are_there():
@@ -105,7 +71,13 @@ def test_the_architecture_names_files_that_are_there():
         "tests/test_rooms.py",
     }
     assert len(named) > 25
-    assert [name for name in sorted(named) if not (DOCS.parent / "src" / "qkscope" / name).is_file()] == []
+    sources = (DOCS.parent / "src" / "qkscope", DOCS.parent / "papers" / "src" / "qkscope_papers", DOCS.parent)
+    assert [name for name in sorted(named) if not any((source / name).is_file() for source in sources)] == []
+    inside = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))` \(`(\w+)`", text)
+    assert len(inside) > 15
+    for name, defined in inside:
+        home = next(source / name for source in sources if (source / name).is_file())
+        assert re.search(rf"\b{defined}\b", home.read_text()), f"{name} has no {defined}"
 
 
 def test_the_python_interface_names_what_is_there():

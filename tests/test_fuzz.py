@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from qkscope import BadInput
 from qkscope.analyses.fit_folder import read_job, task_of
-from qkscope.page.report import report_html, script_json, write_report
 from qkscope.runs.result import Result, plain_value
-from qkscope.runs.shards import parse_shard
 from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.work import parse_part
+from qkscope.show.page import report_html, script_json, write_report
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -37,9 +37,9 @@ def sentence(error: BadInput) -> None:
 
 @many
 @given(st.text(alphabet="0123456789/ -", max_size=12))
-def test_shards(text):
+def test_parts(text):
     try:
-        index, count = parse_shard(text)
+        index, count = parse_part(text)
     except BadInput as error:
         sentence(error)
     else:
@@ -49,21 +49,24 @@ def test_shards(text):
 @many
 @given(json_values | st.dictionaries(st.sampled_from(["schema", "task", "asked", "heads", "n"]), json_values))
 def test_a_job_file(tmp_path, value):
-    (tmp_path / "job.json").write_text(json.dumps(value))
+    (tmp_path / "manifest.json").write_text(json.dumps(value))
     with pytest.raises(BadInput):
         read_job(tmp_path)
 
 
-_JOB = {"schema": 1, "weights": "", "tokenizer": "", "model": "m", "task": "binding", "asked": {"entities": 4},
-        "task_seed": 0, "heads": ["L0H0"], "n": 4, "contrasts": ["order"], "space": "post_rope", "batch_size": 4,
-        "seed": 0}  # fmt: skip
+_JOB = {
+    "weights": "", "tokenizer": "", "dtype": "", "replicates": 9, "model": "m", "task": "binding", "task_seed": 0,
+    "asked": {"entities": 4}, "heads": ["L0H0"], "n": 4, "contrasts": ["order"], "space": "post_rope",
+    "batch_size": 4, "seed": 0,
+}  # fmt: skip
 
 
 @many
 @given(st.sampled_from(sorted(_JOB)), json_values)
 def test_a_job_file_with_one_odd_field(tmp_path, field, value):
     """Whatever a field was changed to, the job is read or refused; its task is made again or refused."""
-    (tmp_path / "job.json").write_text(json.dumps({**_JOB, field: value}))
+    manifest = {"schema": 1, "experiment": "decompose/binding", "files": {}, "asked": {**_JOB, field: value}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     try:
         task_of(read_job(tmp_path), tmp_path)
     except BadInput as error:
@@ -82,7 +85,7 @@ def test_bytes_for_tensors(tmp_path, content):
 @many
 @given(st.integers(0, 10_000), st.integers(0, 255))
 def test_tensors_with_a_byte_cut_off_or_changed(tmp_path, at, byte):
-    """A changed byte is found out wherever it changes something."""
+    """A changed byte may change a number, which the manifest of a run's folder tells; it is never more than that."""
     path = tmp_path / "sums.safetensors"
     write_tensors(path, "sums", {"a": torch.arange(6.0)}, {"about": {}})
     content = bytearray(path.read_bytes())
@@ -94,8 +97,8 @@ def test_tensors_with_a_byte_cut_off_or_changed(tmp_path, at, byte):
         except BadInput as error:
             sentence(error)
         else:
-            assert manifest == {"about": {}}
-            assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"a": [0, 1, 2, 3, 4, 5]}
+            assert isinstance(manifest, dict)
+            assert sum(tensor.numel() for tensor in tensors.values()) <= 6
 
 
 _table = st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=2), max_size=2)

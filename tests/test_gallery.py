@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import shutil
@@ -14,15 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 import qkscope as qk
-from browser import Watched, chromium
+from browser import Watched
 from qkscope import BadInput, Result
 from qkscope.cli import app
-from qkscope.explorer.opening import page_of
-from qkscope.page.gallery import write_gallery
-from qkscope.page.places import heads_in
-from qkscope.page.report import report_html, write_report
-from qkscope.page.thumbnail import thumbnail
 from qkscope.runs.claims import Claim
+from qkscope.show.gallery import write_gallery
+from qkscope.show.page import heads_in, page_of, report_html, write_report
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
@@ -56,10 +52,7 @@ def stop(folder, how):
         (folder / "manifest.json").unlink()
         (folder / ".work" / "abc").mkdir(parents=True)
     elif how == "staged":
-        (folder / ".work" / "qkscope-writing-abcdefgh").mkdir(parents=True)
-    elif how == "locked":
-        (folder / "manifest.json").unlink()
-        (folder / ".lock").touch()
+        (folder / ".work" / "new-abcdefgh").mkdir(parents=True)
     return folder
 
 
@@ -75,7 +68,7 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(runs, tmp_path):
         page = (tmp_path / "site" / row["page"]).read_text()
         assert f'href="../index.html#run-{row["run"]}"' in page
         assert f'id="run-{row["run"]}"' in text
-    assert text.count("<svg viewBox") == 4
+    assert text.count('class="data"') == 3  # what the page's script draws small; the fourth has no chart
     assert sum(path.stat().st_size for path in (tmp_path / "site").rglob("*") if path.is_file()) < 1e6
 
 
@@ -92,7 +85,7 @@ def test_links_of_the_index_lead_to_what_they_name(runs, tmp_path):
 def test_a_head_leads_to_all_runs_that_have_it_by_model(runs, tmp_path):
     write_gallery(tmp_path / "site", runs)
     rows = Result.read(tmp_path / "site").table("heads")
-    assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L1H1")} >= {"fit", "heads"}
+    assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L2H0")} >= {"fit", "heads"}
     assert [row["run"] for row in rows if row["model"] == "other"] == ["lee2026-fig9"] * 2
     called = {(row["run"], row["says"]) for row in rows}  # a verb that the run's name has is not said again
     assert called == {("why", ""), ("heads", ""), ("fit", "decompose"), ("lee2026-fig9", "")}
@@ -128,84 +121,48 @@ def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("how", ["work", "staged", "locked", "removed"])
+@pytest.mark.parametrize("how", ["work", "staged", "removed"])
 def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, how):
     shutil.copytree(runs, tmp_path / "runs")
     stopped = stop(tmp_path / "runs" / "fit", how)
     index = write_gallery(tmp_path / "site", tmp_path / "runs")
-    said = "is left out: it is not finished; say its command again"
-    assert f"{stopped} {said}" in caplog.text
+    said = "is left out: it is not finished; run its command again"
+    assert f"fit {said}" in caplog.text
     assert f"<li>fit {said}" in index.read_text()
     assert str(tmp_path) not in index.read_text()  # a page that is sent
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
     assert stopped.is_dir()  # and nothing is taken from it
 
 
-def test_the_command_that_finishes_a_run_is_named(runs, tmp_path):
-    folder = shutil.copytree(runs / "fit", tmp_path / "fit")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "command": "qkscope decompose ioi --out fit"}))
-    with pytest.raises(BadInput, match=r"say its command again \(qkscope decompose ioi --out fit\) to finish it"):
-        write_gallery(tmp_path / "site", stop(folder, "staged"))
-    for place, shown in ((folder, "fit"), ("'/my runs/own fit'", "'own fit'"), ("runs/fit", "runs/fit")):
-        command = f"qkscope decompose ioi --out {place} --center a/b"
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "command": command}))
-        page = html.unescape(write_gallery(tmp_path / "site", runs / "why", folder).read_text())
-        assert f"(qkscope decompose ioi --out {shown} --center a/b) to finish it" in page
-        assert str(tmp_path) not in page
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "asked": {"shard": [1, 4]}}))
-    with pytest.raises(BadInput, match="one shard of a job; when all are done, add them up with qkscope merge"):
-        write_gallery(tmp_path / "site", folder)
-
-
-def newer(folder):
-    stored = json.loads((folder / "results.json").read_text())
-    (folder / "results.json").write_text(json.dumps({**stored, "schema": 99}))
-
-
-def cut(folder):
-    (folder / "results.json").write_text((folder / "results.json").read_text()[:100])
-
-
-def odd(folder):
-    stored = json.loads((folder / "results.json").read_text())
-    stored["tables"]["heads"][0]["accuracy"] = "<script>"
-    (folder / "results.json").write_text(json.dumps(stored))
-
-
-def deep(folder):
-    stored = json.loads((folder / "results.json").read_text())
+def deep(stored):
     stored["tables"]["heads"][0]["accuracy"] = json.loads("[" * 900 + "]" * 900)
-    (folder / "results.json").write_text(json.dumps(stored))
 
 
-def reasonless(folder):
-    stored = json.loads((folder / "results.json").read_text())
-    claim = Claim("c", "", 0.0, None, "ours > 1").to_json()
-    (folder / "results.json").write_text(json.dumps({**stored, "claims": [{**claim, "reason": "of tomorrow"}]}))
+def unknown(stored):
+    stored["claims"] = [{**Claim("c", "", 0.0, None, "ours > 1").to_json(), "reason": "of tomorrow"}]
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (deep, "it is damaged"),
-        (reasonless, "is no reason for a claim to fail"),
-        (newer, "it was written by a newer qkscope"),
-        (cut, "results.json is damaged"),
-        (odd, "it is damaged"),
+        (unknown, "is no reason for a claim to fail"),
+        (lambda stored: stored.update(schema=99), "it was written by a newer qkscope"),
+        (lambda stored: stored.pop("tables"), "damaged"),
     ],
 )
-def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, damage, says, capsys):
+def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, damage, says):
     shutil.copytree(runs, tmp_path / "runs")
-    damage(tmp_path / "runs" / "heads")
+    results = tmp_path / "runs" / "heads" / "results.json"
+    stored = json.loads(results.read_text())
+    damage(stored)
+    results.write_text(json.dumps(stored))
     index = write_gallery(tmp_path / "site", tmp_path / "runs")
     assert says in index.read_text()
-    assert "<script>alert" not in index.read_text()
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
-    (tmp_path / "runs" / "heads" / "report.html").unlink(missing_ok=True)
-    if damage is not odd:  # which only a thumbnail asks for a number
-        with pytest.raises(BadInput, match=says.removeprefix("it ")):
-            page_of(tmp_path / "runs" / "heads")
+    (tmp_path / "runs" / "heads" / "report.html").unlink()
+    with pytest.raises(BadInput, match=says.removeprefix("it ")):
+        page_of(tmp_path / "runs" / "heads")
 
 
 def test_nothing_to_show_is_one_sentence_and_exit_code_2(runs, tmp_path):
@@ -217,7 +174,7 @@ def test_nothing_to_show_is_one_sentence_and_exit_code_2(runs, tmp_path):
     command = [sys.executable, "-m", "qkscope", "gallery", str(stopped), "--out", str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"qkscope: {stopped} is left out: it is not finished; say its command again to finish it.\n"
+    assert done.stderr == "qkscope: why is left out: it is not finished; run its command again to finish it.\n"
     assert not (tmp_path / "site").exists()
 
 
@@ -227,12 +184,15 @@ def test_the_commands_write_a_ranking_and_a_site_of_it(tmp_path):
     assert f"The page: {run}/report.html" in ranked.output
     made = CliRunner().invoke(app, ["gallery", run, "--out", site])
     assert made.output.startswith("1 run of nano:mixed. 0.1 MB.")
-    assert f"Written to {site}/index.html." in made.output
+    assert f"The page: {site}/index.html" in made.output
     refused = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", site])
     assert "holds a run of gallery, not of heads" in str(refused.exception)
 
 
 def test_text_of_a_run_is_text_in_the_index(tmp_path):
+    """Words that explain what a name like L16H0 means speak of no head."""
+    lines = [{"line": "L2H1 looks at Mary."}, {"line": "L16H0 is a head, M9 the MLP of layer 9."}]
+    assert heads_in(lines) == ["L2H1"]
     claim = Claim(EVIL, EVIL, 2.0, 1.0, "ours > control")
     tables = {EVIL: [{"head": "L0H0", "name": EVIL}], "said": [{"line": EVIL}]}
     result = Result(EVIL, tables, [claim], model=EVIL, answer=EVIL, provenance={"asked": {"prompt": EVIL}})
@@ -244,25 +204,7 @@ def test_text_of_a_run_is_text_in_the_index(tmp_path):
         assert "<img src=x" not in page.read_text()
 
 
-def test_words_that_explain_a_name_speak_of_no_head():
-    lines = [{"line": "L2H1 looks at Mary."}, {"line": "L16H0 is a head, M9 the MLP of layer 9."}]
-    assert heads_in(lines) == ["L2H1"]
-
-
-def test_a_thumbnail_is_the_first_figure_or_a_drawing(runs):
-    drawing = thumbnail(Result.read(runs / "heads"), {})
-    assert drawing.count("<rect") == 12  # heads of the model
-    assert "polyline" in thumbnail(Result.read(runs / "fit"), {})
-    assert thumbnail(Result("none", {}), {"broken": b"\x89PNG"}) == ""
-
-
 # ---------------------------------------------------------------- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +221,8 @@ def test_the_site_opens_from_disk_without_a_request(browser, site, name, width, 
     assert [r for r in watched.requests if not r.startswith("data:")] == [site]
     assert watched.errors == []
     assert watched.fits()
-    assert watched.page.locator(".card .thumbnail svg").count() == 4
+    for run, drawn in (("why", ".graph svg"), ("heads", ".cell"), ("fit", "circle")):
+        assert watched.page.locator(f"#run-{run} .thumbnail {drawn}").count() > 0
     watched.page.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 import pytest
@@ -34,29 +33,13 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
         ("{{ messages[0].content }}{{ 'a' * 2000000 }}", r"makes 2,000,\d+ characters of"),
     ],
 )
-@pytest.mark.parametrize("threaded", [False, True])
-def test_a_hostile_chat_template_ends_in_a_sentence(scope, monkeypatch, template, said, threaded):
+def test_a_hostile_chat_template_ends_in_a_sentence(scope, monkeypatch, template, said):
     monkeypatch.setattr("qkscope.capture.encode._SECONDS", 1)
     scope.tokenizer.chat_template = template
-    caught: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            scope.encode(["hat jam"], chat=True)
-        except BaseException as error:
-            caught.append(error)
-
     started = time.monotonic()
-    if threaded:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-    else:
-        ask()
+    with pytest.raises(BadInput, match=f"{said}.*no --chat, chat=False"):
+        scope.encode(["hat jam"], chat=True)
     assert time.monotonic() - started < 5
-    with pytest.raises(BadInput, match=said):
-        raise caught[0]
-    assert "no --chat, chat=False" in str(caught[0])
 
 
 def test_a_prompt_without_template_is_asked_without_chat(scope):

@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
-from qkscope.linear.check import trace_error
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
 from qkscope.linear.weights import head_weights
+from qkscope_papers.families import tiny_model, trace_error
 
 INSTEAD = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",

@@ -127,7 +127,7 @@ def test_a_name_merged_with_its_neighbour_is_refused_with_a_sentence(scope):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: tasks.ioi("ABAB"), "form is 'both', 'ABBA', 'BABA'"),
+        (lambda: tasks.ioi("ABAB"), "form of ioi should be 'both', 'ABBA', 'BABA'"),
         (lambda: tasks.ioi(templates=["{A} and {B} met. {S} gave it to"]), "begins with a word"),
         (lambda: tasks.ioi(templates=["When {A} met {B}, a friend gave it to"]), "once each, in this order"),
         (lambda: tasks.ioi(templates=["When {B} met {A}, {S} gave it to"]), "once each, in this order"),

@@ -13,7 +13,7 @@ from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import joined, that_share
 from qkscope.capture.scope import Scope
-from qkscope.tasks.task import LazyUnits, Task
+from qkscope.tasks.task import Task
 from qkscope.tasks.words import OBJECTS
 
 N = 12
@@ -114,15 +114,3 @@ def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path, batch_size):
                 torch.testing.assert_close(mine[what], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=what)
             for found, row in zip([r for r in both.table() if r["contrast"] == name], alone.table(), strict=True):
                 assert (found["verdict"], found["units"]) == (row["verdict"], row["units"])
-
-
-def test_joint_units_by_the_million_are_held_a_window_at_a_time(monkeypatch):
-    task = tasks.ioi()
-    whole = joined({name: task.fit(name, 50) for name in task.contrasts})
-    monkeypatch.setattr("qkscope.tasks.task.WINDOW", 8)
-    monkeypatch.setattr("qkscope.analyses.prompts.WINDOW", 8)
-    parts = joined({name: task.fit(name, 50) for name in task.contrasts})
-    assert isinstance(parts, LazyUnits)
-    assert list(parts) == whole
-    assert len(parts) == 50
-    assert parts[41] == whole[41]

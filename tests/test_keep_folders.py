@@ -1,16 +1,12 @@
-"""Facts about folders: nobody's file is destroyed; a run that is stopped, killed or robbed of its folder says so."""
+"""Facts about folders and disks: nobody's file is destroyed, and a disk that refuses is a sentence."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,21 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
-from qkscope.analyses import decompose as passes
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load, merge
+from qkscope.analyses.fit import load
 from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
-from qkscope.page.report import write_report
-from qkscope.runs.folder import add_to_run, check_folder, file_name, only_writer
-from qkscope.runs.job import Job
+from qkscope.runs.folder import add_to_run, check_folder, file_name, write_file
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors
+from qkscope.show.page import write_report
 from qkscope.tasks.words import OBJECTS
 
 JOB = {"contrasts": ["order"], "batch_size": 4}
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -68,33 +60,20 @@ def fitted(scope: Scope, out: Path, **more: object):
 # ---------------------------------------------------------------- a user's folder
 
 
-def test_a_lock_that_is_somebodys_file_or_leads_to_one_is_left_alone(tmp_path):
-    precious = tmp_path / "precious.txt"
-    precious.write_text("mine")
-    for name, make in (("link", lambda lock: lock.symlink_to(precious)), ("file", lambda lock: lock.write_text("me"))):
-        run = tmp_path / name
-        run.mkdir()
-        make(run / ".lock")
-        with pytest.raises(BadInput), only_writer(run):
-            pass
-    assert precious.read_text() == "mine"
-    assert (tmp_path / "file" / ".lock").read_text() == "me"
-
-
 def test_what_only_looks_like_a_left_over_is_kept(scope, tmp_path):
     fitted(scope, tmp_path / "fit")
-    for name in (".tmpABC123", ".qkscope-writing/notes", "order.safetensors12345678.part", "manifest.json.part"):
+    for name in (".tmpABC123", "new-abc/notes", "order.safetensors12345678.part"):
         (tmp_path / "fit" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "fit" / name).write_text("mine")
         before = contents(tmp_path)
-        with pytest.raises(BadInput, match=f"holds other things than a fit, {name}: name a new folder"):
+        with pytest.raises(BadInput, match=f"holds other files than a run, {name}: name a new folder"):
             fitted(scope, tmp_path / "fit")
         assert contents(tmp_path) == before
         (tmp_path / "fit" / name).unlink()
 
 
 def test_a_name_too_long_for_a_disk_is_a_sentence(qkscope):
-    code, _, said = qkscope("made", "x" * 300)
+    code, _, said = qkscope("view", "x" * 300, "--made")
     assert (code, said.count("\n")) == (2, 1)
     assert "longer than a disk takes" in said
     with pytest.raises(BadInput, match="longer than a disk takes"):
@@ -115,12 +94,6 @@ EVERY = {
     "demo": (["demo"], ""),
     "decompose": (["decompose", "binding", "--heads", "L1H3"], ""),
     "sparsity": (["sparsity", "ioi", "--model", "nano:mixed"], ""),
-    "nano": (["train", "nano", "--preset", "smoke"], ""),
-    "reproduce": (["reproduce", "lee2026", "fig2", "--preset", "smoke"], "lee2026/fig2"),
-    "retrieval": (["toy", "retrieval", "--steps", 2], "retrieval"),
-    "heads of retrieval": (["toy", "retrieval", "--steps", 2], "heads"),
-    "superposition": (["toy", "superposition", "--steps", 2], "superposition"),
-    "toys of superposition": (["toy", "superposition", "--steps", 2], "toys"),
 }
 
 
@@ -151,8 +124,6 @@ def test_a_fit_is_no_place_for_another_kind_of_run(scope, tmp_path, qkscope, no_
     assert (code, "holds a run of atlas, not of demo" in said) == (2, True)
     with pytest.raises(BadInput, match="holds a run of atlas, not of decompose"):
         fitted(scope, tmp_path / "atlas")
-    with pytest.raises(BadInput, match=r"holds other files than a run, job\.json"):
-        Result("decompose/binding", {}).write(tmp_path / "fit")
     assert contents(tmp_path) == before
 
 
@@ -164,7 +135,7 @@ def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
         (folder / place).parent.mkdir(exist_ok=True)
         (folder / place).write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(BadInput, match=f"holds other things than a fit, {place}: name a new folder"):
+    with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
         fitted(scope, tmp_path / "fit")
     with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
         Result("demo", {}).write(tmp_path / "demo")
@@ -220,7 +191,7 @@ def test_a_file_is_ours_by_its_content_and_not_by_its_name(scope, tmp_path):
             Result("demo", {}).write(folder)
         assert contents(tmp_path) == before
         (folder / name).unlink()
-    for name in ("job.json", "order.safetensors"):
+    for name in ("results.json", "order.safetensors"):
         kept = (tmp_path / "fit" / name).read_bytes()
         (tmp_path / "fit" / name).write_bytes(kept + b" ")
         with pytest.raises(BadInput, match=f"{name} is not what a run wrote there"):
@@ -238,19 +209,9 @@ def test_weights_that_are_called_like_a_contrast_are_kept(scope, tmp_path):
         (tmp_path / name).mkdir()
         save_file({"weight": torch.ones(2)}, tmp_path / name / f"{name}.safetensors")
         before = contents(tmp_path)
-        with pytest.raises(BadInput, match=rf"holds other things than a fit, {name}\.safetensors: name a new folder"):
+        with pytest.raises(BadInput, match=rf"holds other files than a run, {name}\.safetensors: name a new folder"):
             decompose(scope, tasks.from_jsonl(tmp_path / "mine.jsonl"), ["L1H3"], 8, out=tmp_path / name)
         assert contents(tmp_path) == before
-
-
-def test_checkpoints_that_are_not_ours_are_kept(tmp_path, qkscope):
-    (tmp_path / "c" / "0").mkdir(parents=True)
-    (tmp_path / "c" / "0" / "config.json").write_text("{}")
-    save_file({"weight": torch.ones(2)}, tmp_path / "c" / "0" / "model.safetensors")
-    before = contents(tmp_path)
-    code, _, said = qkscope("train", "nano", "--preset", "smoke", "--steps", 2, "--out", tmp_path / "c")
-    assert (code, "holds other files than a run, 0/config.json: name a new folder" in said) == (2, True)
-    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("place", [".work", ".work/abc", ".work/x/report.html", "manifest.json.part", "figures/a.png"])
@@ -267,11 +228,8 @@ def test_no_link_in_a_run_folder_is_written_through(scope, tmp_path, place):
         lambda: Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"png"}),
         lambda: fitted(scope, tmp_path / "fit"),
     ):
-        with pytest.raises(BadInput, match=f"holds other .*, {place}: name a new folder"):
+        with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
             write()
-    if place.startswith(".work"):
-        with pytest.raises(BadInput, match="is a link, and leads elsewhere"):
-            Job(tmp_path / "fit").begin(scope, [], verb="swap")
     if place == ".work":
         with pytest.raises(BadInput, match="leads elsewhere by a link"):
             add_to_run(tmp_path / "fit", {"report.html": "page"})
@@ -358,10 +316,10 @@ def test_nothing_is_left_where_nothing_could_be_written(tmp_path, monkeypatch):
     folder = Result("demo", {}).write(tmp_path / "run", files={"report.html": "old"})
     before = contents(folder)
 
-    def full(handle: int) -> None:
+    def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     for place in (folder, tmp_path / "new"):
         with pytest.raises(BadInput, match="No space left on device"):
             Result("demo", {}).write(place, files={"report.html": "new"})
@@ -369,134 +327,31 @@ def test_nothing_is_left_where_nothing_could_be_written(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-# ---------------------------------------------------------------- stopped, and robbed of the folder
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a.json").symlink_to(tmp_path / "precious")
+    write_file(tmp_path / "a.json", "text")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "a.json").is_symlink()
 
 
-def test_a_scheduler_stops_a_run_as_ctrl_c_does(model, scope, tmp_path):
-    """SIGTERM to the command itself: saved after the batch, exit code 143, and the same command goes on."""
-    out = tmp_path / "fit"
-    command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order"]
-    command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", out]
-    often = "from qkscope import cli; from qkscope.runs import job; job._EVERY = 0; cli.main()"
-    asked = [sys.executable, "-c", often, *map(str, command)]
-    running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
-    while not list(out.glob(".work/*/order.safetensors")) and running.poll() is None:
-        time.sleep(0.01)
-    (piece,) = out.glob(".work/*/order.safetensors")
-    before = read_tensors(piece, "piece")[1]["value"]["batches"]
-    running.send_signal(signal.SIGTERM)
-    said = running.communicate()[1]
-    assert running.returncode == 143, said
-    assert f"What is done is saved in {out}: say the same again, and it goes on from there." in said
-    assert "Traceback" not in said
-    assert before < read_tensors(piece, "piece")[1]["value"]["batches"] < 1000
-    assert not (out / ".lock").exists()
-
-
-def test_a_folder_that_is_removed_meanwhile_is_an_error(scope, tmp_path, monkeypatch):
-    """In the middle, when something is still to be saved; and at the end, when all is shown but not yet written."""
-    shown: list[object] = []
-
-    def rob(*given):
-        shown.extend(given)
-        shutil.rmtree(tmp_path / "fit")
-
-    with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
-        fitted(scope, tmp_path / "fit", show=rob)
-    assert len(shown) == 1
-    assert not (tmp_path / "fit").exists(), "a folder without its sums would pass for a fit"
-
-    def rows(*given, real=passes.prompts.contrast_rows):
-        shutil.rmtree(tmp_path / "fit", ignore_errors=True)
-        return real(*given)
-
-    monkeypatch.setattr(passes.prompts, "contrast_rows", rows)
-    with pytest.raises(BadInput, match="fit was removed while a run was writing to it, and what it held is lost"):
-        fitted(scope, tmp_path / "fit")
-    assert not (tmp_path / "fit").exists()
-    (tmp_path / "new").mkdir()
-    with pytest.raises(BadInput, match="other was removed while"), only_writer(tmp_path / "other"):
-        os.system(f"mv {tmp_path}/other {tmp_path}/away && mv {tmp_path}/new {tmp_path}/other")  # the same name
-    assert (tmp_path / "other").is_dir()
-
-
-def test_what_is_computed_is_shown_before_it_is_written(model, tmp_path, qkscope, monkeypatch):
-    """The disk fills up in the meantime: the numbers are on the screen when that is said."""
-    monkeypatch.setattr("qkscope.runs.folder._create", disk_is_full_for("qkscope-writing"))
-    tiny = ["--model", model, "--device", "cpu", "--json"]
-    for arguments, experiment in (
-        (
-            ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", *tiny],
-            "decompose",
-        ),
-        (["toy", "retrieval", "--steps", 2, "--json"], "toy"),
-        (["toy", "superposition", "--steps", 2, "--json"], "toy"),
-    ):
-        code, out, said = qkscope(*arguments, "--out", tmp_path / experiment)
-        assert (code, "No space left on device" in said) == (2, True)
-        assert json.loads(out)["experiment"].startswith(experiment)
-
-
-def disk_is_full_for(name: str):
-    from qkscope.runs.folder import _create as real
-
-    def write(path: Path, content: bytes) -> None:
-        if name in path.parent.name:
-            raise OSError(28, "No space left on device")
-        real(path, content)
-
-    return write
-
-
-def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
-    from qkscope.analyses.sweep import sweep
-    from qkscope.nano.train import train_nano
-    from qkscope.papers.franco2026.toy.train import train_superposition
-    from qkscope.papers.lee2026.toy.train import train_retrieval
-
-    for folder, run in (
-        (tmp_path / "nano", lambda: train_nano(tmp_path / "nano", preset="smoke", steps=1)),
-        (tmp_path / "a" / "heads", lambda: train_retrieval(tmp_path / "a", steps=1)),
-        (tmp_path / "b" / "toys", lambda: train_superposition(tmp_path / "b", steps=1)),
-        (tmp_path / "sweep", lambda: sweep("nano:mixed", tasks.ioi(), None, n=2, out=tmp_path / "sweep")),
-    ):
-        with only_writer(folder), pytest.raises(BadInput, match="another run is writing to"):
-            run()
-        assert not folder.exists()  # it was made for the lock alone
-    with only_writer(tmp_path / "mine"):  # our own lock does not keep us out
-        Result("demo", {}).write(tmp_path / "mine")
-    assert set(contents(tmp_path / "mine")) == {"manifest.json", "results.json"}
-
-
-def test_swap_waits_for_whoever_writes_to_its_fit(scope, model, tmp_path, qkscope):
-    fitted(scope, tmp_path / "fit")
-    with only_writer(tmp_path / "fit"):
-        code, _, said = qkscope("swap", tmp_path / "fit", "-n", 4, "--device", "cpu")
-    assert (code, "another run is writing to" in said) == (2, True)
-
-
-# ---------------------------------------------------------------- torchrun
-
-
-@pytest.fixture
-def under_torchrun(monkeypatch) -> Iterator[None]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {**started, "TORCHELASTIC_RUN_ID": "none"}.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_a_finished_job_of_torchrun_is_read_and_not_run(model, scope, tmp_path, qkscope, monkeypatch, under_torchrun):
-    """Here the other process never comes: none is waited for."""
-    fitted(scope, tmp_path / "fit")
-    monkeypatch.setattr(passes.prompts, "contrast_rows", None)
-    command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 16, "--contrasts", "order", "--json"]
-    command += ["--batch-size", 4, "--model", model, "--device", "cpu", "--out", tmp_path / "fit"]
-    code, out, said = qkscope(*command)
-    assert (code, json.loads(out)["experiment"]) == (0, "decompose/binding"), said
-    monkeypatch.setenv("RANK", "1")
-    assert qkscope(*command)[:2] == (0, "")
+def test_a_place_that_takes_no_files_or_not_so_large_ones_is_a_sentence(tmp_path):
+    """The system refuses files over a size, as a full disk would."""
+    (tmp_path / "file").write_text("")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for place, limit, says in ((tmp_path / "file", before[0], "(Not a directory|File exists)"),
+                               (tmp_path, 1000, "File too large")):  # fmt: skip
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            for write in (
+                lambda place=place: write_report(place / "page.html", Result("toy", {})),
+                lambda place=place: Result("toy", {"long": [{"a": "b" * 2000}]}).write(place / "run"),
+            ):
+                with pytest.raises(BadInput, match=rf"cannot be written \({says}\)"):
+                    write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---------------------------------------------------------------- odd names, numbers and files
@@ -522,17 +377,11 @@ def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["heads", "binding", "--seed", 2**64], "--seed is a whole number from 0 to 4611686018427387904"),
-        (["heads", "binding", "--seed", -1], "--seed is a whole number from 0"),
-        (
-            ["heads", "binding", "-n", 10**9],
-            "1,000,000,000 prompts are more than can be drawn: take at most 10,000,000",
-        ),
-        (["explain", "fit", "caf\udce9:"], r"'caf\udce9:' is not text in UTF-8"),
+        (["heads", "binding", "--seed", 2**64], "should be at most 4611686018427387904"),
+        (["heads", "binding", "-n", 10**9], "should be at most 1000000"),
+        (["why", "caf\udce9:"], r"'caf\udce9:' is not text in UTF-8"),
         (["heads", "\udcff.jsonl"], r"'\udcff.jsonl' is not text in UTF-8"),
-        (["toy", "superposition", "--target", "PIPE"], "there is no file"),
-        (["toy", "superposition", "--target", "/dev/zero"], "there is no file"),
-        (["made", "PIPES"], "holds no manifest.json"),
+        (["view", "PIPES", "--made"], "holds no manifest.json"),
         (["view", "PIPES", "--no-browser"], "is damaged or half-written"),
     ],
 )
@@ -547,47 +396,35 @@ def test_odd_arguments_get_a_sentence_at_once(arguments, says, tmp_path, qkscope
     assert says in said
 
 
-def test_sums_without_their_checksum_are_refused(scope, tmp_path):
+def test_sums_with_another_bit_are_refused(scope, tmp_path):
     fitted(scope, tmp_path / "fit")
-    path = sums_file(tmp_path / "fit", "order")
-    tensors, manifest = read_tensors(path, "sums")
-    header = {"schema": "1", "kind": "sums", "manifest": json.dumps(manifest, sort_keys=True)}
-    for more in ({}, {"sha256": ""}):
-        save_file(tensors, path, {**header, **more})
-        with pytest.raises(BadInput, match=r"order\.safetensors is damaged: it has no checksum"):
-            load(tmp_path / "fit", scope)
+    path = tmp_path / "fit" / sums_file("order")
+    content = bytearray(path.read_bytes())
+    content[-1001] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=r"order\.safetensors is not what a run wrote there"):
+        load(tmp_path / "fit", scope)
 
 
 @pytest.mark.parametrize(
     "command",
     ["qkscope heads ioi; rm -rf ~", "rm -rf ~", "qkscope heads $(reboot)", "qkscope heads 'a\nb'", "qkscope 'heads",
-     "qkscope heads \x1b[2J", "qkscope heads ioi --evil x", "qkscope nonsense"],
+     "qkscope heads \x1b[2J"],
 )  # fmt: skip
-def test_a_command_that_is_not_ours_is_not_offered(command, tmp_path, qkscope):
+def test_a_command_that_is_not_ours_alone_is_not_offered(command, tmp_path, qkscope):
     about = {**provenance(model="\x1b[2J\x9b31mred", n=3), "command": command}
     Result("demo", {}, provenance=about).write(tmp_path / "run")
-    code, out, _ = qkscope("made", tmp_path / "run")
+    code, out, _ = qkscope("view", tmp_path / "run", "--made")
     assert code == 0
     assert command not in out
     assert not {"\x1b", "\x9b"} & set(out)
     assert r"model: \x1b[2J\x9b31mred" in out
-    code, out, _ = qkscope("made", tmp_path / "run", "--json")
+    code, out, _ = qkscope("view", tmp_path / "run", "--made", "--json")
     assert not {"\x1b", "\x9b"} & set(out)
-    assert json.loads(out)["rows"][-1]
+    assert json.loads(out)["tables"]["made"]
 
 
 def test_a_commands_own_words_are_offered(tmp_path, qkscope):
     said = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"
     Result("demo", {}, provenance={**provenance(), "command": said}).write(tmp_path / "run")
-    assert qkscope("made", tmp_path / "run")[1].startswith(f"command: {said}\n")
-
-
-def test_merged_shards_do_not_take_anybodys_folder(scope, tmp_path):
-    for index in (0, 1):
-        fitted(scope, tmp_path / str(index), shard=(index, 2))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    with pytest.raises(BadInput, match=r"holds other things than a fit, thesis\.tex: name a new folder"):
-        merge([tmp_path / "0", tmp_path / "1"], tmp_path / "mine")
-    assert set(contents(tmp_path / "mine")) == {"thesis.tex"}
-    assert torch.isfinite(merge([tmp_path / "0", tmp_path / "1"], tmp_path / "new")["order", "L1H3"].S).all()
+    assert f"  command: {said}\n" in qkscope("view", tmp_path / "run", "--made")[1]

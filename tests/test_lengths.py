@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from qkscope import BadInput, Example, Scope, why
-from qkscope.capture import lengths
-from qkscope.capture.families import tiny_model
+from qkscope.capture import check as lengths
 from qkscope.capture.inputs import short_ids
 from qkscope.capture.small import named_lengths, small_config
 from qkscope.capture.tap import tap
-from qkscope.linear.check import trace_error
+from qkscope_papers.families import tiny_model, trace_error
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "minimax_m3_vl_text"]
 

@@ -9,41 +9,18 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from batches import look, padded
-from qkscope.analyses.trace.edges import CANCELS
+from batches import each_head, look, padded, residual_parts
 from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.trace.verdicts import CANCELS
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.linear.check import sum_error
 from qkscope.linear.direct import direct_effect, direct_effects
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
+from qkscope_papers.families import sum_error
 
 IDS = qk.Example(ids=tuple(range(3, 14)))
-
-
-def residual_parts(model: nn.Module, inputs: dict[str, Tensor], last: int) -> tuple[dict[str, Tensor], Tensor]:
-    """By writer, what it left in the stream that enters a layer of a Llama at every token, by hooks; and the stream."""
-    parts: dict[str, Tensor] = {}
-    entered: list[Tensor] = []
-    inner, hooks = model.model, []
-    for i, layer in enumerate(inner.layers[:last]):
-
-        def heads(module: nn.Module, args: tuple[Tensor], i: int = i) -> None:
-            for h, z in enumerate(args[0].split(inner.layers[i].self_attn.head_dim, -1)):
-                parts[f"L{i}H{h}"] = z @ module.weight[:, h * z.shape[-1] : (h + 1) * z.shape[-1]].T
-
-        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
-        hooks.append(layer.mlp.register_forward_hook(lambda _m, _a, out, i=i: parts.update({f"M{i}": out})))
-    hooks.append(inner.embed_tokens.register_forward_hook(lambda _m, _a, out: parts.update(embedding=out)))
-    hooks.append(inner.layers[last].register_forward_pre_hook(lambda _m, args: entered.append(args[0])))
-    with torch.no_grad():
-        model(**inputs)
-    for hook in hooks:
-        hook.remove()
-    return parts, entered[0]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -100,7 +77,7 @@ def test_half_precision_gives_the_sums_and_shares_of_full_precision(name, dtype)
         reader = Reader(scope, [head for head in scope.heads() if head.layer])
         run = reader.record(inputs, places)
         weights = attended(run, places.key_mask) if weights is None else weights
-        values.append([side for _, *sides in values_of(run, weights) for side in sides])
+        values.append([side for _, *sides in each_head(run, weights) for side in sides])
         assert max(sum_error(run, head, places.key_mask) for head in reader.heads) <= 2e-2
     apart = [
         float((half / half.sum() - full / full.sum()).abs().max())
@@ -116,11 +93,13 @@ def test_half_precision_gives_the_sums_and_shares_of_full_precision(name, dtype)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "falcon"])  # tokens run alone, and whole prompts
-def test_rows_and_slots_come_in_any_order_and_number(family):
+@pytest.mark.parametrize("waits", [False, True])  # as on a GPU
+def test_rows_and_slots_come_in_any_order_and_number(family, waits):
     """Several queries of one example, an example twice, a token named twice, padded slots: as each alone."""
     scope = look(family, num_hidden_layers=3)
     inputs, places = padded(scope, "left")
     reader, draw = Reader(scope, [Head(2, 1), Head(2, 3)]), torch.Generator().manual_seed(0)
+    reader.waits = waits
     whole = reader.record(inputs, places)
     some = Places(
         torch.tensor([1, 0, 1, 1]),
@@ -131,7 +110,7 @@ def test_rows_and_slots_come_in_any_order_and_number(family):
     run = reader.record(inputs, some)
     weights = torch.randn(4, 2, 4, generator=draw) * some.key_mask[:, None]
     for part, rows in ((run, slice(0, 4)), (run.rows(slice(1, 3)), slice(1, 3))):
-        told = {head: (query, key) for head, query, key in values_of(part, weights[rows])}
+        told = {head: (query, key) for head, query, key in each_head(part, weights[rows])}
         for i, head in enumerate(reader.heads):
             assert sum_error(part, head, some.key_mask[rows]) <= 2e-5
             true = whole.read(head, "key", whole.stream(2))  # by token
@@ -156,7 +135,7 @@ def test_rows_and_slots_come_in_any_order_and_number(family):
 def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, side):
     scope = look(family, num_hidden_layers=3, attn_implementation="eager")
     head, layer = Head(2, 2), scope.model.model.layers[2]
-    one = Probe(scope, IDS).head(head, query=9, key=4)
+    one = Probe(scope, IDS, query=9).head(head, key=4)
     at, rest = {"key": 4, "query": 9}[side], [1, 2, 3, 5, 6, 7, 8]
     written, x = residual_parts(scope.model, one.asked.inputs, 2)
     sigma = (layer.input_layernorm(x) / x)[0, at].detach()
@@ -192,7 +171,7 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
 
 
 def asked_of(scope: Scope) -> Run:
-    return Probe(scope, IDS).run()[1]
+    return Probe(scope, IDS).run
 
 
 @pytest.mark.parametrize(

@@ -1,165 +1,291 @@
-"""Loading: folders, GGUF files, fingerprints, and one sentence for everything that goes wrong."""
+"""Loading: what is loaded is what is hashed, nothing is loaded that does not fit together, errors are one sentence."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gguf_writer import write_gguf
 from qkscope.analyses.prompts import check_same_model
-from qkscope.capture.families import tiny_model
-from qkscope.capture.files import cache_dir, files_hash, tensors_hash, weights_part
+from qkscope.capture.files import cache_dir, file_hash, files_hash, tensors_hash, weights_part
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope_papers.families import tiny_model
+from tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 EXAMPLE = Example(ids=[5, 6, 7, 8, 9], keys=[Key((1, 2))])
 
 
-def test_a_folder_is_the_model_that_was_saved(folder: Path) -> None:
+def load(folder: Path | str, **options: object) -> Scope:
+    return Scope.load(folder, device="cpu", check=False, **options)
+
+
+def refused(folder: Path | str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        load(folder)
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def embedding(scope: Scope) -> torch.Tensor:
+    return scope.model.get_input_embeddings().weight
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def test_a_folder_is_the_model_that_was_saved_and_is_checked_once(folder: Path) -> None:
     scope = Scope.load(folder, device="cpu")
     want = next(iter(Scope.from_model(tiny_model("llama")).capture([EXAMPLE])))
-    got = next(iter(scope.capture([EXAMPLE])))
-    assert torch.equal(got.q, want.q)
+    assert torch.equal(next(iter(scope.capture([EXAMPLE]))).q, want.q)
     assert weights_part(scope.weights_hash) == files_hash([folder / "model.safetensors"])
     assert scope.tokenizer_hash is None
-    assert list(cache_dir("checks").iterdir())  # the self-check is remembered
+    (record,) = cache_dir("checks").iterdir()
+    before = record.stat().st_mtime_ns
+    Scope.load(folder, device="cpu")
+    assert record.stat().st_mtime_ns == before
     assert Scope.load(folder, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
-    assert Scope.load(folder, device="cpu", attn="eager").model.config._attn_implementation == "eager"
+    assert record.stat().st_mtime_ns != before  # another dtype is another check
+    assert load(folder, attn="eager").model.config._attn_implementation == "eager"
 
 
-def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    tiny_model("llama", seed=1).save_pretrained(tmp_path / "other")
-    first, same, other = (Scope.load(path, device="cpu", check=False) for path in (folder, copy, tmp_path / "other"))
-    assert first.weights_hash == same.weights_hash != other.weights_hash
-    model = tiny_model("llama")
-    before = tensors_hash(model.state_dict().items())
-    assert before == tensors_hash(tiny_model("llama").state_dict().items())
-    with torch.no_grad():  # two values change places: the sum stays, the fingerprint does not
-        weight = model.model.layers[0].mlp.up_proj.weight.view(-1)
-        weight[[3, 7]] = weight[[7, 3]]
-    assert tensors_hash(model.state_dict().items()) != before
+def test_the_hash_is_of_the_weights_that_are_loaded(folder: Path, tmp_path: Path) -> None:
+    """One whole file goes before an index and its parts, and a file the config names goes before both."""
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    parts = load(tmp_path / "parts")
+    for path in (tmp_path / "parts").glob("model*"):
+        shutil.copy(path, folder)
+    whole = load(folder)
+    assert torch.equal(embedding(whole), tiny_model("llama").get_input_embeddings().weight)
+    assert whole.weights_hash != parts.weights_hash
+    sorted(folder.glob("model-*.safetensors"))[0].write_bytes(b"other")  # is not loaded, so it changes nothing
+    assert load(folder).weights_hash == whole.weights_hash
+    tiny_model("llama", seed=2).save_pretrained(tmp_path / "third")
+    shutil.copy(tmp_path / "third" / "model.safetensors", folder / "named.safetensors")
+    edit(folder, transformers_weights="named.safetensors")
+    named = load(folder)
+    assert torch.equal(embedding(named), tiny_model("llama", seed=2).get_input_embeddings().weight)
+    content = load_file(folder / "named.safetensors")
+    content["model.norm.weight"] += 1
+    save_file(content, folder / "named.safetensors", metadata={"format": "pt"})
+    assert load(folder).weights_hash != named.weights_hash
+    for name in ("../third/model.safetensors", "/etc/passwd", "nowhere.safetensors", 7):
+        edit(folder, transformers_weights=name)
+        refused(folder, r"is no file of weights in it")
 
 
 def test_the_same_weights_with_another_config_are_another_model(folder: Path, tmp_path: Path) -> None:
     """RoPE's base is in no weight file: queries and keys differ all the same, and so do the hash and the check."""
-    shutil.copytree(folder, tmp_path / "other")
+    for name in ("copy", "other"):
+        shutil.copytree(folder, tmp_path / name)
+    edit(tmp_path / "copy", _name_or_path="elsewhere", transformers_version="4.0.0", torch_dtype="bfloat16")
     config = json.loads((folder / "config.json").read_text())
     rope = config.setdefault("rope_parameters", config)
     rope["rope_theta"] = 2 * rope.get("rope_theta", 10_000.0)
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     first, other = (Scope.load(path, device="cpu") for path in (folder, tmp_path / "other"))
+    assert load(tmp_path / "copy", dtype="float32").weights_hash == first.weights_hash != other.weights_hash
     assert not torch.equal(next(iter(first.capture([EXAMPLE]))).k, next(iter(other.capture([EXAMPLE]))).k)
-    assert first.weights_hash != other.weights_hash
     assert weights_part(first.weights_hash) == weights_part(other.weights_hash)
     assert len(list(cache_dir("checks").iterdir())) == 2
     with pytest.raises(BadInput, match=r"other settings \(config.json, with the same weights\)"):
         check_same_model({"weights": first.weights_hash}, other, "the fit")
 
 
-def test_what_says_only_where_a_config_came_from_makes_no_other_model(folder: Path) -> None:
-    before = Scope.load(folder, device="cpu", check=False).weights_hash
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"_name_or_path": "elsewhere", "transformers_version": "4.0.0", "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert Scope.load(folder, device="cpu", check=False, dtype="float32").weights_hash == before
+def test_a_model_changed_in_memory_has_another_hash(folder: Path) -> None:
+    """Ablating a weight is everyday work: what was made with the old weights must not pass for the new."""
+    scope = load(folder)
+    before, weight = scope.weights_hash, scope.model.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        weight.mul_(2)
+        changed = scope.weights_hash
+        weight.div_(2)
+        assert changed != before == scope.weights_hash
+        weight.view(-1)[[3, 7]] = weight.view(-1)[[7, 3]]  # the sum stays, the fingerprint does not
+        assert scope.weights_hash != before
+    weight.data.zero_()
+    assert scope.weights_hash not in (before, changed)
+    memory = Scope.from_model(tiny_model("gemma2"), check=False)
+    assert weights_part(memory.weights_hash) == tensors_hash(tiny_model("gemma2").state_dict().items())
+    before = memory.weights_hash
+    memory.model.config.sliding_window = 3
+    assert memory.weights_hash != before
+    assert weights_part(memory.weights_hash) == weights_part(before)
 
 
-def test_a_config_changed_in_memory_changes_the_hash() -> None:
-    scope = Scope.from_model(tiny_model("gemma2"), check=False)
-    before = scope.weights_hash
-    scope.model.config.sliding_window = 3
-    assert scope.weights_hash != before
-    scope.model.config._attn_implementation = "eager"
-    assert weights_part(scope.weights_hash) == weights_part(before)
+def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ("ab" * 32)  # the name of a file in the hub's cache is not believed either
+    path.write_bytes(b"a" * 1000)
+    old = path.stat().st_mtime_ns - 10**10
+    os.utime(path, ns=(old, old))
+    digest = file_hash(path)
+    assert digest != path.name
+    assert not cache_dir("hashes").exists()  # just written: the next write could fall into the same tick
+    monkeypatch.setattr("qkscope.capture.files._TICK", 0)
+    assert file_hash(path) == digest
+    (memo,) = cache_dir("hashes").iterdir()
+    memo.write_text(memo.read_text()[:10])  # a damaged memory is none
+    assert file_hash(path) == digest
+    path.write_bytes(b"b" * 1000)
+    os.utime(path, ns=(old, old))  # its old size and time do not hide that it changed
+    assert file_hash(path) != digest
 
 
-@pytest.mark.parametrize("names", [[1], [["a"]], [None], "a"])
-def test_an_index_that_names_no_files_is_damaged(folder: Path, names: object) -> None:
-    content = dict(enumerate(names)) if isinstance(names, list) else names
-    (folder / "model.safetensors").unlink()  # one whole file goes before an index
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
-    with pytest.raises(
-        BadInput, match=r"incomplete or damaged: .* is no file of weights in it: download or save the model again"
-    ):
-        Scope.load(folder, device="cpu")
+# ---------------------------------------------------------------- what does not fit together
 
 
-def test_a_self_check_that_passed_is_not_run_again(folder: Path) -> None:
-    Scope.load(folder, device="cpu")
-    (record,) = cache_dir("checks").iterdir()
-    before = record.stat().st_mtime_ns
-    Scope.load(folder, device="cpu")
-    assert record.stat().st_mtime_ns == before
-    Scope.load(folder, device="cpu", dtype="bfloat16")  # another dtype is another check
-    assert record.stat().st_mtime_ns != before
-
-
-def test_half_loaded_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(BadInput, match="damaged or half downloaded"):
-        Scope.load(folder, device="cpu")
+    refused(folder, "damaged or half downloaded")
     weights.unlink()
-    with pytest.raises(BadInput, match="holds no weights"):
-        Scope.load(folder, device="cpu")
-    tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
-    shard = sorted((tmp_path / "sharded").glob("model-*.safetensors"))[1]
-    assert Scope.load(tmp_path / "sharded", device="cpu").n_layers == 2
-    shard.unlink()
-    with pytest.raises(BadInput, match=rf"incomplete or damaged: '{shard.name}' is no file of weights in it"):
-        Scope.load(tmp_path / "sharded", device="cpu")
+    refused(folder, "holds no weights")
+    for names in ({"0": 1}, {"0": ["a"]}, "a"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        refused(folder, r"incomplete or damaged: .* is no file of weights in it: download or save the model again")
     (folder / "config.json").unlink()
-    with pytest.raises(BadInput, match=r"not a model folder: it has no config.json"):
-        Scope.load(folder, device="cpu")
+    refused(folder, r"not a model folder: it has no config.json")
+    tiny_model("llama").save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    shard = sorted((tmp_path / "parts").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    refused(tmp_path / "parts", rf"incomplete or damaged: '{shard.name}' is no file of weights in it")
 
 
-def test_weights_that_are_missing_from_the_file_are_not_made_up(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_weights_and_config_must_fit_each_other(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
+
+    def save(**tensors: torch.Tensor) -> None:
+        save_file(weights | tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    edit(folder, num_hidden_layers=1)
+    refused(folder, r"\d+ weights such as model.layers.1.* have no place in the model")
+    edit(folder, num_hidden_layers=90)
+    refused(folder, r"weights such as model.layers.* are missing from its files")
+    edit(folder, num_hidden_layers=2)
+    save(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(len(weights["model.layers.0.self_attn.q_proj.weight"]))})
+    refused(folder, r"1 weights such as model.layers.0.self_attn.q_proj.bias have no place")
+    save(**{"model.norm.weight": torch.ones(7)})
+    refused(folder, r"1 weights such as model.norm.weight \(\[7\] instead of \[64\]\) have another shape")
+    save(**{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "cls.seq_relationship.bias": torch.ones(2)})
+    assert load(folder).n_layers == 2  # what old files carry, and a head on top, change no attention
     del weights["model.layers.1.self_attn.q_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        BadInput, match=r"1 weights such as model.layers.1.self_attn.q_proj.weight are missing from its files"
+    save()
+    refused(folder, r"1 weights such as model.layers.1.self_attn.q_proj.weight are missing from its files")
+
+
+def test_parts_of_other_things_are_no_model(folder: Path) -> None:
+    for name, said in (
+        ("shard-00001-model-00001-of-00002.safetensors", "a part of a distributed run"),
+        ("adapter_config.json", "adapter to another model"),
     ):
-        Scope.load(folder, device="cpu")
+        (folder / name).write_text("{}")
+        refused(folder, said)
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_what_cannot_be_read_to_its_end_is_not_opened(folder: Path, name: str) -> None:
+    """Pipes, and text too large to be what it is called: sparse, so it costs nothing unless somebody reads it."""
+    said: list[str] = []
+
+    def run() -> None:
+        with pytest.raises(BadInput) as refusal:
+            load(folder)
+        said.append(str(refusal.value))
+
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    (folder / name).unlink()
+    if name != "model.safetensors":
+        (folder / name).touch()
+        os.truncate(folder / name, 10 << 30)
+        run()
+    assert said
+    assert all(f"{name} is no plain file, or larger than any such file (256 MB)" in text for text in said)
+
+
+def test_too_little_memory_is_called_that(folder: Path) -> None:
+    """A real process that may not take more memory than it has."""
+    header = {"t": {"dtype": "F32", "shape": [64, 2**20], "data_offsets": [0, 1 << 28]}}
+    raw = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + (1 << 28))
+    code = (
+        "import resource, sys, torch, transformers, qkscope\n"
+        "from transformers import LlamaForCausalLM, AutoTokenizer\n"
+        "from qkscope import Scope, BadInput\n"
+        "Scope.load('nano:mixed', device='cpu', check=False)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))\n"
+        "try: Scope.load(sys.argv[1], device='cpu', check=False)\n"
+        "except BadInput as refusal: print(refusal)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "there is not enough memory to load" in done.stdout, done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------- names and settings
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match=r"does not exist: give a folder with config.json, a \.gguf file or a hub id"):
-        Scope.load(tmp_path / "nothing")
+    refused(tmp_path / "nothing", r"does not exist: give a folder with config.json, a \.gguf file or a hub id")
+    refused(tmp_path / "model.gguf", r"does not exist: give a folder")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(BadInput, match=r"is no model folder and no \.gguf file"):
-        Scope.load(tmp_path / "notes.txt")
-    with pytest.raises(BadInput, match=r"does not exist: give a folder"):
-        Scope.load(tmp_path / "model.gguf")
+    refused(tmp_path / "notes.txt", r"is no model folder and no \.gguf file")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(BadInput, match=r"not in the local cache and the hub cannot be reached: connect once"):
-        Scope.load("nobody/no-such-model", device="cpu")
+    refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
 
 
 def test_settings_that_cannot_be_had(folder: Path) -> None:
-    with pytest.raises(BadInput, match="attn is sdpa or eager"):
-        Scope.load(folder, attn="flash_attention_2")
-    with pytest.raises(BadInput, match="is no dtype"):
-        Scope.load(folder, dtype="float33")
-    with pytest.raises(BadInput, match="there is no device"):
-        Scope.load(folder, device="gpu0")
-    with pytest.raises(BadInput, match="exclude each other"):
-        Scope.load(folder, device="cpu", device_map="auto")
     missing = f"cuda:{torch.cuda.device_count() + 7}"
-    with pytest.raises(BadInput, match=f"there is no device '{missing}'"):
-        Scope.load(folder, device=missing)
+    for options, said in (
+        ({"attn": "flash_attention_2"}, "attn"),
+        ({"dtype": "float33"}, "is no dtype"),
+        ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
+        ({"device": missing}, f"there is no device '{missing}'"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            Scope.load(folder, **options)
+
+
+def test_a_hub_model_is_held_to_the_same_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache of its own, and nothing is downloaded."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "hub" / "models--some--tiny"
+    commit = write_tiny_llama(place / "snapshots" / ("ab" * 20))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit.name)
+    scope, same = load("some/tiny"), load(commit)
+    assert (scope.name, scope.revision) == ("some/tiny", commit.name)
+    assert (scope.weights_hash, scope.tokenizer_hash) == (same.weights_hash, same.tokenizer_hash)
+    edit(commit, architectures=["AutoModel"])
+    refused("some/tiny", "AutoModel, which is no model of transformers")
+    os.truncate(commit / "config.json", 10 << 30)
+    refused("some/tiny", "larger than any such file")
 
 
 def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
@@ -169,40 +295,67 @@ def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
     assert torch.equal(up, tensors["blk.0.ffn_up.weight"])
     (kept,) = cache_dir("gguf").iterdir()
     assert kept.name == scope.weights_hash
-    stamp = (kept / "model.safetensors").stat().st_mtime_ns
-    (kept.parent / f".{kept.name}.left-by-a-crash").mkdir()
-    again = Scope.load(tmp_path / "tiny.gguf", device="cpu")
-    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp
-    assert torch.equal(again.model.model.layers[0].mlp.up_proj.weight, up)
+    inode = kept.stat().st_ino
+    assert torch.equal(load(tmp_path / "tiny.gguf").model.model.layers[0].mlp.up_proj.weight, up)
+    assert kept.stat().st_ino == inode
     with pytest.raises(BadInput, match=r"tiny.gguf is one model, .*: leave out the revision 'main'"):
         Scope.load(tmp_path / "tiny.gguf", revision="main")
     (tmp_path / "broken.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:300])
-    with pytest.raises(
-        BadInput, match=r"broken.gguf could not be loaded .* damaged or half downloaded, so download it again"
-    ):
-        Scope.load(tmp_path / "broken.gguf", device="cpu")
-    assert not list(cache_dir("gguf").glob(".*[0-9a-f]"))  # nothing half-written stays
+    refused(tmp_path / "broken.gguf", r"broken.gguf could not be loaded .* damaged or half downloaded")
+    assert list(cache_dir("gguf").iterdir()) == [kept]  # nothing half-written stays
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(BadInput, match="set XDG_CACHE_HOME"):
-        Scope.load(tmp_path / "tiny.gguf", device="cpu")
+    refused(tmp_path / "tiny.gguf", "set XDG_CACHE_HOME")
 
 
-def test_a_weight_changed_in_memory_changes_the_hash():
-    """Ablating a weight is everyday work: what was made with the old weights must not pass for the new."""
-    scope = Scope.from_model(tiny_model("llama"), check=False)
-    before = scope.weights_hash
-    weight = scope.model.model.layers[0].self_attn.q_proj.weight
-    with torch.no_grad():
-        weight.mul_(2)
-    changed = scope.weights_hash
-    with torch.no_grad():
-        weight.div_(2)
-    assert before != changed
-    assert scope.weights_hash == before
-    weight.data.zero_()
-    assert scope.weights_hash not in (before, changed)
+# ---------------------------------------------------------------- tokens that belong to the model
+
+
+def test_ids_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "model")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    last = max(words["model"]["vocab"].values())
+    word = next(word for word, id in words["model"]["vocab"].items() if id == last)
+    words["model"]["vocab"][word] = last + 7
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    scope = load(folder)
+    with pytest.raises(BadInput, match=rf"the tokenizer gives the id {last + 7}, but this model's ids are 0 to {last}"):
+        scope.encode([word])
+    for id in (last + 1, -1):
+        with pytest.raises(BadInput, match=rf"the prompt has the id {id}, but this model's ids are"):
+            scope.encode([Example(ids=(0, id))])
+
+
+def test_a_model_that_misses_its_first_token_is_said_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    silent = load(write_tiny_llama(tmp_path / "model"))
+    tokenizer = silent.tokenizer
+    tokenizer.bos_token = "[EOS]"
+    with caplog.at_level(logging.WARNING):
+        silent.encode([Example(ids=(5, 6))])
+        silent.encode(["The hat"])
+        load("nano:mixed").encode(["hat : O"])
+        Scope.from_model(tiny_model("gemma2"), check=False).encode([Example(ids=(5, 6))])
+        assert not caplog.messages  # these start without one
+        tokenizer.add_bos_token = True
+        scope = Scope.from_model(silent.model, tokenizer, check=False)
+        scope.encode(["The hat"])
+        scope.encode([Example(ids=(1, 6))])
+        assert not caplog.messages
+        for _ in range(2):
+            scope.encode([Example(ids=(5, 6)), Example(ids=(1, 6))])
+    (message,) = caplog.messages
+    assert "expects ['[EOS]'] as the first token of every prompt, but 1 of 2 prompts start without it" in message
+
+
+def test_a_family_that_always_has_a_first_token_misses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model("gemma2").save_pretrained(tmp_path / "gemma")
+    scope = load(tmp_path / "gemma")
+    with caplog.at_level(logging.WARNING):
+        scope.encode([Example(ids=(scope.model.config.bos_token_id, 6))])
+        assert not caplog.messages
+        scope.encode([Example(ids=(5, 6))])
+    assert "as the first token" in caplog.text

@@ -43,7 +43,7 @@ def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path):
     out, again = tmp_path / "a run", tmp_path / "again"
     job = ["binding", "--size", 4, "--heads", "L1H1,L2H0", "-n", 48, "--contrasts", "order,lexical"]
     qkscope("decompose", *job, "--model", "nano:mixed", "--out", out)
-    said = facts(json.loads(qkscope("made", out, "--check", "--json"))["rows"])
+    said = facts(json.loads(qkscope("view", out, "--made", "--check", "--json"))["tables"]["made"])
     assert all(said[name]["same"] is True for name in ("weights", "tokenizer", "torch", "transformers", "threads"))
     assert said["model"]["there"] == "nano:mixed"
     program, *arguments = shlex.split(said["command"]["there"])
@@ -97,7 +97,7 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
 
 
 def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
-    """A folder from another machine; a shard; a file; and what Python made, which no command can repeat."""
+    """A folder from another machine; a fit and its sums; and what Python made, which no command can repeat."""
     about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
     about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
     Result("heads", {}, provenance={**about, "threads": 99}).write(tmp_path / "run")
@@ -105,22 +105,21 @@ def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
     assert [name for name, row in found.items() if row["same"] is False] == ["weights", "tokenizer", "torch", "threads"]
     assert found["torch"]["there"] == "1.0"
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "argv", ["qkscope", "made", str(tmp_path / "run")])
+        patched.setattr(sys, "argv", ["qkscope", "view", str(tmp_path / "run"), "--made"])
         with pytest.raises(SystemExit) as stop:
             cli.main()
     assert not stop.value.code
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "command: qkscope heads 'my file.jsonl'"
-    assert lines[-1].startswith("Here it is otherwise: torch ")
+    answer, *lines = capsys.readouterr().out.splitlines()
+    assert answer.startswith("Here it is otherwise: torch ")
+    assert lines[0] == "  command: qkscope heads 'my file.jsonl'"
     assert max(map(len, lines)) < 140
 
     scope = Scope.load(models[0], device="cpu")
-    share = tmp_path / "share"
-    decompose(scope, tasks.binding(4), ["L1H3"], 16, out=share, contrasts=["order"], batch_size=4, shard=(0, 2))
-    for place in (share, share / "order.safetensors"):
+    fit = tmp_path / "fit"
+    decompose(scope, tasks.binding(4), ["L1H3"], 16, out=fit, contrasts=["order"], batch_size=4)
+    for place in (fit, fit / "order.safetensors"):
         assert facts(made(place, load=loaded))["weights"]["same"] is True
-    assert facts(made(share))["shard"]["there"] == [0, 2]
-    assert "command" not in facts(made(share))  # Python made it
+    assert "command" not in facts(made(fit))  # Python made it
 
     Result("toy", {}, provenance=provenance(seeds=3)).write(tmp_path / "toy")
     with pytest.raises(BadInput, match="names no single model"):

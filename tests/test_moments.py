@@ -22,14 +22,13 @@ def batch(seed, rows=6, heads=8, key_heads=4, keys=5, d=3, dtype=torch.float64):
     k = torch.randn(rows, key_heads, keys, d, generator=g, dtype=dtype)
     labels = torch.randint(-1, 2, (rows, keys), generator=g)
     labels[:, 0], labels[:, 1] = 1, -1
-    weights = torch.rand(rows, keys, generator=g, dtype=dtype) + 0.1
     prompts = seed * 1000 + torch.arange(rows)
-    return q, k, {"c": labels}, weights, prompts
+    return q, k, {"c": labels}, prompts
 
 
 def fill(moments, seed, **kwargs):
-    q, k, labels, weights, prompts = batch(seed, **kwargs)
-    moments.update(q, k, labels, weights=weights, prompts=prompts)
+    q, k, labels, prompts = batch(seed, **kwargs)
+    moments.update(q, k, labels, prompts=prompts)
     return moments
 
 
@@ -45,10 +44,10 @@ def same(a, b, tolerance=1e-12):
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=20, deadline=None)
 def test_delta_is_the_difference_of_pair_averages(seed, group_size):
-    q, k, labels, weights, _ = batch(seed, key_heads=8 // group_size if group_size < 8 else 2)
+    q, k, labels, _ = batch(seed, key_heads=8 // group_size if group_size < 8 else 2)
     heads = HEADS if group_size < 8 else ["L0H0", "L0H7", "L0H5", "L1H2", "L1H3", "L1H4", "L1H5", "L1H6"]
     moments = Moments(heads, ["c"], 3, group_size=group_size)
-    moments.update(q, k, labels, weights=weights)
+    moments.update(q, k, labels)
     delta = moments.delta("c")
     label = labels["c"]
     for h, head in enumerate(moments.heads):
@@ -56,8 +55,7 @@ def test_delta_is_the_difference_of_pair_averages(seed, group_size):
         average = {}
         for sign in (1, -1):
             pairs = [(b, j) for b, j in itertools.product(range(6), range(5)) if label[b, j] == sign]
-            total = sum(weights[b, j] for b, j in pairs)
-            average[sign] = sum(weights[b, j] * torch.outer(q[b, h], k[b, g, j]) for b, j in pairs) / total
+            average[sign] = sum(torch.outer(q[b, h], k[b, g, j]) for b, j in pairs) / len(pairs)
         torch.testing.assert_close(delta[h], average[1] - average[-1], rtol=1e-12, atol=1e-12)
 
 
@@ -113,44 +111,35 @@ def test_state_does_not_grow_with_data():
     assert set(vars(moments)) == set(vars(carrying()))
 
 
-def test_layer_by_layer_equals_all_at_once():
-    q, k, labels, weights, prompts = batch(3)
-    whole = fill(carrying(), 3)
-    split = carrying()
-    for layer, heads, keys in ((0, slice(0, 4), slice(0, 2)), (2, slice(4, 8), slice(2, 4))):
-        split.update(q[:, heads], k[:, keys], labels, weights=weights, prompts=prompts, layer=layer)
-    same(whole, split)
-
-
 def test_permuting_heads_permutes_results():
-    q, k, labels, weights, _ = batch(5, key_heads=8)
+    q, k, labels, _ = batch(5, key_heads=8)
     order = torch.tensor([3, 0, 7, 1, 6, 2, 5, 4])
     plain, permuted = Moments(HEADS, ["c"], 3), Moments([HEADS[i] for i in order], ["c"], 3)
-    plain.update(q, k, labels, weights=weights)
-    permuted.update(q[:, order], k[:, order], labels, weights=weights)
+    plain.update(q, k, labels)
+    permuted.update(q[:, order], k[:, order], labels)
     torch.testing.assert_close(plain.delta("c")[order], permuted.delta("c"), rtol=1e-13, atol=1e-13)
 
 
 def test_irregular_groups_of_heads_read_their_own_keys():
     """Three of four heads, two groups of unequal size: the product that shares keys does not apply."""
-    q, k, labels, weights, _ = batch(8, heads=3, key_heads=2)
+    q, k, labels, _ = batch(8, heads=3, key_heads=2)
     some = Moments(["L0H0", "L0H2", "L0H3"], ["c"], 3, group_size=2)
-    some.update(q, k, labels, weights=weights)
+    some.update(q, k, labels)
     repeated = Moments(["L0H0", "L0H2", "L0H3"], ["c"], 3)
-    repeated.update(q, k[:, [0, 1, 1]], labels, weights=weights)
+    repeated.update(q, k[:, [0, 1, 1]], labels)
     torch.testing.assert_close(some.delta("c"), repeated.delta("c"))
 
 
 def test_float32_input_agrees_with_float64():
-    q, k, labels, weights, _ = batch(2, rows=64)
+    q, k, labels, _ = batch(2, rows=64)
     one, other = (Moments(HEADS, ["c"], 3, group_size=2) for _ in range(2))
-    one.update(q, k, labels, weights=weights)
-    other.update(q.float(), k.float(), labels, weights=weights.float())
+    one.update(q, k, labels)
+    other.update(q.float(), k.float(), labels)
     torch.testing.assert_close(one.delta("c"), other.delta("c"), rtol=0, atol=1e-6)
 
 
 def test_centring_removes_what_every_query_sees_alike():
-    q, k, labels, _, _ = batch(1, rows=50)
+    q, k, labels, _ = batch(1, rows=50)
     moments = Moments(HEADS, ["c"], 3, group_size=2)
     constant = q.mean(dim=0, keepdim=True).expand_as(q)
     moments.update(constant, k, labels)
@@ -164,12 +153,12 @@ def test_centring_removes_what_every_query_sees_alike():
 
 
 def test_both_centring_is_the_difference_of_covariances():
-    q, k, labels, weights, _ = batch(4, rows=40)
+    q, k, labels, _ = batch(4, rows=40)
     moments = Moments(HEADS, ["c"], 3, group_size=2)
-    moments.update(q, k, labels, weights=weights)
+    moments.update(q, k, labels)
     covariance = []
     for sign in (1, -1):
-        w = weights * (labels["c"] == sign)
+        w = (labels["c"] == sign).double()
         w = w / w.sum()
         mean_q, mean_k = (w.sum(1)[:, None] * q[:, 5]).sum(0), (w[..., None] * k[:, 2]).sum((0, 1))
         covariance.append(torch.einsum("bj,bd,bje->de", w, q[:, 5] - mean_q, k[:, 2] - mean_k))
@@ -177,26 +166,26 @@ def test_both_centring_is_the_difference_of_covariances():
 
 
 def test_ignored_keys_may_hold_anything():
-    q, k, labels, weights, prompts = batch(6)
+    q, k, labels, prompts = batch(6)
     labels["c"][2, 4] = 0
     broken = k.clone()
     broken[2, :, 4] = float("nan")
     clean, dirty = carrying(), carrying()
-    clean.update(q, k, labels, weights=weights, prompts=prompts)
-    dirty.update(q, broken, labels, weights=weights, prompts=prompts)
+    clean.update(q, k, labels, prompts=prompts)
+    dirty.update(q, broken, labels, prompts=prompts)
     same(clean, dirty)
 
 
 def test_a_key_ignored_by_one_contrast_still_counts_for_another():
-    q, k, labels, weights, _ = batch(9)
+    q, k, labels, _ = batch(9)
     labels["c"][2, 4] = labels["c"][3, 3] = 0
     other = labels["c"].clone()
     other[3, 3] = 1
     broken = k.clone()
     broken[2, :, 4] = float("nan")
     clean, dirty = (Moments(HEADS, ["c", "d"], 3, group_size=2) for _ in range(2))
-    clean.update(q, k, {"c": labels["c"], "d": other}, weights=weights)
-    dirty.update(q, broken, {"c": labels["c"], "d": other}, weights=weights)
+    clean.update(q, k, {"c": labels["c"], "d": other})
+    dirty.update(q, broken, {"c": labels["c"], "d": other})
     same(clean, dirty)
 
 
@@ -229,14 +218,12 @@ def bad(call):
 
 
 def test_bad_input_gets_a_sentence(tmp_path):
-    q, k, labels, weights, _ = batch(0)
+    q, k, labels, _ = batch(0)
     moments = Moments(HEADS, ["c"], 3, group_size=2)
     assert "(6, 8, 3)" in bad(lambda: moments.update(q[..., :2], k, labels))
     assert "(6, 4, 5, 3)" in bad(lambda: moments.update(q, k[:, :3], labels))
     assert "(6, 5)" in bad(lambda: moments.update(q, k, {"c": labels["c"][:, :2]}))
     assert "'d'" in bad(lambda: moments.update(q, k, {"d": labels["c"]}))
-    assert "negative" in bad(lambda: moments.update(q, k, labels, weights=-weights))
-    assert "layer 1" in bad(lambda: moments.update(q, k, labels, layer=1))
     assert "no positive pairs for L0H0" in bad(lambda: moments.delta("c"))
     moments.update(q, k, {"c": labels["c"].clamp_min(0)})
     assert "contrast 'c' has no negative pairs for L0H0" in bad(lambda: moments.delta("c"))
@@ -252,14 +239,13 @@ def test_bad_input_gets_a_sentence(tmp_path):
     (tmp_path / "half").write_bytes(half[: len(half) // 2])
     assert "damaged" in bad(lambda: Moments.load(tmp_path / "half"))
     assert "no file" in bad(lambda: Moments.load(tmp_path / "absent"))
-    assert "L9H9" in bad(lambda: Moments(HEADS, ["c"], 3, nulls=["sign_flip"], null_heads=["L9H9"]))
     assert "twice" in bad(lambda: Moments(["L0H0", "L0H0"], ["c"], 3))
     assert "'nonsense'" in bad(lambda: Moments(HEADS, ["c"], 3, nulls=["nonsense"]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_named(value):
-    q, k, labels, _, prompts = batch(7)
+    q, k, labels, prompts = batch(7)
     moments = Moments(HEADS, ["c"], 3, group_size=2)
     q[3, 6, 1] = value
     message = bad(lambda: moments.update(q, k, labels, prompts=prompts))
@@ -268,14 +254,3 @@ def test_nan_and_infinity_are_named(value):
     k[4, 1, 0, 2] = value
     message = bad(lambda: moments.update(q, k, labels, prompts=prompts))
     assert "key of L0H2 at example 7004, key 0" in message
-
-
-def test_a_pair_without_weight_takes_no_part_in_the_nulls_neither():
-    q, k, labels, weights, prompts = batch(3)
-    weights[:, 4] = 0
-    ignored = {"c": labels["c"].clone()}
-    ignored["c"][:, 4] = 0
-    zero, left_out = carrying(), carrying()
-    zero.update(q, k, labels, weights=weights, prompts=prompts)
-    left_out.update(q, k, ignored, weights=weights, prompts=prompts)
-    same(zero, left_out)

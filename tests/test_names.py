@@ -30,12 +30,12 @@ from qkscope.analyses.names.readings import (
 from qkscope.analyses.names.sentence import UNNAMED, HeadShares, name_row, peak, rule_rates
 from qkscope.analyses.names.sight import FIRST, SKIP, Options, Text
 from qkscope.analyses.names.study import Study, match_rows
-from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.maths.factors import FactorFit
-from qkscope.runs.job import Job
+from qkscope.runs.work import Work
 from qkscope.tasks.sides import Passage
+from qkscope_papers.families import tiny_model
 
 A, B, C, D = 11, 12, 13, 14
 SENTENCE = torch.tensor([[A, B, A, C, C, A, B]])
@@ -142,7 +142,7 @@ def test_padding_changes_nothing(family: str) -> None:
     fitted, tested = passages(60, (24, 13, 19), seed=1), passages(6, (24, 13, 19), seed=2)
     _, fit, batched = looked_at(scope, fitted, tested, batch_size=16)
     text, _, alone = looked_at(scope, fitted, tested, batch_size=1)
-    single = fit_factors(text, fitted, Job(), Options(batch_size=1, progress=False))
+    single = fit_factors(text, fitted, Work(), Options(batch_size=1, progress=False))
     torch.testing.assert_close(fit.coefficients, single.coefficients, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(fit.y_mean, single.y_mean, atol=1e-5, rtol=1e-4)
     for name, value in batched.tensors().items():
@@ -205,7 +205,7 @@ def test_a_planted_match_is_named_with_its_span_and_its_tokens(planted, rank: in
 
 
 def test_a_latent_that_is_no_function_of_the_text_is_matched_and_not_named() -> None:
-    """The query asks for the latent of one key, by lot; the latent is Gaussian, and no token says anything of it."""
+    """The query asks for the latent of one random key; the latent is Gaussian, and no token says anything of it."""
     generator = torch.Generator().manual_seed(5)
 
     def latent(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ def test_untrained_heads_compare_tokens_in_the_first_layer_and_have_no_name_in_d
 def noise(
     heads: int, seed: int, *, scale: float = 1.0, mean: float = 0.0, shared: float = 0.0, passage: float = 0.0
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Queries and keys by lot: about a mean query, with a scale that a passage's share, or a part that each has."""
+    """Random queries and keys: about a mean query, with a scale that a passage's share, or a part that each has."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     means = mean * normal(heads, 16)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import qkscope as qk
-from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -14,6 +13,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.neurons import check_neurons, first_neurons, neuron_parts
 from qkscope.linear.reader import Reader
+from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 
@@ -159,8 +159,8 @@ def test_a_writer_prints_as_it_is_parsed():
 
 def test_the_command_shows_ten_of_each_side_beside_each_other(scope):
     found = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
-    shown = views.shown(found.experiment, found.tables, found.main)
-    assert (len(shown.cells), shown.rows) == (10, 10)
+    shown, rows, _ = views.shown(found.experiment, found.tables, found.main)
+    assert (len(shown.cells), rows) == (10, 20)
     for heading, side in (("neuron of the key", "key"), ("neuron of the query", "query")):
         column = shown.headings.index(heading)
         names = [row["writer"] for row in found.table("neurons") if row["side"] == side]

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qkscope.capture.families import tiny_model
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Places
@@ -16,8 +15,8 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
-from qkscope.linear.check import trace_error
 from qkscope.linear.weights import head_weights
+from qkscope_papers.families import tiny_model, trace_error
 
 ALIBI = {"alibi": True}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from qkscope.capture.encode import Encoding
-from qkscope.capture.families import tiny_model
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope_papers.families import tiny_model
 
 HEAD = "L0H1"
 OWN_CODE = ["gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon"]
@@ -167,7 +167,7 @@ def test_bad_edits_are_one_sentence() -> None:
         scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at, noise(2, 1, 15))])
     with pytest.raises(BadInput, match="points outside the batch"):
         scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at + 90, noise(2, 1, 16))])
-    with pytest.raises(BadInput, match="edited keys need"):
+    with pytest.raises(BadInput, match="a position for each of its values"):
         Edit.keys(HEAD, at, noise(2, 2, 16))
     with pytest.raises(BadInput, match="end together"):
         scope.generate({"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])})

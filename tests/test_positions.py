@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example, Key, find_span
+from qkscope_papers.families import tiny_model
 
 PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
 
@@ -132,7 +132,7 @@ def test_words_that_cannot_be_placed_raise_and_show_why(scope: Scope) -> None:
         Example(text="a", ids=[1])
     with pytest.raises(BadInput, match="outside the prompt"):
         Example(text="abc", keys=[Key((2, 9))])
-    with pytest.raises(BadInput, match=r"\+1, -1 or 0"):
+    with pytest.raises(BadInput, match="-1, 0 or 1"):
         Key((0, 1), {"order": 2})
     with pytest.raises(BadInput, match="context ends at 8192"):
         scope.encode(["hat " * 9000])

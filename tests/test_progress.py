@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from qkscope.runs import progress
-from qkscope.runs.shards import stream
+from qkscope.runs.work import stream
 
 
 class Terminal(io.StringIO):

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+
+from qkscope.cli import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,6 +19,22 @@ def test_the_readme_names_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text
     assert "make test" in text
+
+
+def test_the_table_of_verbs_has_every_verb_with_options_that_it_takes():
+    text = (ROOT / "README.md").read_text()
+    table = text.split("| verb | what it gives |")[1].split("\n\n")[0]
+    root = typer.main.get_command(app)
+    named: dict = {}
+    for row in table.splitlines()[2:]:
+        cells = row.split(" | ")
+        verbs = [command.split()[0] for command in re.findall(r"`([^`]+)`", cells[0])]
+        for verb in verbs:
+            named.setdefault(verb, set()).update(re.findall(r"(?<![\w-])--[a-z]+", row) if len(set(verbs)) == 1 else ())
+    assert set(named) == set(root.list_commands(None))
+    for verb, options in named.items():
+        known = {name for one in root.get_command(None, verb).params for name in one.opts} | {"--json"}
+        assert options <= known, f"{verb} takes no {options - known}"
 
 
 def run_blocks(name):

@@ -10,9 +10,9 @@ from transformers import AutoConfig, T5EncoderModel, WhisperForAudioClassificati
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from qkscope import Scope
-from qkscope.capture.families import tiny_config, tiny_model
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope_papers.families import tiny_config, tiny_model
 
 TRUE_CAUSES = {
     "mamba": "never call .*none of their modules is an attention",

@@ -8,10 +8,10 @@ import torch
 from folded import normalised_input, qk_norm_scale
 from qkscope import BadInput, Example, Scope
 from qkscope.analyses.relative import relative_attention, relative_rows, singular_basis
-from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.tap import tap
 from qkscope.examples import Key
+from qkscope_papers.families import tiny_model
 from tiny_llama import SOME, tiny_batch
 
 NOT_SPLIT = {

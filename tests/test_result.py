@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qkscope
@@ -96,6 +96,7 @@ def test_a_claim_says_whose_it_is_and_why_it_fails():
 _ENDS = st.floats(allow_nan=True, allow_infinity=True) | st.none() | st.sampled_from([0.0, -0.0, 1e-300])
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(_ENDS, _ENDS, _ENDS, _ENDS, st.sampled_from(["ours > 0", "ours >= 0", "ours > control", "abs(ours) < 1"]))
 def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
     """An end of exactly 0 is one; what JSON has no place for decides nothing before it is written either."""
@@ -234,7 +235,6 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
     assert "random_both" in page
     for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens", "said", "parts", "tests", "output", "graph"):
         assert f'class="block {kind}"' in page
-    assert (tmp_path / "demo" / "figures" / "swap.png").is_file()
     assert stored["answer"].split(":")[0] in page
     said = done.stdout.splitlines()
     assert len(said) <= 40
@@ -243,15 +243,14 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
 
 
 def test_json_goes_to_stdout_alone():
-    done = command("reproduce", "--list", "--json")
-    assert {"paper": "lee2026", "figure": "fig2"}.items() <= json.loads(done.stdout)["rows"][0].items()
+    done = command("svd", "--model", "nano:mixed", "--json")
+    assert json.loads(done.stdout)["tables"]["heads"][0]["head"] == "L0H0"
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bench", "--only", "nonsense"], "there is no bench row 'nonsense'"),
         (["demo", "--out", "/proc/nowhere/demo"], "cannot be written"),
         (["nonsense"], "No such command"),
     ],

@@ -12,7 +12,7 @@ import torch
 import qkscope as qk
 from planted_model import READER, planted
 from qkscope.analyses.find import no_head
-from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.analyses.trace.verdicts import FEW
 from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_writers
@@ -34,7 +34,7 @@ def test_one_writer_is_named_where_one_has_everything(seed):
     found = qk.why(scope, prompt, READER)
     key = [row for row in found.tables["cuts"] if row["side"] == "key"]
     assert [(row["k"], row["writers"]) for row in key] == [(1, str(writer))]
-    assert f"Is it so: {writer} cut from the key" in str(found)
+    assert f"Causal test: {writer} cut from the key" in str(found)
     assert f"for what {writer} wrote there" in found.answer
     assert re.search(rf"Its key is written by {writer} \(\d+%\), its query", qk.trace(scope, prompt, READER).answer)
 
@@ -58,12 +58,6 @@ def test_few_heads_in_a_layer_are_joined_by_those_of_the_next():
     wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
     assert (near, wide) == ({1, 2, 3}, set(range(1, 8)))
     assert len(different({"key": draw_alike([0, 1], addresses, seed)} for seed in range(20))) == 1
-
-
-def test_a_verdict_needs_five_controls():
-    controls = torch.full((FEW,), 0.9)
-    assert verdict(0.9, 0.1, controls) == "supported"
-    assert verdict(0.9, 0.1, controls[1:]) == "untested"
 
 
 @pytest.mark.parametrize(("score", "shown"), [(0.297, "29.7%"), (0.2998, "29.98%"), (0.25, "25%")])

@@ -12,28 +12,9 @@ from qkscope.capture.scope import Scope
 from qkscope.examples import Draft, Example
 
 WORDS = [
-    "egg",
-    "fan",
-    "tea",
-    "plate",
-    "gift",
-    "wire",
-    "watch",
-    "boat",
-    "game",
-    "rose",
-    "shell",
-    "seed",
-    "suit",
-    "glass",
-    "tie",
-    "hat",
-    "jam",
-    "cat",
-    "book",
-    "pen",
-    "cup",
-]
+    "egg", "fan", "tea", "plate", "gift", "wire", "watch", "boat", "game", "rose", "shell", "seed", "suit", "glass",
+    "tie", "hat", "jam", "cat", "book", "pen", "cup",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

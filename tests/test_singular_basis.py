@@ -7,12 +7,12 @@ import torch
 
 from qkscope import BadInput, Scope
 from qkscope.analyses.relative import singular_basis
-from qkscope.capture.families import tiny_model
 from qkscope.heads import Head
 from qkscope.linear.weights import head_weights
 from qkscope.maths import methods
 from qkscope.maths.bases import thin_svd
 from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual
+from qkscope_papers.families import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,33 +6,16 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope_papers.families import tiny_model
 
 ROTATED = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "gpt_neox",
-    "gpt_oss",
-    "starcoder2",
-    "stablelm",
-    "cohere",
-    "granite",
-    "smollm3",
-    "gptj",
-    "codegen",
-    "falcon",
-]
+    "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gemma2", "gemma3", "olmo2", "gpt_neox", "gpt_oss",
+    "starcoder2", "stablelm", "cohere", "granite", "smollm3", "gptj", "codegen", "falcon",
+]  # fmt: skip
 
 
 def capture(scope: Scope, space: str, shift: int = 0) -> Capture:

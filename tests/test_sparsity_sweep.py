@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, tasks
+from qkscope.analyses.checkpoints import checkpoints
 from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, circuit_of, find_circuit, outside, parse_edges
 from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import group_difference, sparsity
 from qkscope.analyses.sweep import plan_sweep, sweep
-from qkscope.capture.families import tiny_model
-from qkscope.capture.names import checkpoints
 from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.maths import relative as measure
 from qkscope.maths.relative import shared_sparsity, turned_terms
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
+from qkscope_papers.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"n": 6, "controls": 1, "draws": 4}
@@ -163,7 +163,7 @@ def test_a_head_and_a_role_the_model_and_task_do_not_have_are_refused(words):
         sparsity(scope, tasks.ioi(), "L0H0:END>S3", n=2)
     with pytest.raises(BadInput, match="in no prompt does IO see END"):
         sparsity(scope, tasks.ioi(), "L0H0:IO>END", n=2)
-    for counts, says in (({"draws": 0}, "draws is at least 1"), ({"controls": -1}, "controls is at least 0")):
+    for counts, says in (({"draws": 0}, "should be at least 1"), ({"controls": -1}, "should be at least 0")):
         with pytest.raises(BadInput, match=says):
             sparsity(scope, tasks.ioi(), "L0H0:END>IO", n=2, **counts)
 
@@ -215,7 +215,7 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
     now = {file.name: file.stat().st_mtime_ns for file in (out / "checkpoints").iterdir()}
     assert {name for name in stamps if now[name] != stamps[name]} == {"step20.safetensors"}
     assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
-    with pytest.raises(BadInput, match=r"another job \(n, examples, heads_from differ\)"):
+    with pytest.raises(BadInput, match=r"another sweep \(n, examples, heads_from differ\)"):
         plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
 
 
@@ -225,8 +225,8 @@ def test_a_sweep_does_not_go_on_with_another_dtype_other_heads_or_other_weights(
     sweep(str(run_folder), tasks.ioi(), "step0,step20", out=out, **SMALL)
     plan_sweep(str(run_folder), tasks.ioi(), "step20", out=out, **SMALL)  # the same heads at fewer checkpoints
     for asked, says in (
-        ({"revisions": "step0,step20", "dtype": "bfloat16"}, r"another job \(dtype differ"),
-        ({"revisions": "step0,step20,step100"}, r"another job \(heads_from differ"),
+        ({"revisions": "step0,step20", "dtype": "bfloat16"}, r"another sweep \(dtype differ"),
+        ({"revisions": "step0,step20,step100"}, r"another sweep \(heads_from differ"),
     ):
         with pytest.raises(BadInput, match=says):
             sweep(str(run_folder), tasks.ioi(), out=out, **asked, **SMALL)
@@ -245,15 +245,14 @@ def test_a_model_that_was_trained_on_is_not_taken_for_what_it_was(run_folder, tm
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"schema": 99, "edges": []}', "newer qkscope"),
+        ('{"schema": 99}', "newer qkscope"),
         ("{", "is damaged"),
-        ('{"schema": Infinity, "edges": []}', "is damaged"),
-        ('{"schema": 1, "edges": 7}', "is damaged"),
-        ('{"schema": 1, "edges": [{"head": "L0H0"}]}', "is damaged"),
+        ('{"schema": 1, "experiment": "sparsity/ioi", "files": {}, "asked": {"edges": 7}}', "is damaged"),
+        ('{"schema": 1, "experiment": "sparsity/ioi", "files": {}, "asked": {"edges": [{}]}}', "is damaged"),
     ],
 )
 def test_a_sweep_of_a_newer_version_is_told_from_a_damaged_one(run_folder, tmp_path, text, says):
-    (tmp_path / "job.json").write_text(text)
+    (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(BadInput, match=says):
         plan_sweep(str(run_folder), tasks.ioi(), out=tmp_path)
 
@@ -275,8 +274,8 @@ def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folde
     assert [c.label for c in both] == ["step3", "seed2-step20", "seed1-step20"]
     for revisions, says in (
         ("step0,step7", "has no revision 'step7': there is copy3, step0"),
-        ("step0,step0", "named twice"),
-        (" , ", "no revision was named"),
+        ("step0,step0", "name each revision once"),
+        (" , ", "name each revision once"),
         ("step100,copy3", "'step100' and 'copy3' of .* hold the same weights"),
         ("all", "hold the same weights"),
     ):
@@ -304,9 +303,9 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
         (["--revisions", "step9"], "has no revision 'step9'"),
         (["--revisions", "step0", "--heads", "L0H0:END>S9"], "a role 'S9'"),
         (["--revisions", "step0", "--heads", "L8H0:END>IO"], "L8H0 does not exist"),
-        (["--revisions", "step0", "--draws", "0"], "draws is at least 1"),
+        (["--revisions", "step0", "--draws", "0"], "should be at least 1"),
         (["--revisions", "step100,copy3"], "hold the same weights"),
-        (["--form", "question"], "form is 'both', 'ABBA', 'BABA'"),
+        (["--form", "question"], "form of ioi should be 'both', 'ABBA', 'BABA'"),
     ):
         code, said = command(*asked, *more)
         assert (code, said.out) == (2, "")
@@ -321,6 +320,6 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
     assert row["step"] == 0
     file = tmp_path / "vectors.safetensors"
     code, said = command("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
-    assert [row["head"] for row in json.loads(said.out)["rows"]] == ["L0H0", "L1H3"]
+    assert [row["head"] for row in json.loads(said.out)["tables"]["heads"]] == ["L0H0", "L1H3"]
     assert file.is_file()
     assert command("svd", "--out", tmp_path)[0] == 2

@@ -199,19 +199,14 @@ def test_the_summary_can_be_read():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: Subspace.from_delta(torch.eye(4), rank=0), "at least 1"),
-        (lambda: Subspace.from_delta(torch.zeros(4, 4)), "at least 1"),
+        (lambda: Subspace.from_delta(torch.eye(4), rank=0), "between 1 and"),
+        (lambda: Subspace.from_delta(torch.zeros(4, 4)), "between 1 and"),
         (lambda: Subspace.from_delta(torch.eye(4), rank=5, head="L3H1"), "4 dimensions of the head for L3H1"),
         (lambda: Subspace.from_delta(torch.eye(4), rank="null"), "needs controls"),
         (lambda: Subspace.from_delta(torch.eye(4), rank="best"), "'best'"),
-        (lambda: Subspace.from_delta(torch.eye(4), energy=0.0), "between 0 and 1"),
         (lambda: Subspace.from_delta(torch.full((4, 4), float("nan"))), "NaN"),
         (lambda: Subspace.from_delta(torch.eye(4)).basis("value"), "'value'"),
-        (lambda: Subspace.from_delta(torch.eye(4)).angles(Subspace.from_delta(torch.eye(5))), "d_head 4"),
         (lambda: oblique_projectors([torch.eye(4)[:, :3], torch.eye(4)[:, 2:]]), "independent"),
-        (lambda: joint_basis([]), "at least one"),
-        (lambda: random_bases(4, 5, 1, 0), "does not fit"),
-        (lambda: thin_svd(torch.ones(2, 3, 8), torch.ones(2, 4, 8)), "(2, 3, 8)"),
     ],
 )
 def test_bad_input_gets_a_sentence(call, says):

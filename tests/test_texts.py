@@ -23,7 +23,7 @@ def words(ids) -> str:
 
 
 def drawn(count: int, length: int = 600, seed: int = 0) -> list[list[int]]:
-    """Documents of words by lot: of 5,000 words no eight come twice."""
+    """Documents of random words: of 5,000 words no eight come twice."""
     lot = random.Random(seed)
     return [[lot.randrange(5000) for _ in range(length)] for _ in range(count)]
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.trace.choose import choose_writers
-from qkscope.analyses.trace.edges import EdgeTest
-from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.rows import task_rows
+from qkscope.analyses.trace.edges import EdgeTest, choose_writers
+from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.trace.rows import Pass
 from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
@@ -61,10 +60,8 @@ def test_they_do_in_a_model_of_other_weights(scope):
 
 @pytest.mark.parametrize("prompt", ["hat : O jam : Z jam :", "hat : O jam"])
 def test_pairs_of_a_prompt_sum_to_its_writers(nano, prompt):
-    head = Head(2, 1)
-    reader, asked = Reader(nano, [head]), Asked.of(nano, prompt, None, False)
-    one = PromptTrace(reader.record(asked.inputs, asked.places), asked, head)
-    pairs, writers = one.pairs(), one.marginals()
+    one = Probe(nano, prompt).head("L2H1")
+    pairs, writers = one.pairs[0], {side: values[0] for side, values in one.marginals.items()}
     torch.testing.assert_close(pairs.sum(1), writers["query"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pairs.sum(0), writers["key"], atol=1e-5, rtol=1e-4)
     assert float(pairs.sum()) == pytest.approx(one.total, abs=1e-4)
@@ -101,10 +98,10 @@ def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano):
 def measured(nano):
     """An edge test of L1H0 on induction, a batch of its rows, and what it measures on each prompt."""
     task, head = qk.tasks.induction(), Head(1, 0)
-    reader = Reader(nano, [head])
-    chosen = choose_writers(reader, task.choose(N), {}, progress=False)[head]
-    _, (rows,) = task_rows(reader, task.test(N), range(N), False, {})
-    test = EdgeTest(head, reader.writers(1), chosen, 0, 3)
+    how = Pass(Reader(nano, [head]), progress=False)
+    chosen = choose_writers(how, task.choose(N))[head]
+    _, (rows,) = how.rows(task.test(N), range(N))
+    test = EdgeTest(head, rows.writers, chosen, 0, 3)
     return test, rows, test.measure(rows, torch.arange(N))[0]
 
 
@@ -163,7 +160,7 @@ def test_edits_of_keys_leave_the_first_token_and_those_not_named_as_they_were(me
     test, _, values = measured
     before, after = rest_of(values["whole"].double()), rest_of(values["edges"].double())
     moved = {side: [] for side in ("key", "query", "both")}
-    for i, cell in enumerate(test.asked.cells):
+    for i, cell in enumerate(test.cells):
         if cell.by != "random":  # a mean over draws
             moved[cell.side].append(float((after[:, i] - before).abs().max() / before.max()))
     assert max(moved["key"]) < 1e-2  # of a small difference from 1
@@ -173,7 +170,7 @@ def test_edits_of_keys_leave_the_first_token_and_those_not_named_as_they_were(me
 def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
     test, rows, values = measured
     edges = rows.edges(test.instead(rows, None))
-    writers = len(test.asked.writers) - 1
+    writers = len(test.writers) - 1
     conditions = [Edge("both", "cut", "share", writers), Edge("both", "keep", "share", 0),
                   Edge("both", "cut", "share", 0), Edge("both", "keep", "share", writers)]  # fmt: skip
     masks = edge_masks(conditions, test.chosen.scores, [Writer(0, "head", (0,))] * writers)
@@ -187,7 +184,7 @@ def test_all_cut_is_none_kept_and_all_kept_is_none_cut(measured):
 
 def test_a_part_replaced_by_itself_changes_nothing(measured):
     test, rows, values = measured
-    edges = rows.edges({side: rows.stream(side) for side in rows.parts})
+    edges = rows.edges({side: rows.stream(side) for side in ("query", "key")})
     found = edges.replaced(*(mask[:8] | True for mask in test.masks))
     torch.testing.assert_close(found, values["whole"].expand_as(found), atol=1e-4, rtol=1e-4)
 
@@ -202,12 +199,11 @@ def test_the_first_tokens_key_stays_even_where_it_is_named(scope, tmp_path):
     path = tmp_path / "first.jsonl"
     path.write_text("\n".join(line(use, 2 * i + (use == "test")) for use in ("choose", "test") for i in range(6)))
     task, head = qk.tasks.from_jsonl(path), Head(1, 1)
-    reader = Reader(scope, [head])
-    _, (rows,) = task_rows(reader, task.test(6), range(6), False, {})
-    edges = rows.edges({side: torch.zeros_like(rows.stream(side)) for side in rows.parts})
-    assert torch.equal(edges.first, rows.first())
+    _, (rows,) = Pass(Reader(scope, [head])).rows(task.test(6), range(6))
+    edges = rows.edges({side: torch.zeros_like(rows.stream(side)) for side in ("query", "key")})
+    assert torch.equal(edges.first, rows.run.captured.key_mask.int().argmax(1))
     assert bool((edges.named == edges.first[:, None]).any())
-    everything = torch.ones(1, rows.parts["key"].shape[1], dtype=torch.bool)
+    everything = torch.ones(1, len(rows.writers), dtype=torch.bool)
     found = edges.replaced(~everything, everything)[0]
     assert (found[:, METRICS.index("first")] < 0.9).any()
     products = torch.einsum("nd,ntd->nt", edges.rows.q[:, 0], edges.rows.k[:, 0]) * rows.scale
@@ -286,9 +282,7 @@ def test_a_task_without_right_keys_is_refused(nano, head):
 
 def test_one_prompt_is_enough_and_has_no_interval(nano):
     found = qk.trace(nano, qk.tasks.induction(), "L1H0", 1, draws=2, progress=False)
-    row = found.tables["writers"][0]
-    assert row["low"] != row["low"]
-    assert found.to_json()["tables"]["writers"][0]["low"] is None
+    assert found.tables["writers"][0]["low"] is None
 
 
 def test_with_nothing_taken_out_the_running_model_is_as_it_was(nano):

@@ -7,7 +7,7 @@ import torch
 
 import qkscope as qk
 from planted_model import READER, planted
-from qkscope.analyses.trace.edges import CANCELS
+from qkscope.analyses.trace.verdicts import CANCELS
 from qkscope.heads import Head
 
 SEEDS = range(10)

@@ -18,7 +18,7 @@ from qkscope.examples import Example, Key
 from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import false_discovery, head_p_values
-from qkscope.page.blocks import blocks_of
+from qkscope.show.blocks import blocks_of
 from qkscope.tasks.task import ANSWER, Contrast, Task
 
 PLANTED, HEADS, PROMPTS, LATENTS = 7, 270, 72, 3
@@ -110,7 +110,7 @@ def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_fl
 
 
 def calibration():
-    path = Path(__file__).parents[1] / "docs" / "calibration.py"
+    path = Path(__file__).parents[1] / "papers" / "scripts" / "calibration.py"
     spec = importlib.util.spec_from_file_location("calibration", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -130,7 +130,7 @@ def calibration():
     ],
 )
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
-    """docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
+    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
 
     Queries shuffled over prompts called 72 to 100 of them.
     """

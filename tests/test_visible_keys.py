@@ -11,13 +11,13 @@ import pytest
 import qkscope as qk
 from qkscope import BadInput, Example, tasks
 from qkscope.analyses.prompts import capture_units
-from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import FIRST_TOKEN
 from qkscope.capture.scope import Scope
 from qkscope.examples import Key
 from qkscope.heads import Head
 from qkscope.tasks.task import Contrast, Task
 from qkscope.tasks.words import OBJECTS
+from qkscope_papers.families import tiny_model
 
 
 def file_of(path: Path, *lines: dict) -> Task:
@@ -70,7 +70,7 @@ def test_the_query_itself_is_no_key(tmp_path, scope):
 
 
 def test_a_key_that_is_the_first_token_is_said_once_and_in_the_result(tmp_path, scope, caplog):
-    scope.encoder._said_key = False
+    scope.encoder._warned.clear()
     with caplog.at_level(logging.WARNING):
         task = file_of(tmp_path, *every_use("is in Box", start=""))
         ranking = qk.find_heads(scope, task, 6)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from folded import normalised_input, qk_norm_scale
-from qkscope.capture.families import tiny_model
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.weights import head_weights
+from qkscope_papers.families import tiny_model
 from tiny_llama import SOME, tiny_batch
 
 NOT_EVERY_LAYER = ["mamba", "mllama", "t5", "deberta-v2"]  # the probe refuses them

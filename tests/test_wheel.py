@@ -12,12 +12,14 @@ import qkscope
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAPERS = tomllib.loads((ROOT / "papers" / "pyproject.toml").read_text())["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
 def test_one_version_everywhere():
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
-    assert {PROJECT["version"], str(CITATION["version"]), newest} == {qkscope.__version__}
+    assert {PROJECT["version"], PAPERS["version"], str(CITATION["version"]), newest} == {qkscope.__version__}
+    assert PAPERS["dependencies"][0] == f"qkscope=={qkscope.__version__}"
 
 
 def test_the_citation_names_both_papers_where_the_project_links_them():
@@ -39,8 +41,8 @@ def test_every_pin_admits_what_the_project_asks_for():
 
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     pins = {canonicalize_name(name): version for name, version in pins.items()}
-    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    asked = [Requirement(one) for requirements in lists for one in requirements]
+    lists = [[p["dependencies"], *p["optional-dependencies"].values()] for p in (PROJECT, PAPERS)]
+    asked = [Requirement(one) for project in lists for needs in project for one in needs if "qkscope" not in one]
     assert all(one.specifier.contains(pins[canonicalize_name(one.name)]) for one in asked)
 
 

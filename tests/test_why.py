@@ -9,12 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 import qkscope as qk
-from qkscope.analyses.trace.one import Asked
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.why.output import Output
-from qkscope.analyses.why.parts import part_rows, singular_terms
+from qkscope.analyses.trace.prompt import Probe, Question
+from qkscope.analyses.why.parts import Output, part_rows, singular_terms
 from qkscope.analyses.why.why import answer_of
-from qkscope.capture.families import tiny_model
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
 from qkscope.cli import app
@@ -22,6 +19,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.runs.result import Result
+from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 IDS = Example(ids=(5, 9, 3, 7, 11, 4, 9))
@@ -68,7 +66,7 @@ def test_parts_of_each_way_sum_to_the_logit(nano):
     assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
     assert [row["part"] for row in rows if row["by"] == "features"] == ["mine", "rest"]
     by_token = qk.attribute(nano, PROMPT, "L2H3", {"mine": feature}).tables["split"]
-    mine = sum(float(one.weights[row["key"]]) * row["value"] for row in by_token if row["part"] == "mine")
+    mine = sum(float(one.weights[0, row["key"]]) * row["value"] for row in by_token if row["part"] == "mine")
     assert next(row["value"] for row in rows if row["part"] == "mine") == pytest.approx(mine, abs=1e-4)
 
 
@@ -176,7 +174,7 @@ def test_every_family_is_answered(tiny):
 
 def test_without_a_head_those_that_change_the_next_token_are_told(tiny):
     found = qk.why(tiny, IDS)
-    asked = Asked.of(tiny, IDS, None, False)
+    asked = Question.of(tiny, IDS, None, False)
     with torch.no_grad():
         true = tiny.model(**asked.inputs).logits[0, asked.query].softmax(-1)
     assert found.tables["heads"][0]["before"] == pytest.approx(float(true.max()), abs=1e-5)
@@ -186,7 +184,7 @@ def test_without_a_head_those_that_change_the_next_token_are_told(tiny):
     seen = [row for row in found.tables["heads"] if f"{row['before']:.1%}" != f"{row['without_key']:.1%}"]
     said = [row["line"] for row in found.tables["said"]]
     assert [line.split()[0] for line in said] == [row["head"] for row in seen]
-    assert ["speaks against it" in line for line in said] == [row["without_key"] > row["before"] for row in seen]
+    assert ["acts against it" in line for line in said] == [row["without_key"] > row["before"] for row in seen]
     assert ("No single head matters here" in found.answer) == (sizes[0] < 0.01)
 
 
@@ -200,11 +198,11 @@ def test_heads_whose_change_is_not_seen_are_not_listed(nano):
     assert any(f"{row['without_key']:.1%}" == "100.0%" for row in found.tables["heads"])
 
 
-def test_next_is_a_head_that_speaks_for_the_token():
+def test_next_is_a_head_that_acts_for_the_token():
     prompt = "When Mary and John went to the store, John gave a drink to"
     printed = CliRunner().invoke(app, ["why", prompt]).stdout.splitlines()
     lines = [line.split() for line in printed if " looks at " in line]
-    against = [" (speaks against it); the whole head, straight to its logit: " in line for line in printed[1:6]]
+    against = [" (acts against it); the head's direct effect on its logit: " in line for line in printed[1:6]]
     assert against[0]
     assert not all(against)
     assert printed[-1].endswith(f"--head {lines[against.index(False)][0]}")
@@ -291,12 +289,11 @@ def test_the_prompt_of_the_readme_is_answered_without_a_fit(smollm2):
     assert cut["after"] < 0.05 < 0.5 < cut["random_low"]
     assert found.tables["output"][0]["token"] == " Z"
     assert "' Z' (token 6), 94%, for what " in found.answer
-    assert "; from this key, straight to the logits: ' Z' " in str(found)
+    assert "; direct effect on the logits from this key: ' Z' " in str(found)
 
 
 def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
     Result("discover/heads", {}, answer="").write(tmp_path / "found")
-    for arguments in (["explain", str(tmp_path / "found"), "hat:"], ["why", "hat:", "--fit", str(tmp_path / "found")]):
-        done = CliRunner().invoke(app, arguments)
-        assert isinstance(done.exception, BadInput)
-        assert "but a run of discover/heads: name the folder of a fit" in str(done.exception)
+    done = CliRunner().invoke(app, ["why", "hat:", "--fit", str(tmp_path / "found")])
+    assert isinstance(done.exception, BadInput)
+    assert "but a run of discover/heads: name the folder of a fit" in str(done.exception)

@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from batches import look, padded, sides_of
+from batches import each_head, look, padded, sides_of
 from qkscope.capture.blocks import Part, Sum, read_blocks
-from qkscope.capture.families import tiny_model, two_prompts
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.check import sum_error, trace_error
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
+from qkscope_papers.families import sum_error, tiny_model, trace_error, two_prompts
 from tiny_llama import SOME
 
 NOT_SERVED = [
@@ -73,7 +71,7 @@ def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agre
         run = reader.record(inputs, places)
         keys, draw = torch.arange(1, run.columns.shape[1]), torch.Generator().manual_seed(0)
         weights = torch.randn(2, len(reader.heads), len(keys), generator=draw) * places.key_mask[:, None]
-        told = values_of(run, weights)
+        told = each_head(run, weights)
         for layer, pieces in run.streams(max(reader.layers)):
             names = [writer for piece in pieces for writer in piece.writers if writer != BIAS]
             assert [*names, BIAS] == reader.writers(layer)

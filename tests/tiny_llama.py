@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from qkscope.capture.families import tiny_model
 from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids, short_inputs
 from qkscope.tasks.binding import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
+from qkscope_papers.families import tiny_model
 
 SOME = [
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3_text", "gemma3",

@@ -16,8 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.errors import BadInput
-
 _PER_ROW = ("q", "k", "bias", "rest", "key_mask", "top")
 _PER_HEAD = ("scale", "kv_of_head", "softcap")
 _OF_HEADS = ("q", "bias", "rest", "top")  # rows by heads
@@ -68,16 +66,6 @@ class AttentionRows:
     rest: Float[Tensor, "n h"] | None = None
     key_mask: Bool[Tensor, "n k"] | None = None
     top: Float[Tensor, "n h"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.q.ndim not in (3, 4) or self.k.ndim != 4 or self.q.shape[-1] != self.k.shape[-1]:
-            shapes = f"{tuple(self.q.shape)} and {tuple(self.k.shape)}"
-            raise BadInput(
-                "queries should have shape (rows, heads, d_head) and keys (rows, key heads, keys, d_head), "
-                f"but have {shapes}."
-            )
-        if self.kv_of_head is None and self.q.shape[1] != self.k.shape[1]:
-            raise BadInput(f"{self.q.shape[1]} heads cannot read {self.k.shape[1]} key heads without kv_of_head.")
 
     def __len__(self) -> int:
         """Number of rows."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from qkscope.errors import BadInput
-from qkscope.kinds import Count, checked_class
+from qkscope.kinds import Count, came, checked_class
 
 Span = tuple[int, int]
 """Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
+Sign = Literal[-1, 0, 1]
+"""A key's label in a contrast; 0 takes no part."""
 
 
 @checked_class
@@ -28,14 +30,9 @@ class Key:
     """
 
     span: Span
-    labels: Mapping[str, int] = field(default_factory=dict)
+    labels: Mapping[str, Sign] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        wrong = {name: label for name, label in self.labels.items() if label not in (-1, 0, 1)}
-        if wrong:
-            raise BadInput(f"a key's label is +1, -1 or 0, but got {wrong}: fix the labels of this key.")
-
-    def label(self, contrast: str) -> int:
+    def label(self, contrast: str) -> Sign:
         """The label in one contrast, 0 where none was given."""
         return self.labels.get(contrast, 0)
 
@@ -53,8 +50,6 @@ class Answers:
     wrong: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name in ("right", "wrong"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.right or not self.wrong or not all((*self.right, *self.wrong)):
             raise BadInput("answers are at least one right and one wrong text that is not empty: name both.")
         both = sorted(set(self.right) & set(self.wrong))
@@ -104,10 +99,6 @@ class Example:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):
             raise BadInput("an example needs either text or ids, and not both: give one of them.")
-        for name in ("ids", "queries", "keys"):  # lists are as welcome as tuples
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
         if self.text is not None and not self.text.isascii() and any("\ud800" <= c <= "\udfff" for c in self.text):
@@ -154,7 +145,7 @@ class Example:
     def mark(
         cls,
         text: str,
-        keys: Mapping[str, Mapping[str, int]] | Sequence[str] = (),
+        keys: Mapping[str, Mapping[str, Sign]] | Sequence[str] = (),
         queries: Sequence[str] = (),
         cluster: str | int = "",
     ) -> Example:
@@ -180,10 +171,6 @@ class Example:
         )
 
 
-def _short(text: str, most: int = 200) -> str:
-    return repr(text) if len(text) <= most else f"{text[:most]!r}…"
-
-
 def find_span(text: str, word: str) -> Span:
     """Where a word stands in a text, as a whole word; it must stand there exactly once.
 
@@ -196,12 +183,12 @@ def find_span(text: str, word: str) -> Span:
     before, after = (r"(?<!\w)" if re.match(r"\w", word) else ""), (r"(?!\w)" if re.search(r"\w\Z", word) else "")
     found = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
     if not found:
-        raise BadInput(f"{word!r} does not stand in the text {_short(text)}: check its spelling and case.")
+        raise BadInput(f"{word!r} does not stand in the text {came(text)}: check its spelling and case.")
     if len(found) > 1:
-        places = ", ".join(str(start) for start, _ in found[:8]) + (", …" if len(found) > 8 else "")
+        places = ", ".join(str(start) for start, _ in found[:8])
         raise BadInput(
-            f"{word!r} stands {len(found)} times in the text {_short(text)} (at {places}): mark it by its offsets with"
-            " Example(text=..., keys=...), or write the text with a Draft."
+            f"{word!r} stands {len(found)} times in the text {came(text)} (at {places}): name it by its span"
+            " (start, stop) instead."
         )
     return found[0]
 
@@ -217,44 +204,35 @@ class Draft:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._length = 0
+        self._text = ""
+        self._last: Span = (0, 0)
         self._queries: list[Span] = []
         self._keys: list[Key] = []
         self._roles: dict[str, Span] = {}
 
-    def _append(self, piece: str) -> Span:
-        start = self._length
-        self._pieces.append(piece)
-        self._length += len(piece)
-        return start, self._length
-
     def write(self, piece: str) -> Draft:
         """Add unmarked text."""
-        self._append(piece)
+        self._last = len(self._text), len(self._text) + len(piece)
+        self._text += piece
         return self
 
-    def key(self, piece: str, /, **labels: int) -> Draft:
+    def key(self, piece: str, /, **labels: Any) -> Draft:
         """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1, lexical=-1)``."""
-        self._keys.append(Key(self._append(piece), labels))
+        self._keys.append(Key(self.write(piece)._last, labels))
         return self
 
     def query(self, piece: str) -> Draft:
         """Add a piece and mark it as a query."""
-        self._queries.append(self._append(piece))
+        self._queries.append(self.write(piece)._last)
         return self
 
     def role(self, name: str) -> Draft:
         """Name the piece written last: ``write("to").role("END")``."""
-        self._roles[name] = (self._length - len(self._pieces[-1]), self._length)
+        self._roles[name] = self._last
         return self
 
     def example(self, cluster: str | int = "") -> Example:
         """The finished example."""
         return Example(
-            text="".join(self._pieces),
-            queries=tuple(self._queries),
-            keys=tuple(self._keys),
-            cluster=cluster,
-            roles=dict(self._roles),
+            self._text, queries=tuple(self._queries), keys=tuple(self._keys), cluster=cluster, roles=dict(self._roles)
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from qkscope.errors import BadInput
-from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.kinds import Count, Natural, checked_call, checked_class
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"M(\d{1,4})(?:\.(\d{1,4}))?(?:\.N(\d{1,7}))?", re.IGNORECASE | re.ASCII)
@@ -34,13 +35,8 @@ class Head:
     2
     """
 
-    comes_from = "like L18H6"
-    layer: int
-    index: int
-
-    def __post_init__(self) -> None:
-        if self.layer < 0 or self.index < 0:
-            raise BadInput(f"layer and head count from 0, but got layer {self.layer} and head {self.index}.")
+    layer: Natural
+    index: Natural
 
     @classmethod
     def parse(cls, text: str | Head) -> Head:
@@ -80,19 +76,13 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
     >>> parse_heads("L18H6, L17H5")
     [Head L18H6, Head L17H5]
     """
-    parts: Iterable[str | Head]
-    if isinstance(heads, Head):
-        parts = [heads]
-    elif isinstance(heads, str):
-        parts = [part for part in heads.split(",") if part.strip()]
-    else:
-        parts = heads
-    parsed = [Head.parse(part) for part in parts]
+    named = [part for part in heads.split(",") if part.strip()] if isinstance(heads, str) else heads
+    parsed = [Head.parse(head) for head in ([named] if isinstance(named, Head) else named)]
     if not parsed:
         raise BadInput("no head was named: write heads like L18H6,L17H5.")
-    twice = sorted({head for head in parsed if parsed.count(head) > 1}) if len(set(parsed)) < len(parsed) else []
-    if twice:
-        raise BadInput(f"{twice[0]} is named twice: name each head once.")
+    for head, count in Counter(parsed).items():
+        if count > 1:
+            raise BadInput(f"{head} is named twice: name each head once.")
     return parsed
 
 
@@ -115,7 +105,6 @@ class Writer:
     Writer M8.1
     """
 
-    comes_from = "like L17H8, M9 or M9.N120"
     layer: int
     kind: Literal["embedding", "head", "mlp", "neuron", "bias"]
     index: tuple[int, ...] = ()

@@ -99,8 +99,6 @@ class Hook:
             )
         index = self.head.kv(self.group_size or 1) if self.kind == "keys" else self.head.index
         axis = 1 if hook is None or getattr(hook, "pos_dim", None) == 2 else 2
-        if index >= x.shape[axis]:
-            raise BadInput(f"{self!r} needs the {self.kind} of head {index}, but these are of {x.shape[axis]} heads.")
         x = x.clone()
         own = x.select(axis, index)
         own.copy_(self.edited(own))
@@ -123,22 +121,12 @@ class Hook:
         """
         batch, length, _ = own.shape
         rows = torch.arange(batch, device=own.device)
-        given = [torch.as_tensor(token, device=own.device) for token in self.tokens]
-        if any(token.ndim and len(token) != batch for token in given):
-            raise BadInput(f"{self!r} has tokens of another number of sequences than the {batch} of this batch.")
-        at = [token.expand(batch) for token in given]
+        at = [torch.as_tensor(token, device=own.device).expand(batch) for token in self.tokens]
         if any(int(token.max()) >= length for token in at):
             raise BadInput(f"{self!r} points outside the batch of {batch} sequences of {length} tokens.")
         basis = self.basis.to(own.device, torch.float32)
         inside = (own.float() @ basis) @ basis.mT
-        change = torch.zeros_like(inside)
-        if self.does == "swap":
-            a, b = at
-            change[rows, a] = inside[rows, b] - inside[rows, a]
-            change[rows, b] = inside[rows, a] - inside[rows, b]
-        elif at:
-            for token in at:
-                change[rows, token] = -inside[rows, token]
-        else:
-            change = -inside
+        change = torch.zeros_like(inside) if at else -inside
+        for token, other in zip(at, reversed(at), strict=True):
+            change[rows, token] = (inside[rows, other] if self.does == "swap" else 0) - inside[rows, token]
         return (own.float() + change).to(own.dtype)

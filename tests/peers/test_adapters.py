@@ -17,7 +17,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import qkscope as qk
 from qkscope import BadInput, Scope
-from qkscope.capture.families import tiny_model
+from qkscope_papers.families import tiny_model
 from swapped_prompt import difference, own_feature, swapped_prompt
 
 HEAD = {"nano:mixed": "L1H3", "smollm2-135m": "L18H6"}

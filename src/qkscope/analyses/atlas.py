@@ -8,26 +8,28 @@ pass, over some passages with one query in each, says who wrote each head's keys
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qkscope.analyses.names.sentence import UNNAMED
 from qkscope.analyses.names.sight import FIRST, PASSAGES, TESTED, Options
 from qkscope.analyses.names.study import Study, Texts, counted, documents_of, passages_of
 from qkscope.analyses.prompts import made_with
-from qkscope.analyses.trace.many import first_writers, told
+from qkscope.analyses.trace.many import TEXTS, first_writers, told
+from qkscope.analyses.trace.rows import Pass
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, Writer
-from qkscope.kinds import checked_call, checked_class
+from qkscope.kinds import Seed, checked_class
 from qkscope.linear.reader import Reader
-from qkscope.runs.job import Job
 from qkscope.runs.result import Result
+from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import Work
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.texts import text_hash
 
@@ -43,7 +45,7 @@ class Atlas(Result):
     """All heads, those with the largest named share first."""
 
 
-@checked_call
+@verb("atlas")
 def atlas(
     scope: Scope,
     texts: Texts = None,
@@ -53,9 +55,9 @@ def atlas(
     test: int = TESTED,
     length: int = LENGTH,
     batch_size: int = 16,
-    seed: int = 0,
+    seed: Seed = 0,
+    out: str | Path | None = None,
     progress: bool | None = None,
-    job: Job | None = None,
 ) -> Atlas:
     """Name every head.
 
@@ -68,8 +70,8 @@ def atlas(
     length : the most tokens of a passage.
     batch_size : passages per batch.
     seed : of every draw.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
-    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples
     --------
@@ -80,9 +82,8 @@ def atlas(
     >>> [(row["head"], row["name"]) for row in found.table()]
     [('L1H1', 'after a copy')]
     """
-    start = time.perf_counter()
     options = Options(n, test, length, batch_size, seed, progress)
-    documents, job = documents_of(texts), job or Job()
+    documents, job = documents_of(texts), current_work()
     chosen = scope.parse(heads)
     study = Study.of(scope, chosen, passages_of(scope, documents, options), options, job, verb="atlas")
     tables = study.tables()
@@ -93,7 +94,6 @@ def atlas(
         answer=_answer(rows) + _tested_words(study) + (_read_words(reads) if refused is None else f" {refused}"),
         tables={"atlas": rows, **tables, "reads": reads},
         seed=seed,
-        seconds=time.perf_counter() - start,
         **made_with(scope, text=text_hash(documents), **study.counted()),
     )
 
@@ -117,7 +117,7 @@ def _tested_words(study: Study) -> str:
     return f" Fitted on {counted(fitted, 'document')}, tested on {tested} others."
 
 
-def _reads(study: Study, job: Job) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], str | None]:
+def _reads(study: Study, job: Work) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], str | None]:
     """Each head's first writers, the largest few of each side, and why there are none where a model has no such split.
 
     ``traced`` counts the passages in which a head gives one token besides the first 5% of its attention.
@@ -126,7 +126,8 @@ def _reads(study: Study, job: Job) -> tuple[dict[str, dict[str, Any]], list[dict
     units = [(one_query(p, i, study.options.seed),) for i, p in enumerate(study.tested[:_TRACED]) if len(p.ids) > FIRST]
     try:
         reader = Reader(study.text.scope, heads)
-        found = told(reader, first_writers(reader, units, job, progress=study.options.progress))["tables"]
+        how = Pass(reader, batch_size=TEXTS, job=job, progress=study.options.progress)
+        found = told(reader, first_writers(how, units))["tables"]
     except BadInput as error:
         nothing: dict[str, Any] = {**dict.fromkeys(_FIRSTS), "traced": 0}
         return {str(head): nothing for head in heads}, [], f"Who wrote keys and queries is not said: {error}"

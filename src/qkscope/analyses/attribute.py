@@ -6,9 +6,9 @@ first, and order-free beside it; what no feature explains is the residual.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,10 +23,11 @@ from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.kinds import Count, checked_class
 from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
+from qkscope.runs.verb import verb
 
 
 @checked_class
@@ -55,7 +56,7 @@ class Explanation(Result):
         return self.show()
 
 
-@checked_call
+@verb("explain")
 def attribute(
     scope: Scope,
     prompt: str | Example,
@@ -64,6 +65,7 @@ def attribute(
     *,
     split: Split = "sequential",
     chat: bool | None = None,
+    out: str | Path | None = None,
 ) -> Explanation:
     """Split the logits of every token of a prompt, as the last token (or the marked query) sees them.
 
@@ -75,6 +77,7 @@ def attribute(
     features : a `Fit`, or subspaces of this head by name.
     split : ``sequential`` (the paper's), ``average`` over all orders, or ``oblique``.
     chat : whether the prompt goes into the chat template; as the features were fitted, if not given.
+    out : folder for the result and its page; nothing is written by default.
 
     Returns
     -------
@@ -91,7 +94,6 @@ def attribute(
     >>> [row["part"] for row in found.tables["split"][:2]]
     ['first two', 'residual']
     """
-    start = time.perf_counter()
     head = scope.check(head)
     chosen, space = features_of(features, head)
     for name, subspace in chosen.items():
@@ -130,7 +132,6 @@ def attribute(
             "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in found.overlap.items()],
             "split": split_rows(head, query, range(query + 1), found.logits, found.parts, "query"),
         },
-        seconds=time.perf_counter() - start,
         **made_with(
             scope,
             head=str(head),

@@ -22,7 +22,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 from qkscope.heads import Head, parse_heads
-from qkscope.runs.shards import stream
+from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 QUERY = "query"
@@ -185,7 +185,7 @@ def find_circuit(
             out.append(own[..., keys.index(duty.key)] - rest)
         return torch.stack(out, dim=1)
 
-    scores = torch.cat([part.value for part in stream(batches_of(units, batch_size), run, progress)]).double().mean(0)
+    scores = torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
     return [Edge(scope.heads()[i], duty) for duty, own in zip(duties, best.tolist(), strict=True) for i in own]
 

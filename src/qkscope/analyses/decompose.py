@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from qkscope.analyses import prompts
-from qkscope.analyses.fit import Fit, fit_of, merge_together
-from qkscope.analyses.fit_folder import ContrastSums, FitJob, asked_of, checked_contrasts, read_sums, task_file
+from qkscope.analyses.fit import Fit, fit_of
+from qkscope.analyses.fit_folder import ContrastSums, asked_of, check_job, checked_contrasts, is_finished, read_sums
 from qkscope.analyses.neighbours import neighbour_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, Interval, checked_call
+from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
-from qkscope.runs.job import Job
-from qkscope.runs.shards import Part, Shard, is_shard, out_of_memory, shard_folder, torchrun_shard
+from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import BatchPart, Stage, out_of_memory
 from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000
 Replicates = Annotated[int, Interval(ge=1, le=MOST_REPLICATES)]
 
 
-@checked_call
+@verb("decompose")
 def decompose(
     scope: Scope | Callable[[], Scope],
     task: Task,
@@ -43,10 +42,9 @@ def decompose(
     space: Space = "post_rope",
     batch_size: Count = 32,
     replicates: Replicates = 199,
-    seed: int = 0,
+    seed: Seed = 0,
     out: str | Path | None = None,
-    shard: Shard | Literal["torchrun"] | None = None,
-    show: Callable[[Fit], object] = lambda fit: None,
+    part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
     """Fit the task's contrasts at these heads, controls included.
@@ -68,10 +66,8 @@ def decompose(
     seed : of the nulls.
     out : folder for the sums and the results, which `load` reads; a run that died there is taken up where it stopped,
         and a folder of another job is refused.
-    shard : ``(i, n)`` takes every n-th batch from the i-th on and leaves its sums in ``out``; `merge` adds them up when
-        all are there. ``"torchrun"`` does both, where torchrun started this process: the first returns the whole fit.
-        The fit of a share has no subspaces.
-    show : told the fit before it is written, as the disk may be full.
+    part : ``(i, n)``: make every n-th piece of the work into ``out``, which n processes share; the last of them adds
+        all up, and the others return a fit without subspaces. Under torchrun each process is a part by itself.
     progress : whether to show a bar; if not given, where stderr is a terminal.
 
     Examples
@@ -84,54 +80,38 @@ def decompose(
     >>> [(row["head"], row["contrast"]) for row in fit.table()]
     [('L1H0', 'lexical')]
     """
-    start = time.perf_counter()
     chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
     _check_cuts(names, rank, center or {})
-    process = torchrun_shard() if shard == "torchrun" else None
-    share = process if shard == "torchrun" else shard
-    _check_share(share, process, out, rank, center)
-    asked = {
+    asked: Any = {
         **asked_of(task), "heads": [str(head) for head in chosen], "n": n, "contrasts": names, "space": space,
         "batch_size": batch_size, "replicates": replicates, "seed": seed,
     }  # fmt: skip
-    own = asked if share is None else {**asked, "shard": list(share)}
-    job = FitJob(out, own if process is None else asked)
-    if process is not None and job.is_finished:  # by an earlier run: the first process reads it, the others need not
-        if process[0] != 0:
-            return Fit(experiment=f"decompose/{task.name}", tables={})
-        process = share = None
-    if process is not None and out is not None:
-        job = FitJob(shard_folder(out, process), own)
-    options = prompts.Options(space, batch_size, task.chat, replicates, seed, share or (0, 1), progress)
+    check_job(out, asked)
+    options = prompts.Options(space, batch_size, task.chat, replicates, seed, progress)
     units = {name: task.fit(name, n) for name in names}
     passes = [_Pass(task, {name: units[name] for name in some}, options) for some in prompts.that_share(units)]
     scope = scope if isinstance(scope, Scope) else scope()
     chosen = [scope.check(head) for head in chosen]
     _check_ranks(rank, scope.d_head)
     about = prompts.made_from(scope, task, space)
-    with job.hold():
-        job.of_model(about)
-        hashes = {name: prompts.units_hash(own) for name, own in units.items()}
-        job.begin(scope, hashes, verb="decompose", **job.asked)
-        if job.out is not None and job.is_finished:
-            sums = read_sums(job.out, job.asked, task, options.shard, scope.device)
-        else:
-            made = [one.sums(scope, chosen, {**about, "n": n}, hashes, job) for one in passes]
-            sums = {name: one[name] for name in names for one in made if name in one}
-        if share is None:
-            noted = [*about.get("notes", ()), *neighbour_notes(scope, task, units, chosen, options)]
-            about = {**about, "notes": noted} if noted else about
-            fit = replace(fit_of(sums, task, about, rank=rank, center=center), seconds=time.perf_counter() - start)
-            show(fit)
-            job.finish(sums, task_file(asked), fit)
-            return replace(fit, kept_in=job.out)
-        job.finish(sums, task_file(asked))
-    if process is not None and out is not None:
-        whole = merge_together(out, process, rank=rank, center=center, show=show)
-        if whole is not None:
-            return whole
-    said = f"Shard {share[0]}/{share[1]} is in {job.out}: merge it with the others when all are done."
-    return Fit(experiment=f"decompose/{task.name}", tables={}, answer=said, model=scope.name, sums=sums)
+    check_job(out, {**about, **asked})
+    hashes = {name: prompts.units_hash(own) for name, own in units.items()}
+    work = current_work().begin(scope, hashes, verb="decompose", **asked)
+    if out is not None and is_finished(out, names):
+        sums = read_sums(Path(out), {**about, **asked}, task, scope.device)
+    else:
+        with _room(len(chosen), replicates):
+            empty = [one.empty(scope, chosen, {**about, "n": n}, hashes) for one in passes]
+        stages = [one.stage(scope, chosen, own) for one, own in zip(passes, empty, strict=True)]
+        cut = [part for values in work.run(stages, progress, last=True) for part in values]
+        every = {name: own for some in empty for name, own in some.items()}
+        sums = {name: every[name] for name in names}
+        for name, own in sums.items():
+            own.cut = sum(part.get(name, 0) for part in cut)
+    noted = [*about.get("notes", ()), *neighbour_notes(scope, task, units, chosen, options)]
+    about = {**about, "notes": noted} if noted else about
+    fit = fit_of(sums, task, about, rank=rank, center=center)
+    return fit if out is None else replace(fit, kept_in=Path(out))
 
 
 class _Pass:
@@ -140,34 +120,26 @@ class _Pass:
     def __init__(self, task: Task, units: prompts.Units, options: prompts.Options) -> None:
         self.units, self.options, self.joints = units, options, prompts.joined(units)
         self.contrasts = {name: task.contrasts[name] for name in units}
-        every, (index, count) = prompts.batches_of(prompts.Prompts(self.joints), options.batch_size), options.shard
-        if len(every) < count:
-            raise BadInput(
-                f"{len(self.joints)} examples of {', '.join(units)} in batches of {options.batch_size} cannot be "
-                f"shared among {count}: take fewer shards or smaller batches."
-            )
-        self.batches = every[index::count]
+        self.prompts = [joint.prompts for joint in self.joints]
 
-    def sums(
-        self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], hashes: Mapping[str, str], job: Job
-    ) -> dict[str, ContrastSums]:
-        """Sums over this shard's batches, saved now and then and taken up from there."""
-        options = self.options
-        with _room(len(heads), options.replicates):
-            sums = {name: self._empty(name, scope, heads, {**about, "examples": hashes[name]}) for name in self.units}
-        adds = {name: self._adder(name, sums[name]) for name in sums}
+    def stage(self, scope: Scope, heads: Sequence[Head], sums: Mapping[str, ContrastSums]) -> Stage:
+        """The work of this pass: its batches, added to these sums."""
+        adds = {name: self._adder(name, own) for name, own in sums.items()}
 
-        def add(part: Part[prompts.Batch]) -> dict[str, int]:
+        def add(part: BatchPart[prompts.Batch]) -> dict[str, int]:
             return {name: own(part) for name, own in adds.items()}
 
         run = prompts.unit_runner(
-            scope, prompts.Prompts(self.joints), heads, space=options.space, chat=options.chat, rest=False
+            scope, self.prompts, heads, space=self.options.space, chat=self.options.chat, rest=False
         )
         state = {f"{name}/{what}": tensor for name, one in sums.items() for what, tensor in one.tensors().items()}
-        cut = job.stream(next(iter(sums)), self.batches, run, options.progress, state, add)
-        for name, one in sums.items():
-            one.cut = sum(part[name] for part in cut)
-        return sums
+        return Stage(next(iter(sums)), prompts.batches_of(self.prompts, self.options.batch_size), run, state, add)
+
+    def empty(
+        self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], hashes: Mapping[str, str]
+    ) -> dict[str, ContrastSums]:
+        """The sums of each contrast, before the first batch."""
+        return {name: self._empty(name, scope, heads, {**about, "examples": hashes[name]}) for name in self.units}
 
     def _empty(self, name: str, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any]) -> ContrastSums:
         options = self.options
@@ -182,14 +154,14 @@ class _Pass:
             device=scope.device,
             about={**about, "batch_size": options.batch_size},
         )
-        return ContrastSums(moments, shard=options.shard)
+        return ContrastSums(moments)
 
-    def _adder(self, name: str, sums: ContrastSums) -> Callable[[Part[prompts.Batch]], int]:
+    def _adder(self, name: str, sums: ContrastSums) -> Callable[[BatchPart[prompts.Batch]], int]:
         """What adds a contrast's rows of each batch, whole, to its sums; it gives 1 for one that came in parts."""
         contrast, moments = self.contrasts[name], sums.moments
         unit_of, parts = prompts.null_units(self.units[name], contrast), list[prompts.Rows]()
 
-        def add(part: Part[prompts.Batch]) -> int:
+        def add(part: BatchPart[prompts.Batch]) -> int:
             batch = prompts.rows_of(part.value, self.joints, name)
             if batch is not None:
                 q, k, labels, _ = prompts.contrast_rows(batch, contrast)
@@ -233,17 +205,6 @@ def _room(heads: int, replicates: int) -> Iterator[None]:
             f"the null sums of {heads} heads with {replicates} replicates do not fit into memory: take fewer heads at "
             "a time, or fewer replicates."
         ) from None
-
-
-def _check_share(share: Shard | None, process: Shard | None, out: Any, rank: Any, center: Any) -> None:
-    if share is None:
-        return
-    if not is_shard(list(share)):
-        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {share}.")
-    if out is None:
-        raise BadInput("a shard leaves its sums in a folder, to be merged: name one with out.")
-    if process is None and (rank != "energy" or center):
-        raise BadInput("a shard has no subspaces yet: say rank and center to merge.")
 
 
 def _check_cuts(names: Sequence[str], rank: Any, center: Mapping[str, str]) -> None:

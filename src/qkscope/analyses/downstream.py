@@ -9,8 +9,8 @@ the first right and the first wrong one are the two; of keys, those that are swa
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +26,22 @@ from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
+from qkscope.change.whole import Batch
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, checked_call
+from qkscope.kinds import Count, Seed
+from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
-from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
+from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import Stage
 from qkscope.tasks.task import ANSWER, UnitsToTest
 
 
-@checked_call
+@verb("swap", beside="fit")
 def swap_downstream(
     scope: Scope,
     units: UnitsToTest,
@@ -49,16 +52,18 @@ def swap_downstream(
     together: bool = True,
     draws: Count = 20,
     batch_size: Count = 32,
-    seed: int = 0,
+    seed: Seed = 0,
+    out: str | Path | None = None,
+    part: tuple[int, int] | None = None,
     progress: bool | None = None,
-    job: Job | None = None,
 ) -> Swaps:
     """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
 
-    Random subspaces and key PCA of the same size stand beside the features; each prompt takes one of ``draws`` random
-    subspaces, by turns, so that many cost no more runs than one. The pairs of keys are those that `swap` draws with the
-    same seed; all edits are of the keys of the unedited run. An answer counts as right when the likeliest candidate is
-    a right one. Intervals are clustered as those of `swap` are: by the word that is asked for, where one is marked.
+    Random subspaces and the rivals of `swap` of the same size stand beside the features; each prompt takes one of
+    ``draws`` random subspaces, by turns, so that many cost no more runs than one. The pairs of keys are those that
+    `swap` draws with the same seed; all edits are of the keys of the unedited run. An answer counts as right when the
+    likeliest candidate is a right one. Intervals are clustered as those of `swap` are: by the word that is asked for,
+    where one is marked.
 
     Parameters
     ----------
@@ -71,8 +76,8 @@ def swap_downstream(
     draws : random subspaces that the prompts take by turns.
     batch_size : prompts that run together.
     seed : of the keys that are drawn and of the random subspaces.
+    out, part : as in `swap`.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
-    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples
     --------
@@ -81,9 +86,8 @@ def swap_downstream(
     >>> fit = decompose(scope, task, "L1H0", 8, contrasts=["lexical"], replicates=3, progress=False)
     >>> answers = swap_downstream(scope, task.test(4), fit, progress=False)
     >>> [(row["feature"], row["kind"]) for row in answers.tables["downstream"]]
-    [('lexical', 'feature'), ('lexical', 'random'), ('lexical', 'key_pca')]
+    [('lexical', 'feature'), ('lexical', 'random'), ('lexical', 'key_pca'), ('lexical', 'cov_qk')]
     """
-    start = time.perf_counter()
     check_swappable(fit.space, downstream=True)
     what = Features.of(scope, fit, heads, features)
     check_rows(scope, fit)
@@ -92,7 +96,7 @@ def swap_downstream(
         if len(example.queries) > 1:
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
     every = what.conditions(draws, seed)[0]
-    projectors = {kind: every[Condition(what.joint, kind)] for kind in ("feature", "random", "key_pca")}
+    projectors = {kind: every[Condition(what.joint, kind)] for kind in methods.SHOWN}
     groups = [what.heads] if together else [[head] for head in what.heads]
     cases = [(kind, group) for group in groups for kind in projectors]
     named = answer_ids(scope, pairs.examples, chat=fit.chat)
@@ -100,7 +104,8 @@ def swap_downstream(
     def run(indices: list[int]) -> dict[str, Any]:
         """Logits of the right and of the target answer, and which is likeliest: unedited, then in each case."""
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
-        before = scope.capture_inputs(encoded, heads=what.heads, rest=False, logits=True)
+        batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
+        before = batch.before
         check_visible(encoded, what.heads, before.bias)
         own = pairs.rows_of(indices)
         orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
@@ -111,11 +116,10 @@ def swap_downstream(
         labels = encoded.labels[ANSWER].masked_fill(~before.key_mask, 0)
         read = _candidates(tokens, labels, orig, target, [named[i] for i in own.tolist()])
         answers = [read.answers(before.logits)]
-        for kind, group in cases:
-            edits = [_edit(before, head, projectors[kind], orig, target, own) for head in group]
-            last = scope.heads()[-1]
-            after = scope.capture_inputs(encoded, heads=[last], rest=False, logits=True, edits=edits)
-            answers.append(read.answers(after.logits))
+        changes = [
+            [_edit(before, head, projectors[kind], orig, target, own) for head in group] for kind, group in cases
+        ]
+        answers += [read.answers(after.logits) for after in batch.run(changes, scope.heads()[-1:])]
         return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}
 
     asked = {
@@ -123,8 +127,8 @@ def swap_downstream(
         "kinds": list(projectors), "draws": draws, "batch_size": batch_size, "seed": seed, "chat": fit.chat,
         "projectors": _hashed(projectors),
     }  # fmt: skip
-    job = (job or Job()).begin(scope, list(units), **asked)
-    pieces = job.stream("answers", pairs.batches, run, progress)
+    work = current_work().begin(scope, list(units), **asked)
+    (pieces,) = work.run([Stage("answers", pairs.batches, run)], progress, last=True)
     tokens = dict.fromkeys(token for piece in pieces for token in piece["tokens"])
     shown = dict.fromkeys(token_texts(scope, [token])[0] for token in tokens)
     clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
@@ -154,7 +158,6 @@ def swap_downstream(
         tables={"downstream": table},
         model=scope.name,
         seed=seed,
-        seconds=time.perf_counter() - start,
         provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": said}),
     )
 

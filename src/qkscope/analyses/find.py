@@ -8,10 +8,10 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -21,17 +21,17 @@ from qkscope.analyses.prompts import batches_of, clusters_of, made_from, with_no
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Prompts, checked_call, checked_class
+from qkscope.kinds import Count, Prompts, Share, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.shards import stream
+from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import Stage
 from qkscope.tasks.task import ANSWER, Task
 
 THRESHOLD = 0.30
-SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
+Score = Literal["accuracy", "row_accuracy", "ratio", "mass"]
 
 
 @checked_class
@@ -39,23 +39,13 @@ SCORES = ("accuracy", "row_accuracy", "ratio", "mass")
 class Ranking(Result):
     """Heads, best first."""
 
-    def above(self, threshold: float = THRESHOLD, by: str = "accuracy") -> list[Head]:
+    def above(self, threshold: Share = THRESHOLD, by: Score = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; an empty list is an answer too."""
-        if not 0 <= threshold <= 1:
-            raise BadInput(f"a threshold is a share from 0 to 1, but got {threshold}.")
         return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
 
-    def top(self, by: str = "accuracy") -> list[dict[str, Any]]:
+    def top(self, by: Score = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""
-        rows = [dict(row) for row in self.tables["heads"]]
-        if by not in SCORES:
-            raise BadInput(f"heads are ranked by {', '.join(SCORES)}, not by {by!r}.")
-        return sorted(rows, key=lambda row: -row[by])
-
-
-def above_chance(row: Mapping[str, Any]) -> bool:
-    """Whether a head prefers the right key more often than chance does."""
-    return row["accuracy"] > row["chance"]
+        return sorted((dict(row) for row in self.tables["heads"]), key=lambda row: -row[by])
 
 
 def no_head(threshold: float, best: Mapping[str, Any], by: str = "accuracy") -> tuple[str, str]:
@@ -64,18 +54,34 @@ def no_head(threshold: float, best: Mapping[str, Any], by: str = "accuracy") -> 
     return f"No head reaches {threshold:.0%}: ", f"{best[by]:.{digits}%}"
 
 
-@checked_call
+@verb("heads")
 def find_heads(
-    scope: Scope, task: Task, n: Prompts = 256, *, batch_size: int = 32, progress: bool | None = None
+    scope: Scope,
+    task: Task,
+    n: Prompts = 256,
+    *,
+    threshold: Share = THRESHOLD,
+    by: Score = "accuracy",
+    batch_size: Count = 32,
+    out: str | Path | None = None,
+    part: tuple[int, int] | None = None,
+    progress: bool | None = None,
 ) -> Ranking:
-    """Score every head on ``n`` prompts of the task that are used for nothing else.
+    """Score every head on a task in one pass, with intervals and the chance level.
+
+    The prompts are used for nothing else.
 
     Parameters
     ----------
     scope : the model.
     task : whose prompts are run, and whose keys labelled ``answer`` are the candidates.
     n : prompts.
+    threshold : the score that a head must reach to be named; one that prefers the right key no more often than chance
+        is not.
+    by : which score ranks the heads: accuracy, row_accuracy, ratio or mass.
     batch_size : prompts run together.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default.
+    part : as in `decompose`.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
 
     Examples
@@ -85,10 +91,10 @@ def find_heads(
     >>> [str(head) for head in found.above(0.9)]
     ['L1H0', 'L1H1', 'L1H3', 'L1H2']
     """
-    start = time.perf_counter()
-    heads, units = scope.heads(), task.choose(n)
+    units = task.choose(n)
+    heads = scope.heads()
 
-    def run(indices: list[int]) -> tuple[Tensor, ...]:
+    def run(indices: list[int]) -> list[Tensor]:
         members = [(i, example) for i in indices for example in units[i]]
         encoded = scope.encode([example for _, example in members], chat=task.chat)
         whole = scope.capture_inputs(encoded, places=encoded.everywhere())
@@ -96,10 +102,11 @@ def find_heads(
         check_visible(encoded, heads, whole.bias.gather(-1, keys), by_some=True)
         scores = _scores(encoded, whole.attention())
         unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
-        return tuple(x.cpu() for x in (*scores, unit))
+        return [x.cpu() for x in (*scores, unit)]
 
-    found = [part.value for part in stream(batches_of(units, batch_size), run, progress)]
-    hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*found, strict=True))
+    work = current_work().begin(scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat)
+    batches = work.run([Stage("scores", batches_of(units, batch_size), run)], progress, last=True)[0]
+    hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*batches, strict=True))
     chance = float(chances.mean())
     cluster = clusters_of(units, unit)
     low, high = clustered_bootstrap(ratios, cluster)
@@ -114,13 +121,17 @@ def find_heads(
             "ratio": float(ratios[:, i].mean()), "ratio_low": float(low[i]), "ratio_high": float(high[i]),
             "mass": float(masses[:, i].mean()), "n": len(hits),
         })  # fmt: skip
-    rows.sort(key=lambda row: -row["accuracy"])
+    for row in rows:
+        row["reaches"] = row[by] >= threshold and row["accuracy"] > row["chance"]
+    rows.sort(key=lambda row: -row[by])
     best, first = rows[0], max(rows, key=lambda row: row["row_accuracy"])
     whole = (
         "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
     )
     about = made_from(scope, task)
-    none, score = no_head(THRESHOLD, best) if best["accuracy"] < THRESHOLD else ("", f"{best['accuracy']:.0%}")
+    none, score = no_head(threshold, best, by) if best[by] < threshold else ("", f"{best[by]:.0%}")
+    if by != "accuracy":
+        none, score = f"{none}{best['head']} is first by {by} ({score}): ", f"{best['accuracy']:.0%}"
     answer = (
         f"{none}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
@@ -131,7 +142,6 @@ def find_heads(
         tables={"heads": rows},
         model=scope.name,
         seed=task.seed,
-        seconds=time.perf_counter() - start,
         provenance=provenance(**about, n=n),
     )
 

@@ -1,13 +1,10 @@
-"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; `load`,
-which reads it back from its folder; and `merge`, which adds up the shards of one job as if one process had made them.
+"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; and
+`load`, which reads it back from its folder.
 """
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +13,15 @@ from typing import Any, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.fit_folder import ContrastSums, FitJob, job_of, read_job, read_sums, task_file, task_of
+from qkscope.analyses.fit_folder import (
+    ContrastSums,
+    check_job,
+    read_job,
+    read_sums,
+    sums_file,
+    task_file,
+    task_of,
+)
 from qkscope.analyses.prompts import check_same_model, made_from, with_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -26,10 +31,8 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import JOB, WORK
-from qkscope.runs.provenance import MADE, provenance
-from qkscope.runs.result import Result
-from qkscope.runs.shards import SHARDS, Shard, check_split, shard_folder
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result, write_result
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
@@ -40,8 +43,6 @@ _NAMED = 4  # heads in a sentence
 @dataclass(frozen=True)
 class Fit(Result):
     """Subspaces of every contrast and head: ``fit["lexical", "L18H6"]``."""
-
-    comes_from = "as decompose gives"
 
     subspaces: Mapping[tuple[str, Head], Subspace] = field(default_factory=dict)
     sums: Mapping[str, ContrastSums] = field(default_factory=dict)
@@ -109,19 +110,17 @@ class Fit(Result):
         Parameters
         ----------
         folder : a new one, or one of the same job.
-        files : a fit has none besides its own.
+        files : further files by relative name.
         """
-        if files:
-            raise BadInput("the folder of a fit holds its own files alone: write others elsewhere.")
         if not self.subspaces or not self.sums:
             raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
-        asked = job_of(self.sums)
-        job, source = FitJob(folder, asked), task_file(asked, self.kept_in)
-        if source is not None:
+        asked, own = self.provenance["asked"], dict[str, str | bytes](files or {})
+        check_job(folder, asked)
+        if (source := task_file(asked, self.kept_in)) is not None:
             task_of(asked, source.parent)  # refused where the file is gone, or is another by now
-        with job.hold():
-            job.finish(self.sums, source, self)
-        return Path(folder)
+            own[source.name] = source.read_bytes()
+        own |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
+        return write_result(self, folder, own)
 
 
 @overload
@@ -160,8 +159,6 @@ def _load_fit(folder: Path, scope: Scope) -> Fit:
     """The fit of a finished folder, as `decompose` returned it."""
     job = read_job(folder)
     check_same_model(job, scope, str(folder))
-    if job.get("shard"):
-        raise BadInput(f"{folder} is one shard of {job['shard'][1]}: run qkscope merge on all of them first.")
     task = task_of(job, folder)
     sums = read_sums(folder, job, task, device=scope.device)
     written = Result.read(folder)
@@ -222,7 +219,11 @@ def fit_of(
         provenance=provenance(
             **about,
             n=some.about["n"],
+            heads=[str(head) for head in some.heads],
+            contrasts=list(sums),
+            batch_size=some.about["batch_size"],
             replicates=some.replicates,
+            seed=some.seed,
             rank=rank,
             **({"center": dict(center)} if center else {}),
             **({"cut": parted} if parted else {}),
@@ -279,64 +280,3 @@ def _named(rows: list[dict[str, Any]], verdict: str) -> str:
         f"{name} at {', '.join(own[:_NAMED])}" + (f" and {len(own) - _NAMED} more" if len(own) > _NAMED else "")
         for name, own in heads.items()
     )
-
-
-@checked_call
-def merge(
-    folders: Sequence[str | Path],
-    out: str | Path,
-    *,
-    rank: Rank | Mapping[str, Rank] = "energy",
-    center: Mapping[str, Center] | None = None,
-    show: Callable[[Fit], object] = lambda fit: None,
-) -> Fit:
-    """Add up the shards of one job into a folder that is as if one process had made it.
-
-    Parameters
-    ----------
-    folders : those that `decompose` wrote with a ``shard``, all of one job, in any order.
-    out : the folder of the whole.
-    rank, center, show : as in `decompose`.
-    """
-    if not folders:
-        raise BadInput("no shard was named: name the folders that decompose wrote, one for each shard.")
-    jobs = [(Path(folder), read_job(folder)) for folder in folders]
-    for folder, job in jobs:
-        if not job.get("shard"):
-            raise BadInput(f"{folder} is no shard but a whole fit: there is nothing to merge.")
-    check_split([(folder, job["shard"]) for folder, job in jobs])
-    jobs.sort(key=lambda one: one[1]["shard"])
-    first, job = jobs[0]
-    for folder, other in jobs[1:]:
-        differs = [name for name in sorted({*job, *other} - {"shard", *MADE}) if job.get(name) != other.get(name)]
-        if differs:
-            raise BadInput(f"{first} and {folder} are not shards of one job ({', '.join(differs)} differ).")
-    whole = FitJob(out, {name: value for name, value in job.items() if name not in ("shard", "schema", *MADE)})
-    task = task_of(job, first)
-    read = [read_sums(folder, job, task, (i, len(jobs))) for i, (folder, _) in enumerate(jobs)]
-    sums = {name: one.merge(*(other[name] for other in read[1:])) for name, one in read[0].items()}
-    about = {**next(iter(sums.values())).moments.about}
-    made_from = {name: value for name, value in about.items() if name not in ("n", "batch_size", "examples")}
-    fit = fit_of(sums, task, made_from, rank=rank, center=center)
-    with whole.hold():
-        show(fit)
-        whole.finish(sums, task_file(job, first), fit)
-    return fit
-
-
-def merge_together(out: str | Path, shard: Shard, **options: Any) -> Fit | None:
-    """The first process waits for all and merges what they leave; the others have nothing more to do.
-
-    Where one of them dies, torchrun ends all.
-    """
-    if shard[0] != 0:
-        return None
-    folders = [shard_folder(out, (index, shard[1])) for index in range(shard[1])]
-    while not all((folder / JOB).is_file() for folder in folders):  # a share's last file
-        time.sleep(0.1)
-    fit = merge(folders, out, **options)
-    work = Path(out) / WORK
-    shutil.rmtree(work / SHARDS, ignore_errors=True)
-    with suppress(OSError):  # the work of another run
-        work.rmdir()
-    return fit

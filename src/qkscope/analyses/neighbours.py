@@ -14,7 +14,7 @@ from qkscope.analyses import prompts
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import lag_one
-from qkscope.runs.shards import stream
+from qkscope.runs.work import stream
 from qkscope.tasks.task import Contrast, Task, Unit
 
 ALIKE = 0.01
@@ -47,9 +47,9 @@ def _test(
         return None
     run = prompts.unit_runner(scope, units, heads, space=options.space, chat=options.chat, rest=False)
     found = []
-    for part in stream(prompts.batches_of(units, options.batch_size), run, options.progress):
-        q, k, labels, unit = prompts.contrast_rows(part.value, contrast)
-        keys = k[:, part.value.captured.kv_of_head].double()
+    for batch in stream(prompts.batches_of(units, options.batch_size), run, options.progress):
+        q, k, labels, unit = prompts.contrast_rows(batch, contrast)
+        keys = k[:, batch.captured.kv_of_head].double()
         signed = [torch.einsum("bk,bhkd->bhd", (labels == sign).double(), keys) for sign in (1, -1)]
         counts = torch.stack([(labels == sign).sum() for sign in (1, -1)])
         found.append([x.cpu() for x in (q.double(), *signed, unit, counts)])

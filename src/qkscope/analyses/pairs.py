@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -80,25 +79,18 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0, targe
 def _given_targets(units: Sequence[Unit], listed: Sequence[tuple[int, int]], targets: Targets) -> Int[Tensor, " n"]:
     """The keys that were named, checked."""
     prompts = [(i, m) for i, unit in enumerate(units) for m in range(len(unit))]
-    named = [_slot(targets(units[i][m])) for i, m in prompts] if callable(targets) else list(targets)
+    given = [targets(units[i][m]) for i, m in prompts] if callable(targets) else targets
+    named = [operator.index(key) for key in given]
     if len(named) != len(prompts):
         raise BadInput(f"targets should name a key of each of {len(prompts)} prompts, but there are {len(named)}.")
     for (i, m), key in zip(prompts, named, strict=True):
         keys = units[i][m].keys
-        if type(key) is not int or not 0 <= key < len(keys):
+        if not 0 <= key < len(keys):
             raise BadInput(f"a target is the place of a key, from 0 to {len(keys) - 1}, but got {key!r}.")
         if keys[key].label(ANSWER) > 0:
             raise BadInput(f"a target is not a right key, but key {key} is one in {units[i][m].show(80)}.")
     of = dict(zip(prompts, named, strict=True))
     return torch.tensor([of[row] for row in listed])
-
-
-def _slot(value: Any) -> Any:
-    """A whole number of numpy's or torch's as Python's; True is none."""
-    try:
-        return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return value
 
 
 def _sham(
@@ -133,13 +125,9 @@ def _clusters(units: Sequence[Unit], listed: Sequence[tuple[int, int]]) -> Int[T
 
 def check_answers(units: Sequence[Unit]) -> None:
     """Every example to be swapped needs a right key and a wrong one."""
-    if not isinstance(units, Sequence):
-        raise BadInput(f"what is swapped are held-out units, as task.test(512) gives, but got {type(units).__name__}.")
-    if not units:
-        raise BadInput("there are no examples: give at least one.")
+    if not units or not all(units):
+        raise BadInput("there are no examples, or a unit without one: give at least one prompt in each.")
     for unit in units:
-        if not unit:
-            raise BadInput("a unit holds no example: give one prompt or more in each.")
         for example in unit:
             if not {1, -1} <= {key.label(ANSWER) for key in example.keys}:
                 raise BadInput(

@@ -14,8 +14,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,8 +30,8 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.runs.provenance import provenance
-from qkscope.runs.shards import stream
-from qkscope.tasks.task import WINDOW, Contrast, LazyUnits, Task, Unit
+from qkscope.runs.work import stream
+from qkscope.tasks.task import ASKED, Contrast, Task, Unit
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
@@ -51,7 +50,7 @@ def made_with(scope: Scope, **asked: Any) -> dict[str, Any]:
 
 
 def with_notes(answer: str, about: Mapping[str, Any]) -> str:
-    """An answer, and what its reader must know of the task, where there is anything."""
+    """Append the task's caveats to an answer, if it has any."""
     return " ".join([answer, *about.get("notes", ())])
 
 
@@ -74,7 +73,6 @@ class Options:
     chat: bool = False
     replicates: int = 199
     seed: int = 0
-    shard: tuple[int, int] = (0, 1)
     progress: bool | None = None
 
 
@@ -88,19 +86,11 @@ class Batch:
 
 
 def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
-    """The fixed list of batches: the units of a window sorted by length, about ``batch_size`` prompts in each."""
-    if batch_size < 1:
-        raise BadInput(f"batch_size is at least 1, but got {batch_size}.")
-    lengths, width = [], 1
-    for unit in units:
-        lengths.append(max(len(example) for example in unit))
-        width = max(width, len(unit))
-    step = max(batch_size // width, 1)
-    batches: list[list[int]] = []
-    for first in range(0, len(lengths), WINDOW):
-        order = sorted(range(first, min(first + WINDOW, len(lengths))), key=lambda i: (lengths[i], i))
-        batches += [order[start : start + step] for start in range(0, len(order), step)]
-    return batches
+    """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
+    lengths = [max(len(example) for example in unit) for unit in units]
+    step = max(batch_size // max(map(len, units), default=1), 1)
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    return [order[start : start + step] for start in range(0, len(order), step)]
 
 
 def units_hash(units: Sequence[Unit]) -> str:
@@ -120,10 +110,8 @@ def capture_units(
     rest: bool = True,
 ) -> Iterator[Batch]:
     """Stream the units batch by batch; one that does not fit into memory comes in parts, each of whole units."""
-    if not units:
-        raise BadInput("there are no examples: give at least one.")
     run = unit_runner(scope, units, heads, space="post_rope", chat=chat, rest=rest)
-    return (part.value for part in stream(batches_of(units, batch_size), run))
+    return stream(batches_of(units, batch_size), run)
 
 
 def unit_runner(
@@ -149,22 +137,16 @@ def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[Batch], I
     copy, each has the word that it asks for itself; elsewhere what is drawn together stays together. Where all prompts
     have the same word it cannot be what tells them apart, and the prompt is the unit.
     """
-    varied, first = False, None
-    for unit in units:
-        named = [_named(unit, contrast, member) for member in range(len(unit))]
-        first = named[0] if first is None else first
-        if any(name != first for name in named):
-            varied = True
-            break
-    known: dict[tuple[int, int], int] = {}
+    names = (_named(unit, contrast, member) for unit in units for member in range(len(unit)))
+    first = next(names, None)
+    varied = any(name != first for name in names)
 
     def number(batch: Batch) -> Int[Tensor, " b"]:
         rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
-        known.clear()
-        for i, m in rows:
-            if (i, m) not in known:
-                name = _named(units[i], contrast, m) if varied else None
-                known[i, m] = _hash(name if name is not None else tuple(_text(example) for example in units[i]))
+        known = {}
+        for i, m in set(rows):
+            name = _named(units[i], contrast, m) if varied else None
+            known[i, m] = _hash(name if name is not None else tuple(_text(example) for example in units[i]))
         return torch.tensor([known[row] for row in rows], device=batch.unit.device)
 
     return number
@@ -233,6 +215,14 @@ def cluster_of(unit: Unit, number: int) -> object:
     return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
 
 
+def words_of(units: Sequence[Unit]) -> list[str]:
+    """What prompts share that ask alike: the word each unit asks for, or its cluster where none is marked."""
+    asked = [unit[0].roles.get(ASKED) for unit in units]
+    if any(span is None for span in asked):
+        return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
+    return [unit[0].piece(span) for unit, span in zip(units, asked, strict=True) if span is not None]
+
+
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
     numbers: dict[object, int] = {}
@@ -258,64 +248,33 @@ class Joint:
     members: Mapping[str, tuple[int, tuple[int, ...]]]
 
 
-class Prompts(Sequence[Unit]):
-    """The prompts of joint units, which run as units do."""
-
-    def __init__(self, joints: Sequence[Joint]) -> None:
-        self._joints = joints
-
-    def __len__(self) -> int:
-        return len(self._joints)
-
-    def __iter__(self) -> Iterator[Unit]:
-        return (joint.prompts for joint in self._joints)
-
-    @overload
-    def __getitem__(self, i: int) -> Unit: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Unit]: ...
-    def __getitem__(self, i: int | slice) -> Unit | list[Unit]:
-        return [joint.prompts for joint in self._joints[i]] if isinstance(i, slice) else self._joints[i].prompts
-
-
 def that_share(units: Units) -> list[list[str]]:
-    """The contrasts in lists of those that share prompts, as far as their first window shows; others stand alone."""
-    found: list[tuple[list[str], set[object]]] = []
-    for name, own in units.items():
-        prompts: set[object] = {(e.cluster, e.text, e.ids) for unit in islice(own, WINDOW) for e in unit}
-        sharing = [group for group in found if group[1] & prompts]
+    """The contrasts in lists of those that share prompts; others stand alone."""
+    groups: list[tuple[list[str], set[object]]] = []
+    for name, drawn in units.items():
+        prompts: set[object] = {(e.cluster, e.text, e.ids) for unit in drawn for e in unit}
+        sharing = [group for group in groups if group[1] & prompts]
         names = [other for group in sharing for other in group[0]]
-        found = [group for group in found if group not in sharing]
-        found.append(([*names, name], prompts.union(*(group[1] for group in sharing))))
-    return [names for names, _ in found]
+        groups = [group for group in groups if group not in sharing]
+        groups.append(([*names, name], prompts.union(*(group[1] for group in sharing))))
+    return [names for names, _ in groups]
 
 
-def joined(units: Units) -> Sequence[Joint]:
-    """The joint units of contrasts, a window of each at a time."""
-
-    def walk() -> Iterator[Joint]:
-        drawn = {name: enumerate(own) for name, own in units.items()}
-        for _ in range(0, max(map(len, units.values())), WINDOW):
-            yield from _window({name: list(islice(own, WINDOW)) for name, own in drawn.items()})
-
-    if max(map(len, units.values())) <= WINDOW:
-        return list(walk())
-    return LazyUnits(walk, sum(1 for _ in walk()))
-
-
-def _window(units: Mapping[str, list[tuple[int, Unit]]]) -> Iterator[Joint]:
+def joined(units: Units) -> list[Joint]:
     """The n-th unit of a cluster meets the n-th of other contrasts: copies of a prompt stay as many as they are."""
-    found: dict[tuple[object, int], list[tuple[str, int, Unit]]] = {}
-    for name, own in units.items():
+    meeting: dict[tuple[object, int], list[tuple[str, int, Unit]]] = {}
+    for name, drawn in units.items():
         often = Counter[object]()
-        for number, unit in own:
+        for number, unit in enumerate(drawn):
             cluster = cluster_of(unit, number)
-            found.setdefault((cluster, often[cluster]), []).append((name, number, unit))
+            meeting.setdefault((cluster, often[cluster]), []).append((name, number, unit))
             often[cluster] += 1
-    for together in found.values():
+    joints = []
+    for together in meeting.values():
         prompts = list[Example]()
         members = {name: (number, _places(unit, prompts)) for name, number, unit in together}
-        yield Joint(tuple(prompts), members)
+        joints.append(Joint(tuple(prompts), members))
+    return joints
 
 
 def _places(unit: Unit, prompts: list[Example]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +27,14 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.kinds import Count, Seed, checked_call, checked_class
 from qkscope.linear.weights import head_weights
 from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.bases import heads_at_once
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.result import Result
+from qkscope.runs.verb import verb
 from qkscope.tasks.task import ANSWER
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class RelativeAttention(Result):
         return self.show()
 
 
-@checked_call
+@verb("relative")
 def relative_attention(
     scope: Scope,
     example: Example | str,
@@ -239,7 +239,8 @@ def relative_attention(
     basis: SingularBasis | None = None,
     chat: bool = False,
     draws: Count = 20,
-    seed: int = 0,
+    seed: Seed = 0,
+    out: str | Path | None = None,
 ) -> RelativeAttention:
     """Split the relative attention of one head on one token over its singular vectors.
 
@@ -254,6 +255,7 @@ def relative_attention(
     basis : of this head, if there is one already.
     chat : whether the prompt goes into the chat template.
     draws, seed : of the rotated bases beside the sparsity.
+    out : folder for the result and its page; nothing is written by default.
 
     Returns
     -------
@@ -269,7 +271,6 @@ def relative_attention(
     >>> abs(sum(row["term"] for row in terms) - relative["relative"]) < 1e-6
     True
     """
-    start = time.perf_counter()
     head = scope.check(head)
     example = Example(text=example) if isinstance(example, str) else example
     own = singular_basis(scope, [head]) if basis is None else basis
@@ -313,7 +314,6 @@ def relative_attention(
             "split": split_rows(head, at, [slot], found.relative[0], parts, "both"),
         },
         seed=seed,
-        seconds=time.perf_counter() - start,
         **made_with(scope, head=str(head), prompt=example.show(2000), chat=chat, draws=draws),
     )
 

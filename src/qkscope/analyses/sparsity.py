@@ -10,9 +10,9 @@ independently rotated singular vectors (``rotated``: spectrum and rank stay) and
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from qkscope.analyses.relative import VALUES, relative_rows, singular_basis
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.shards import stream
+from qkscope.runs.verb import verb
+from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 
@@ -43,7 +44,7 @@ class Sparsity(Result):
     edges: tuple[Edge, ...] = field(default=())
 
 
-@checked_call
+@verb("sparsity")
 def sparsity(
     scope: Scope,
     task: Task,
@@ -53,8 +54,9 @@ def sparsity(
     controls: Natural = 12,
     draws: Count = 20,
     batch_size: Count = 32,
-    seed: int = 0,
+    seed: Seed = 0,
     step: int | str | None = None,
+    out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Sparsity:
     """Measure the sparsity of relative attention at one checkpoint, on the task's test prompts.
@@ -70,6 +72,7 @@ def sparsity(
     draws, seed : rotations of each null, and the seed of all draws.
     batch_size : prompts run together.
     step : what to call this checkpoint.
+    out : folder for the result and its page; nothing is written by default.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
 
     Examples
@@ -80,7 +83,6 @@ def sparsity(
     >>> [(row["head"], row["circuit"], row["n"]) for row in found.table()][0]
     ('L1H3', True, 4)
     """
-    start = time.perf_counter()
     edges = [
         *(own := edges_for(scope, task, heads, batch_size, progress)),
         *circuits.outside(scope, own, controls, seed),
@@ -94,7 +96,6 @@ def sparsity(
         arrays=arrays,
         model=scope.name,
         seed=seed,
-        seconds=time.perf_counter() - start,
         provenance=provenance(**made_from(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
         edges=tuple(edges),
     )
@@ -140,7 +141,7 @@ def measure_edges(
     *,
     draws: int = 20,
     batch_size: int = 32,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool | None = None,
 ) -> dict[str, Tensor]:
     """Every prompt's values (`VALUES`, [edges, prompts]), and terms (first prompt and mean) with the spectrum."""
@@ -212,7 +213,7 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
 
 
 def sparsity_rows(
-    edges: Sequence[Edge], arrays: Mapping[str, Tensor], model: str, step: int | str | None, seed: int = 0
+    edges: Sequence[Edge], arrays: Mapping[str, Tensor], model: str, step: int | str | None, seed: Seed = 0
 ) -> list[dict[str, Any]]:
     """The table: means over prompts; the interval is of ``difference``, by prompt."""
     rows = []

@@ -5,9 +5,9 @@ One capture of the held-out prompts serves every condition: the edited rows have
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +22,15 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, checked_call, checked_class
+from qkscope.kinds import Count, Seed, checked_class
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, Method, SwapRows
-from qkscope.runs.job import Job
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
+from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import Stage, Work
 from qkscope.tasks.task import Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
@@ -44,7 +45,7 @@ class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
 
 
-@checked_call
+@verb("swap", beside="fit")
 def swap(
     scope: Scope,
     units: UnitsToTest,
@@ -57,14 +58,18 @@ def swap(
     space: Space = "post_rope",
     chat: bool = False,
     draws: Count = 20,
-    sizes: Sequence[int] = (),
+    sizes: Sequence[Count] = (),
     clouds: bool = False,
+    downstream: bool = False,
     batch_size: Count = 32,
-    seed: int = 0,
+    seed: Seed = 0,
+    out: str | Path | None = None,
+    part: tuple[int, int] | None = None,
     progress: bool | None = None,
-    job: Job | None = None,
 ) -> Swaps:
-    """Swap each feature alone, all together, obliquely, and the baselines of the same size, on held-out units.
+    """Swap features between the right key and another on held-out prompts, beside the baselines.
+
+    Each feature is swapped alone, all together, obliquely, and as many dimensions that were chosen otherwise.
 
     Parameters
     ----------
@@ -84,11 +89,15 @@ def swap(
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
         ``tables["paired"]`` holds differences of two conditions' shifts on the same rows, with their intervals.
-    clouds : also keys and queries as points, for a page (``tables["clouds"]`` and arrays ``cloud/NAME/…``).
+    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``, arrays ``cloud/NAME/…``) and,
+        where no sizes are named, the curve of 1, 2, 4, 8 and 12 dimensions.
+    downstream : also patch the swap into the model and read its answer, as `swap_downstream` does.
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default. The
+        fit's own folder keeps its files, and its page tells the swaps too.
+    part : as in `decompose`.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
-    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples
     --------
@@ -99,14 +108,21 @@ def swap(
     >>> [(row["feature"], row["kind"], row["rank"]) for row in swaps.table()]
     [('mine', 'feature', 2), ('mine', 'random', 2), ('mine', 'sham', 2)]
     """
-    start = time.perf_counter()
     chosen = Features.of(scope, fit, heads, features, subspaces, space=space, chat=chat)
-    for k in sizes:
-        if not 1 <= k <= scope.d_head:
-            raise BadInput(f"a curve of {k} dimensions does not fit into a head of {scope.d_head}.")
+    sizes = [k for k in SIZES if k <= scope.d_head] if clouds and not sizes else sizes
+    if any(k > scope.d_head for k in sizes):
+        raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}.")
     check_rows(scope, chosen.fit)
     pairs = draw_pairs(units, batch_size, seed, targets)
-    job = (job or Job()).begin(
+    patched = None
+    if downstream:
+        if fit is None or subspaces:
+            raise BadInput("the answer is read with the features of a fit swapped: give one, and no subspaces.")
+        from qkscope.analyses.downstream import swap_downstream  # which stands on this file
+
+        run: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
+        patched = swap_downstream(scope, units, fit, heads, features=features, **run)
+    work = current_work().begin(
         scope,
         list(units),
         verb="swap",
@@ -115,7 +131,7 @@ def swap(
         chat=chosen.fit.chat,
         batch_size=batch_size,
     )
-    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, job)
+    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, work)
     projectors, numbers = chosen.conditions(draws, seed)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
@@ -130,6 +146,10 @@ def swap(
     tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": rows.paired(pairs_of, everything, seed=seed)}
     if sizes:
         tables["curve"] = rows.curve(by_size, sizes, against="random", seed=seed)
+    answer = _answer(table, chosen) + pairs.one_cluster()
+    if patched is not None:
+        tables |= {name: patched.table(name) for name in patched.tables}
+        answer += f" {patched.answer}"
     about = chosen.fit.provenance.get("asked", {})
     arrays: dict[str, Tensor] = {}
     if clouds:
@@ -137,12 +157,11 @@ def swap(
         arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, chosen.fit.words)
     return Swaps(
         experiment="swap",
-        answer=with_notes(_answer(table, chosen) + pairs.one_cluster(), about),
+        answer=with_notes(answer, about),
         tables=tables,
         arrays=arrays,
         model=scope.name,
         seed=seed,
-        seconds=time.perf_counter() - start,
         provenance=provenance(**{**about, "test_units": len(units), "draws": draws}),
     )
 
@@ -195,10 +214,6 @@ class Features:
             raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
         fit = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
         names = list(features) if features is not None else default_features(fit.contrasts)
-        if not all(own):
-            raise BadInput("a subspace of your own needs a name: give it one, as {'mine': subspace}.")
-        if names and not fit.contrasts:
-            raise BadInput(f"feature {names[0]!r} was not fitted: there is no fit.")
         if both := [name for name in own if name in names]:
             raise BadInput(f"subspace {both[0]!r} is called as a fitted feature is: give it another name.")
         if (not names and not own) or len(set(names)) < len(names):
@@ -231,11 +246,9 @@ class Features:
         """Projectors of every condition, and the condition number of the features at each head."""
         bases = {name: [self.subspaces[name, head].basis("key").double() for head in self.heads] for name in self.names}
         groups = {name: [name] for name in self.names} | {self.joint: self.names}
-        known = (
-            {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
-            if self.has_covariances
-            else {}
-        )
+        known = {}
+        if self.has_covariances:
+            known = {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
         return methods.conditions(bases, known, self._random(draws, seed))
 
     def methods(self, draws: int, seed: int) -> dict[str | Condition, Method]:
@@ -261,7 +274,7 @@ class Features:
         joint = [one for one in (Condition(self.joint), Condition(self.joint, "summed")) if one in projectors]
         pairs = [(one, Condition(name)) for one in joint for name in self.names if len(self.names) > 1]
         for one in [*joint, *(Condition(name) for name in self.names)]:
-            others = [Condition(one.feature, kind) for kind in ("feature", "random", *methods.BASELINES)]
+            others = [Condition(one.feature, kind) for kind in methods.SHOWN]
             pairs += [(one, other) for other in others if other in projectors and other != one]
         found = dict(projectors)
         for k in sizes if "key_pca" in by_size else ():
@@ -288,16 +301,13 @@ def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, 
         found = given
     else:
         shape = tuple(given.shape)
-        if given.is_complex() or not bool(given.isfinite().all()):
-            raise BadInput(f"subspace {name!r} should hold finite real numbers at {head}, but does not.")
-        if len(shape) != 2 or not shape[1] or int(torch.linalg.matrix_rank(given.detach().double())) < shape[1]:
+        given = given.detach().cpu().double()
+        if len(shape) != 2 or not bool(given.isfinite().all()) or int(torch.linalg.matrix_rank(given)) < shape[1]:
             raise BadInput(
                 f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns, but has {shape}."
             )
-        basis = torch.linalg.qr(given.detach().cpu().double())[0]
+        basis = torch.linalg.qr(given)[0]
         found = Subspace(basis, basis.new_ones(shape[1]), basis, shape[1], head, name)
-    if not bool(found.V.isfinite().all()):
-        raise BadInput(f"subspace {name!r} should hold finite numbers at {head}, but does not.")
     if found.d_head != d_head:
         raise BadInput(f"subspace {name!r} has {found.d_head} dimensions at {head}, where the head has {d_head}.")
     return found
@@ -327,7 +337,7 @@ def capture_rows(
     heads: Sequence[Head],
     pairs: Pairs,
     progress: bool | None = None,
-    job: Job | None = None,
+    work: Work | None = None,
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
     check_rows(scope, fit)
@@ -337,6 +347,6 @@ def capture_rows(
         rows = capture(indices).captured.rows()
         return {name: getattr(rows, name) for name in _PARTS}
 
-    parts = (job or Job()).stream("rows", pairs.batches, run, progress)
+    (parts,) = (work or Work()).run([Stage("rows", pairs.batches, run)], progress, last=True)
     rows = AttentionRows.cat([AttentionRows(**{name: part[name] for name in _PARTS}) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

@@ -1,6 +1,6 @@
 """Sparsity over training: the same edges and the same prompts at every checkpoint, each checkpoint's numbers kept.
 
-``job.json`` says what was asked and which edges were chosen; ``checkpoints/NAME.safetensors`` holds one checkpoint's
+The manifest says what was asked and which edges were chosen; ``checkpoints/NAME.safetensors`` holds one checkpoint's
 values for every prompt. A sweep that died goes on with the checkpoints that are missing, and a finished one takes
 further ones. Weights are hashed, and two revisions with the same weights are refused. Where the model has no published
 circuit, its heads are chosen on the last checkpoint, on prompts used for nothing else.
@@ -18,20 +18,20 @@ from typing import Any
 from torch import Tensor
 
 from qkscope.analyses import sparsity as measure
+from qkscope.analyses.checkpoints import Checkpoint, checkpoints, refuse_copy
 from qkscope.analyses.circuits import Duty, Edge, check_roles, circuit_of, outside
 from qkscope.analyses.prompts import units_hash
 from qkscope.analyses.sparsity import Sparsity
-from qkscope.capture.names import Checkpoint, checkpoints, refuse_copy
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Count, Natural, checked_call
-from qkscope.runs.folder import JOB, SCHEMA, as_json, file_name, read_json
-from qkscope.runs.job import Job
+from qkscope.kinds import Count, Natural, Seed, checked_call
+from qkscope.runs.folder import MANIFEST, check_folder, file_name, read_json
 from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import write_result
 from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.work import Work
 from qkscope.tasks.task import Task
 
 _KIND, _CHECKPOINTS = "sparsity_checkpoint", "checkpoints"
@@ -50,7 +50,7 @@ def plan_sweep(
     out: str | Path,
     controls: Natural = 12,
     draws: Count = 20,
-    seed: int = 0,
+    seed: Seed = 0,
     dtype: str | None = None,
 ) -> dict[str, Any]:
     """The job as far as it is known without a model, checked; a folder of another job is refused.
@@ -68,9 +68,13 @@ def plan_sweep(
         "heads": heads, "n": n, "controls": controls, "draws": draws, "seed": seed,
         "examples": units_hash(task.test(n)), "dtype": dtype, "heads_from": found[-1].label if searched else None,
     }  # fmt: skip
-    if (Path(out) / JOB).exists():
-        _read_job(Path(out))  # one that no run wrote is damaged, and not another
-    Job(out).check(plan, "sparsity", "other things than a sweep", {"edges": (list,)})
+    if (Path(out) / MANIFEST).exists():
+        read_json(Path(out) / MANIFEST)  # one of a newer version is told from a folder that is not ours
+    check_folder(out, "sparsity")
+    if there := _asked(Path(out)):
+        differs = [name for name in plan if there.get(name) != plan[name]]
+        if differs:
+            raise BadInput(f"{out} holds another sweep ({', '.join(differs)} differ): name another folder.")
     return {**plan, "checkpoints": found}
 
 
@@ -82,33 +86,45 @@ def sweep(
     n: int = 128,
     *,
     out: str | Path,
-    batch_size: int = 32,
+    controls: Natural = 12,
+    draws: Count = 20,
+    seed: Seed = 0,
+    batch_size: Count = 32,
     device: str | None = None,
-    show: Callable[[Sparsity], object] = lambda result: None,
-    **asked: Any,
+    dtype: str | None = None,
 ) -> Sparsity:
-    """Measure sparsity at some checkpoints, into a folder; what an earlier run of the same job stored is not redone.
+    """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
+
+    What an earlier run of the same job stored is not measured again.
 
     Parameters
     ----------
-    model, revisions : as in `qkscope.capture.names.checkpoints`.
-    heads, n, and in `asked` controls, draws, seed : as in `qkscope.sparsity`; dtype : of the weights.
-    show : told the result before it is written, as the disk may be full.
+    model : as in `Scope.load`.
+    task : whose roles are looked at.
+    revisions : checkpoints like step1000,step2000; all, of a nano or a folder of checkpoints.
+    heads : edges like L9H9:END>IO,L5H5:S2>S1+1, or a circuit as gpt2; by default published ones, or those found.
+    n : prompts.
+    out : folder for the results.
+    controls : heads outside the circuit for each way to look.
+    draws : rotations of each null.
+    seed : of all draws.
+    batch_size : prompts run together.
+    device, dtype : as in `Scope.load`.
     """
     start = time.perf_counter()
+    asked: Any = {"controls": controls, "draws": draws, "seed": seed, "dtype": dtype}
     plan = plan_sweep(model, task, revisions, heads, n, out=out, **asked)
     found: list[Checkpoint] = plan.pop("checkpoints")
-    with Job(out).hold() as job:
-        result, files = _measured(task, plan, found, job.open(plan), batch_size, device)
-        result = replace(result, seconds=time.perf_counter() - start)
-        show(result)
-        write_result(result, out, files, keep=f"{JOB}|{_CHECKPOINTS}/.*")
-        job.clear()
+    work = Work(out).open(plan)
+    result, files = _measured(task, plan, found, work, batch_size, device)
+    result = replace(result, seconds=time.perf_counter() - start)
+    write_result(result, out, files, keep=f"{_CHECKPOINTS}/.*")
+    work.finish()
     return result
 
 
 def _measured(
-    task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], job: Job, batch_size: int, device: str | None
+    task: Task, plan: Mapping[str, Any], found: Sequence[Checkpoint], job: Work, batch_size: int, device: str | None
 ) -> tuple[Sparsity, dict[str, str | bytes]]:
     """Every checkpoint's numbers, read where they are stored and made where not; and the files of what was made."""
     model, n, draws, seed, dtype = (plan[name] for name in ("model", "n", "draws", "seed", "dtype"))
@@ -128,8 +144,6 @@ def _measured(
     files: dict[str, str | bytes] = {}
     listed = job.once("edges", lambda: _edges(out, plan, task, batch_size, lambda: scope_at(found[-1])))
     edges = [Edge(Head.parse(e["head"]), Duty(e["role"], e["from"], e["to"]), e["circuit"]) for e in listed]
-    if not (out / JOB).exists():
-        files[JOB] = as_json({"schema": SCHEMA, **provenance(), **plan, "edges": listed})
     about = {
         "examples": plan["examples"], "edges": [str(edge) for edge in edges], "draws": draws, "seed": seed,
         "asked_dtype": dtype,
@@ -159,7 +173,7 @@ def _measured(
         stored[checkpoint.label] = arrays
         if not path.exists():
             files[path.relative_to(out).as_posix()] = piece.read_bytes()
-    return _result(task, plan, found, edges, stored, weights), files
+    return _result(task, {**plan, "edges": listed}, found, edges, stored, weights), files
 
 
 def _stored_at(folder: Path, label: str) -> Path:
@@ -171,8 +185,8 @@ def _edges(
     out: Path, plan: Mapping[str, Any], task: Task, batch_size: int, last: Callable[[], Scope]
 ) -> list[dict[str, Any]]:
     """The edges of the job: as its file has them, or as asked, published or found on the last checkpoint."""
-    if (out / JOB).exists():
-        return list(_read_job(out)["edges"])
+    if there := _asked(out):
+        return list(there["edges"])
     scope, heads = last(), plan["heads"]
     wanted = heads if heads is not None or circuit_of(plan["model"], task.name) is None else plan["model"]
     own = measure.edges_for(scope, task, wanted, batch_size)
@@ -245,10 +259,13 @@ def stored_terms(folder: str | Path, label: str) -> Mapping[str, Tensor]:
     return read_tensors(_stored_at(Path(folder), label), _KIND)[0]
 
 
-def _read_job(folder: Path) -> dict[str, Any]:
-    job = read_json(folder / JOB, {"edges": (list,)})
-    kinds = {"head": str, "role": str, "from": str, "to": str, "circuit": bool}
-    for edge in job["edges"]:
-        if not isinstance(edge, dict) or any(type(edge.get(name)) is not kind for name, kind in kinds.items()):
-            raise BadInput(f"{folder / JOB} is damaged: sweep into another folder.")
-    return job
+def _asked(folder: Path) -> dict[str, Any]:
+    """What the sweep in a folder was asked for, with its edges; nothing where there is none."""
+    if not (folder / MANIFEST).exists():
+        return {}
+    asked = dict(read_json(folder / MANIFEST).get("asked", {}))
+    kinds, edges = {"head": str, "role": str, "from": str, "to": str, "circuit": bool}, asked.get("edges")
+    whole = isinstance(edges, list) and all(isinstance(edge, dict) for edge in edges)
+    if not whole or any(type(edge.get(name)) is not kind for edge in asked["edges"] for name, kind in kinds.items()):
+        raise BadInput(f"{folder / MANIFEST} is damaged: sweep into another folder.")
+    return asked

@@ -7,13 +7,12 @@ gives as `AttentionRows`), and patched runs (`Edit`).
 Its files, in reading order. The way of a batch through a model:
 
 - ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
-- ``wrapped``: the model inside a bridge of TransformerLens or a model of nnsight
 - ``encode``: examples as padded ids, marks as token positions
 - ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied
 - ``own_code``: the same for families with attention code of their own, watched while it runs
 - ``spaces``: before the rotation, after it, and in the query's frame
-- ``pick``: queries and keys at chosen places, and the log-sum-exp of everything else: `Capture`
+- ``pick``: what there is to pick, where, and what was picked: queries and keys, and the log-sum-exp of everything else
 - ``gather``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``tokens``: what a token is before any context, and what it reads as
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
@@ -22,15 +21,13 @@ Its files, in reading order. The way of a batch through a model:
 
 Whether a model can be trusted to be looked into:
 
-- ``probe``: what its attention is and how it counts positions, read off live calls
-- ``refused``: the true cause where a model cannot be looked into
-- ``selfcheck``: five facts that must hold before a number is believed
+- ``probe``: what its attention is and how it counts positions, read off live calls, or the true cause of a refusal
+- ``check``: the facts that must hold before a number is believed, also beyond every length that a config names
 - ``small``: a config made small, its lengths made short, and loud weights for it
-- ``lengths``: the check beyond every length that a config names, on a small copy where that is long
-- ``families``: a tiny random model of every family
 - ``blocks``: each block taken apart into what it adds to the residual stream, by looking; ``norms`` as linear maps;
   ``layers``: where a module stands among them
 
-From a name to a model: ``names``, ``packages`` and ``files`` find what makes it and its fingerprint (``fetch`` installs
-the packages), ``load`` loads it and runs no code of its own, ``gguf`` turns a GGUF file into a checked folder.
+From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are what makes it and its
+fingerprint, ``packages`` those that hold a model and how they are installed, ``gguf`` turns a GGUF file into a checked
+folder. A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
 """

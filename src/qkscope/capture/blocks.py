@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -84,12 +84,12 @@ class Block:
         """Every part of the tree, what comes first first."""
         yield from _walk(self.tree)
 
-    @property
+    @cached_property
     def parts(self) -> list[nn.Module]:
         """The modules that write besides the heads."""
         return [node.module for node in self.walk() if isinstance(node, Part)]
 
-    @property
+    @cached_property
     def norms(self) -> list[nn.Module]:
         """The norms whose scalars have to be held."""
         return [node.norm for node in self.walk() if isinstance(node, Normed)]

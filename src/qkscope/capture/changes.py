@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.blocks import read_blocks
-from qkscope.capture.probe import Shape
+from qkscope.capture.pick import Shape
 from qkscope.capture.tap import Call, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -153,9 +153,11 @@ class Changeable(Shape):
             return columns[place]
         text, _, number = place.rpartition("#")
         text, number = (text, number) if text and number.isdigit() else (place, "")
-        there = [c for c in columns if self.tokenizer is not None and self.tokenizer.decode([int(ids[c])]) == text]
+        read = {} if self.tokenizer is None else {c: self.tokenizer.decode([int(ids[c])]) for c in columns}
+        exact = [c for c, token in read.items() if token == text]
+        there = exact or [c for c, token in read.items() if token.strip() == text]
         if not there or (number and not 0 < int(number) <= len(there)):
-            raise BadInput(f"{place!r} is no token of the prompt: name one as it reads, blank included, or its place.")
+            raise BadInput(f"{place!r} is no token of the prompt: name one as it reads, or its place.")
         if len(there) > 1 and not number:
             raise BadInput(
                 f"{text!r} stands {len(there)} times in the prompt: write '{text}#1' to '{text}#{len(there)}'."

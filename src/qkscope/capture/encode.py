@@ -6,12 +6,10 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import PaddingSide
@@ -75,14 +74,18 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Examples with their tokens, not yet padded; `contrasts` are the names of their labels."""
+    """Examples with their tokens, not yet padded."""
 
     examples: list[Example]
     tokens: list[Tokens]
-    contrasts: list[str]
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @cached_property
+    def contrasts(self) -> list[str]:
+        """The names of their labels."""
+        return sorted({name for example in self.examples for key in example.keys for name in key.labels})
 
     def batches(self, size: int) -> list[list[int]]:
         """Indices by length, so that little is padded; the list is fixed, so that shards agree on it."""
@@ -93,30 +96,26 @@ class Prompts:
         self, indices: Sequence[int], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
     ) -> Encoding:
         """Some of them as one padded batch, with `position_ids` where the model takes them."""
-        tokens = self.tokens
-        inputs = feed.pad_rows([torch.tensor(tokens[i].ids) for i in indices], pad_id, side, positions)
+        inputs = feed.pad_rows([torch.tensor(self.tokens[i].ids) for i in indices], pad_id, side, positions)
         shifts = inputs["attention_mask"].argmax(dim=1).tolist()
-        rows = [  # batch row, example, column of the query
-            (row, i, shift + query)
+        rows = [
+            (row, i, shift, query)
             for row, (i, shift) in enumerate(zip(indices, shifts, strict=True))
-            for query in tokens[i].queries
+            for query in self.tokens[i].queries
         ]
-        slots = max(len(tokens[i].keys) for i in indices)
-        keys = torch.zeros((len(rows), slots), dtype=torch.long)
-        key_mask = torch.zeros((len(rows), slots), dtype=torch.bool)
-        labels = {name: torch.zeros((len(rows), slots), dtype=torch.int8) for name in self.contrasts}
-        for r, (row, i, _) in enumerate(rows):
-            own = slice(len(tokens[i].keys))
-            keys[r, own] = torch.tensor(tokens[i].keys, dtype=torch.long) + shifts[row]
-            key_mask[r, own] = True
-            for name, table in labels.items():
-                table[r, own] = torch.tensor([k.label(name) for k in self.examples[i].keys], dtype=torch.int8)
-        row_of, example_of, query_of = torch.tensor(rows, dtype=torch.long).unbind(1)
+        row_of, example_of, shift_of, query_of = torch.tensor(rows).to(device).unbind(1)
+        keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _, _ in rows]
+        at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
+        labels = {}
+        for name in self.contrasts:
+            listed = [[key.label(name) for key in self.examples[i].keys] for _, i, _, _ in rows]
+            tables = [torch.tensor(label, dtype=torch.int8) for label in listed]
+            labels[name] = pad_sequence(tables, batch_first=True).to(device)
         return Encoding(
             inputs={name: value.to(device) for name, value in inputs.items()},
-            places=Places(*(part.to(device) for part in (row_of, query_of, keys, key_mask))),
-            example=example_of.to(device),
-            labels={name: value.to(device) for name, value in labels.items()},
+            places=Places(row_of, shift_of + query_of, (at + shift_of[:, None]).masked_fill(at < 0, 0), at >= 0),
+            example=example_of,
+            labels=labels,
             examples=self.examples,
         )
 
@@ -141,8 +140,7 @@ class Encoder:
     vocabulary: int | None = None
     first: int | None = None
     _frame: tuple[str, str] | None = None  # what a chat template puts around a prompt
-    _said_first = False  # that prompts lack the first token
-    _said_key = False  # that a key is the first token
+    _warned: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
@@ -153,21 +151,15 @@ class Encoder:
     @property
     def pad_id(self) -> int:
         """The id in padded places: the model's own, the tokenizer's, or any where neither names one (it is masked)."""
-        if self.own_pad_id is not None:  # some models count positions from the ids that are not this one
-            return self.own_pad_id
-        for name in ("pad_token_id", "eos_token_id"):
-            value = getattr(self.tokenizer, name, None)
-            if isinstance(value, int) and (self.vocabulary is None or value < self.vocabulary):
-                return value
-        return 0
+        # some models count positions from the ids that are not their own
+        named = [self.own_pad_id, *(getattr(self.tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))]
+        known = [id for id in named if isinstance(id, int) and (self.vocabulary is None or id < self.vocabulary)]
+        return known[0] if known else 0
 
     @cached_property
     def adds_first(self) -> bool:
         """Whether a prompt that is not in a chat gets a token before its own first one."""
-        if self.tokenizer is None:
-            return False
-        whole, bare = (self.tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"] for add in (True, False))
-        return list(whole[:1]) != list(bare[:1])
+        return feed.added_token(self.tokenizer) is not None
 
     @cached_property
     def unknown(self) -> int | None:
@@ -180,12 +172,7 @@ class Encoder:
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
-        for example in listed:
-            if not isinstance(example, Example):
-                given = type(example).__name__
-                raise BadInput(f"an example is text, or an Example with marked keys, but got {given}.")
-        contrasts = {name for example in listed for key in example.keys for name in key.labels}
-        return Prompts(listed, self.tokenise(listed, chat, token), sorted(contrasts))
+        return Prompts(listed, self.tokenise(listed, chat, token))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
@@ -202,32 +189,28 @@ class Encoder:
                 ids, offsets = example.ids or (), [(i, i + 1) for i in range(len(example.ids or ()))]
             self._check_ids(example, ids, offsets)
             result.append(self._place(example, ids, offsets, token))
-        self._say_first([tokens.ids[0] for tokens in result])
+        without = sum(tokens.ids[0] != self.first for tokens in result)
+        if self.first is not None and without:
+            self._warn(
+                f"this model expects {self._show((self.first,))} as the first token of every prompt, but",
+                f"{without} of {len(result)} prompts start without it: its attention there is not what it was trained"
+                " for",
+            )
         return result
 
-    def _say_first(self, starts: list[int]) -> None:
-        """Say once that prompts lack the token this model was trained to see first: its numbers are others then."""
-        without = sum(id != self.first for id in starts)
-        if self.first is None or not without or self._said_first:
-            return
-        self._said_first = True
-        log.warning(
-            "this model expects %s as the first token of every prompt, but %d of %d prompts start without it: its "
-            "attention there is not what it was trained for",
-            self._show((self.first,)),
-            without,
-            len(starts),
-        )
+    def _warn(self, what: str, more: str) -> None:
+        """Say something once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s %s", what, more)
 
     def ids_and_offsets(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         """The ids of each text, and which characters each covers."""
         if texts and self.tokenizer is None:
             raise BadInput("this scope has no tokenizer: give examples as ids, or load the model with a tokenizer.")
         if texts and not getattr(self.tokenizer, "is_fast", False):
-            raise BadInput(
-                f"{type(self.tokenizer).__name__} does not say which characters a token covers:"
-                " load a fast tokenizer, or give examples as ids."
-            )
+            kind = f"{type(self.tokenizer).__name__} does not say which characters a token covers"
+            raise BadInput(f"{kind}: load a fast tokenizer, or give examples as ids.")
         options = {"return_offsets_mapping": True, "padding": False, "truncation": False, "verbose": False}
         for start in range(0, len(texts), _CHUNK):  # offsets of many texts at once would take more room than their ids
             batch = self.tokenizer(texts[start : start + _CHUNK], add_special_tokens=not chat, **options)  # type: ignore[misc]
@@ -242,8 +225,8 @@ class Encoder:
         if not getattr(self.tokenizer, "chat_template", None):
             raise BadInput(f"this tokenizer has no chat template: {_PLAIN}.")
         if self._frame is None:
-            before, found, after = self._template(_SENTINEL).partition(_SENTINEL)
-            if not found or _SENTINEL in after:
+            before, inside, after = self._template(_SENTINEL).partition(_SENTINEL)
+            if not inside or _SENTINEL in after:
                 raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
             self._frame = before, after
         before, after = self._frame
@@ -254,17 +237,27 @@ class Encoder:
         raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}.")
 
     def _template(self, content: str) -> str:
-        assert self.tokenizer is not None
-        messages = [{"role": "user", "content": content}]
-        try:
-            with deadline(_SECONDS):
-                found = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (Exception, TooLong) as error:  # it is a program from elsewhere: whatever it raises is its own fault
-            why = f"takes more than {_SECONDS} s" if isinstance(error, TooLong) else f"fails with {error!r:.200}"
-            raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.") from None
-        if len(found) > len(content) + _ADDED:
-            raise BadInput(f"this chat template makes {len(found):,} characters of {len(content):,}: {_PLAIN}.")
-        return found
+        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread of its own."""
+        messages, outcome = [{"role": "user", "content": content}], list[Any]()
+
+        def run() -> None:
+            try:
+                render = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+                outcome.append(render(messages, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # whatever it raises is its own fault
+                outcome.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(_SECONDS)
+        why = "" if outcome else f"takes more than {_SECONDS} s"
+        if outcome and isinstance(outcome[0], Exception):
+            why = f"fails with {outcome[0]!r:.200}"
+        elif outcome and len(outcome[0]) > len(content) + _ADDED:
+            why = f"makes {len(outcome[0]):,} characters of {len(content):,}"
+        if why:
+            raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
+        return outcome[0]
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
@@ -273,21 +266,16 @@ class Encoder:
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             over = max(ids) if min(ids) >= 0 else min(ids)
             fault = "the tokenizer gives" if example.text is not None else "the prompt has"
-            raise BadInput(
-                f"{fault} the id {over}, but this model's ids are 0 to {self.vocabulary - 1}: take the tokenizer that"
-                f" belongs to the model ({example.show(80)})."
-            )
+            known = f"this model's ids are 0 to {self.vocabulary - 1}: take the tokenizer that belongs to the model"
+            raise BadInput(f"{fault} the id {over}, but {known} ({example.show(80)}).")
         if self.max_length is not None and len(ids) > self.max_length:
-            raise BadInput(
-                f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
-                f" ({example.show(80)})."
-            )
+            end = f"the model's context ends at {self.max_length}: shorten it"
+            raise BadInput(f"the prompt has {len(ids)} tokens, but {end} ({example.show(80)}).")
         if self.unknown in ids:
             only = "this model has a token only for the words it was trained on, and"
-            if example.text is None:
-                raise BadInput(f"{only} this text has others: take words of the tasks, or another model.")
-            word = example.text[slice(*offsets[ids.index(self.unknown)])]
-            raise BadInput(f"{only} none for {word!r}: take words of the tasks ({example.show(80)}).")
+            at = offsets[ids.index(self.unknown)]
+            word = "other ids" if example.text is None else repr(example.text[slice(*at)])
+            raise BadInput(f"{only} none for {word}: take words of the tasks ({example.show(80)}).")
 
     def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], token: Token) -> Tokens:
         def find(span: Span) -> int:
@@ -302,14 +290,15 @@ class Encoder:
         keys = tuple(find(key.span) for key in example.keys)
         shared = next((a for a, b in pairwise(sorted(keys)) if a == b), None)
         if shared is not None:
-            raise BadInput(
-                f"two keys share token {shared}, which would count it twice; the tokens are {self._show(ids)}."
-            )
+            twice = f"two keys share token {shared}, which would count it twice"
+            raise BadInput(f"{twice}; the tokens are {self._show(ids)}.")
         queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
-        feed.check_own_query(example, queries, keys)
-        if not self._said_key and feed.has_first_token(example, keys):
-            self._said_key = True
-            log.warning("%s Mark later words.", feed.FIRST_TOKEN)
+        for i, (key, at) in enumerate(zip(example.keys, keys, strict=True)):
+            if at in queries and any(key.labels.values()):
+                other = "a contrast is of other tokens, so take the label off, or let another token ask"
+                raise BadInput(f"{feed.place_of(example, i)} is the token that asks: {other}.")
+            if at == 0 and any(key.labels.values()):
+                self._warn(feed.FIRST_TOKEN, "Mark later words.")
         return Tokens(ids, queries, keys)
 
     def _check_whole(
@@ -320,14 +309,14 @@ class Encoder:
             return
         start, stop = _trim(example, span)
         for token, (a, b) in zip(ids, offsets, strict=True):
-            if a < stop and b > start:
-                a, b = _trim(example, (max(a, 0), min(b, len(example.text))))
-                if a < start or b > stop:
-                    raise BadInput(
-                        f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token "
-                        f"{example.text[a:b]!r}: take another word, or other words around it ({example.show(120)};"
-                        f" token {self._show((token,))})."
-                    )
+            if a >= stop or b <= start:
+                continue
+            a, b = _trim(example, (max(a, 0), min(b, len(example.text))))
+            if a < start or b > stop:
+                merged = f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token"
+                other = "take another word, or other words around it"
+                where = f"{example.show(120)}; token {self._show((token,))}"
+                raise BadInput(f"{merged} {example.text[a:b]!r}: {other} ({where}).")
 
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
@@ -342,31 +331,6 @@ def _trim(example: Example, span: Span) -> Span:
     return span
 
 
-class TooLong(BaseException):
-    """Raised inside a `deadline` when it is over; code in between that catches every Exception does not catch it."""
-
-
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Stop Python code of somebody else's after some time, in whatever thread it runs."""
-    lock, over, thread = threading.Lock(), False, threading.get_ident()
-
-    def stop() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        with lock:
-            over = True
-        timer.cancel()
-
-
 def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:
     """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
     if not padded or wanted in harmless:
@@ -375,7 +339,5 @@ def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], p
         raise BadInput(f"padding changes what {name} sees: give it prompts of one length, or one at a time.")
     if wanted is None:
         return harmless[0]
-    raise BadInput(
-        f"{name} counts positions by columns, so padding on the {wanted} would move its prompts: leave padding_side"
-        f" out, or say {harmless[0]!r}."
-    )
+    moved = f"{name} counts positions by columns, so padding on the {wanted} would move its prompts"
+    raise BadInput(f"{moved}: leave padding_side out, or say {harmless[0]!r}.")

@@ -2,7 +2,7 @@
 
 transformers takes the file its config names (``transformers_weights``), else one whole file, else the parts an index
 names, safetensors before pickles; what is hashed is found in the same order. Nothing is opened that is no plain file
-or larger than such a file can be, and a config that asks for more layers than any model has is not built.
+or larger than such a file can be.
 
 A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the tensors' bits, sums over
 them as integers: exact, so the same on every device and with any number of threads. Weights alone
@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,21 +31,20 @@ from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
 from qkscope.runs.folder import write_file
 
-_DAY = 86_400
-_TICK = 3 * 10**9  # ns: the coarsest clock of a file system counts in two seconds
+_TICK = 3.0  # seconds: the coarsest clock of a file system counts in two
 _NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
 _AGAIN = "download or save the model again."
 _SMALL, _LARGEST = {".json", ".txt", ".jinja", ".model"}, 256 << 20  # such files are read whole
-_COUNTED = re.compile(r"(layer|head|expert|block|stage|depth|codebook)(s|_count)?$")  # of modules, not their sizes
-_MOST = 10_000
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
     r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
     r"|(^|\.)(pooler|cls|classifier|seq_relationship|qa_outputs|score|lm_head|v_head|mtp)\."
 )
+
+# ---------------------------------------------------------------- the user's cache
 
 
 def cache_dir(*parts: str) -> Path:
@@ -57,20 +55,14 @@ def cache_dir(*parts: str) -> Path:
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """A place for what shall be a file or folder of the cache: it gets its name when it is complete, or leaves nothing.
-
-    So two processes or a crash cannot leave half of one; what a killed process left is swept away a day later.
-    """
+    """Yield a temporary path that becomes a file or folder of the cache when the block ends without an error."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(".*"):
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
-            made = Path(temporary, target.name)
-            yield made
+            path = Path(temporary, target.name)
+            yield path
             if not target.is_dir():  # otherwise another process was first, and its folder is as good
-                made.replace(target)
+                path.replace(target)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadInput(
@@ -86,10 +78,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote; None where there is nothing readable."""
+    """Read a JSON file; None where there is nothing readable."""
     with suppress(OSError, ValueError, RecursionError):
         return json.loads(path.read_text())
     return None
+
+
+# ---------------------------------------------------------------- fingerprints
 
 
 def file_hash(path: Path) -> str:
@@ -98,32 +93,30 @@ def file_hash(path: Path) -> str:
     Size and times of writing can be put back; the inode's own clock (ctime) cannot. A file written in the last moments
     is not remembered: the next write could fall into the same tick of that clock.
     """
-    with path.open("rb") as file:
-        stamp = os.fstat(file.fileno())
-        about = f"{path.resolve()} {[stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino, stamp.st_dev]}"
-        memo = cache_dir("hashes", f"{hashlib.sha256(about.encode()).hexdigest()}.json")
-        known = read_json(memo)
-        if isinstance(known, str):
-            return known
-        settled = time.time_ns() - stamp.st_ctime_ns > _TICK
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if os.fstat(file.fileno()).st_ctime_ns != stamp.st_ctime_ns:
-            raise BadInput(f"{path} changed while it was read: try again when it is written.")
-    if settled:
-        write_json(memo, digest)
+    stamp = path.stat()
+    about = f"{path.resolve()} {[stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino, stamp.st_dev]}"
+    memo = cache_dir("hashes", f"{_sha(about)}.json")
+    digest = read_json(memo)
+    if not isinstance(digest, str):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if time.time() - stamp.st_ctime > _TICK:
+            write_json(memo, digest)
     return digest
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def files_hash(files: Iterable[Path]) -> str:
     """One hash for the weight files of a model, whatever folder they are in."""
-    lines = sorted(f"{path.name} {file_hash(path)}" for path in files)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return _sha("\n".join(sorted(f"{path.name} {file_hash(path)}" for path in files)))
 
 
 def model_hash(weights: str, config: Mapping[str, Any]) -> str:
     """The hash of a model's weights with that of its config behind it."""
-    content = json.dumps(_that_matters(config), sort_keys=True, default=str)
-    return f"{weights}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    return f"{weights}-{_sha(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
 
 
 def weights_part(digest: str) -> str:
@@ -140,10 +133,7 @@ def _that_matters(config: Any) -> Any:
 @torch.no_grad()
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One hash for named tensors, of their bits."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}\n".encode())
-    return digest.hexdigest()
+    return _sha("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
 
 
 def _checksum(tensor: Tensor) -> tuple[int, ...]:
@@ -154,11 +144,11 @@ def _checksum(tensor: Tensor) -> tuple[int, ...]:
     data = data if data.storage_offset() % 8 == 0 else data.clone()
     whole = len(data) // 512 * 512
     tail = torch.nn.functional.pad(data[whole:], (0, 512 - (len(data) - whole)))
-    sums: list[int] = []
+    sums = []
     for part in (data[:whole], tail):
         bits = part.view(torch.int64).view(-1, 64)
-        for one in (bits.sum(0), bits.sum(1)):  # int64 wraps around, which is exact too
-            sums.append(int((one * torch.arange(1, len(one) + 1, device=one.device)).sum()))
+        for line in (bits.sum(0), bits.sum(1)):  # int64 wraps around, which is exact too
+            sums.append(int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()))
     return tuple(sums)
 
 
@@ -167,13 +157,10 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = dict(sorted(tokenizer.get_vocab().items())) if backend is None else json.loads(backend.to_str())
     if backend is not None:
-        rules = json.loads(backend.to_str())
         rules = {name: rules[name] for name in rules if name not in ("padding", "truncation")}  # state, not rules
-    else:
-        rules = dict(sorted(tokenizer.get_vocab().items()))
-    content = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    return _sha(json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True))
 
 
 class Fingerprint:
@@ -184,9 +171,9 @@ class Fingerprint:
     """
 
     def __init__(self, model: Any, of_files: str | None) -> None:
-        self._model = model
+        self._model, self._of_files = model, of_files
         self._known: tuple[int | None, str] = (None, "")
-        self._loaded = (self._in_memory(), of_files) if of_files is not None else None
+        self._loaded = None if of_files is None else self._in_memory()
 
     def _in_memory(self) -> str:
         return model_hash(tensors_hash(self._model.state_dict().items()), self._model.config.to_diff_dict())
@@ -197,7 +184,10 @@ class Fingerprint:
         if verb is None or self._known[0] != verb:
             self._known = verb, self._in_memory()
         now = self._known[1]
-        return self._loaded[1] if self._loaded is not None and self._loaded[0] == now else now
+        return self._of_files if self._of_files is not None and now == self._loaded else now
+
+
+# ---------------------------------------------------------------- a model's folder
 
 
 def folder_hash(folder: Path) -> str:
@@ -223,30 +213,18 @@ def local_hash(model: str) -> str | None:
 
 def _check_file(path: Path) -> None:
     """Refuse what cannot be read to its end; a link that leads nowhere is as good as missing."""
-    if path.is_file():
-        if path.suffix in _SMALL and (size := path.stat().st_size) > _LARGEST:
-            raise BadInput(f"{path} has {size >> 20:,} MB, more than any such file: {_AGAIN}")
-    elif path.exists() and not path.is_dir():
-        raise BadInput(f"{path} is no plain file, so it could be waited for without end: {_AGAIN}")
+    endless = path.exists() and not path.is_dir() and not path.is_file()
+    if endless or (path.suffix in _SMALL and path.is_file() and path.stat().st_size > _LARGEST):
+        raise BadInput(f"{path} is no plain file, or larger than any such file ({_LARGEST >> 20} MB): {_AGAIN}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of a model, if it can be one."""
+    """The config of a model."""
     _check_file(path)
     config = read_json(path)
     if not isinstance(config, dict):
         raise BadInput(f"{path} is damaged: {_AGAIN}")
-    check_counts(config, str(path))
     return config
-
-
-def check_counts(said: Mapping[str, Any], name: str) -> None:
-    """Refuse a config with more layers, heads or experts than any model has: building it would not end."""
-    for key, value in said.items():
-        if isinstance(value, Mapping):
-            check_counts(value, name)
-        elif isinstance(value, int) and value > _MOST and _COUNTED.search(key):
-            raise BadInput(f"{name} asks for {value:,} as its {key}, more than any model has: {_AGAIN}")
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -259,7 +237,7 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
     if names[0] in there and names[0].endswith(".index.json"):
         index = read_json(folder / names[0])
         parts = index.get("weight_map") if isinstance(index, dict) else None
-        names = list(parts.values()) if isinstance(parts, dict) else [names[0]]
+        names = list(parts.values()) if isinstance(parts, dict) else names
     for name in names:
         if name not in there or not name.endswith((".safetensors", ".bin")):
             raise BadInput(f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}")

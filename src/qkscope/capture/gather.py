@@ -7,23 +7,21 @@ waits must still be in the cache when its turn comes, so few layers do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.capture.pick import Capture, Places
-from qkscope.capture.probe import Facts
+from qkscope.capture.pick import Capture, Facts, Places
 from qkscope.capture.spaces import Rotary, Space
 from qkscope.capture.tap import Call, Stop, overlay
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
-T = TypeVar("T")
 _HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes that may wait: what stays in a cache, what fills a GPU
 
 
@@ -73,11 +71,11 @@ def layout_of(
     return Layout(plans, tuple(kv_of_head))
 
 
-class Layers(NamedTuple):
+class Buffer(NamedTuple):
     """A layer that waits, or layers that are alike, as if they were one with many heads.
 
-    Of a call are left queries at their places and every key, also as the space has them. `kind` is what layers must
-    have in common to be worked up together; `call` is the first one's, its mask and its rotation those of all.
+    Of a call are left queries at their places and every key. `kind` is what layers must have in common to be worked up
+    together; `call` is the first one's, its mask and its rotation those of all.
     """
 
     kind: tuple[Any, ...]
@@ -85,33 +83,24 @@ class Layers(NamedTuple):
     plan: Plan
     q: Float[Tensor, "*b h d"]
     k: Float[Tensor, "n g t d"]
-    own_q: Float[Tensor, "*b h d"]
-    own_k: Float[Tensor, "n g t d"]
     sinks: Float[Tensor, "h"] | None
-    rotary: Rotary | None  # None where nothing rotates
-    offset: int
 
     @classmethod
-    def of(cls, held: Sequence[Layers]) -> Layers:
-        """Those that waited, their heads numbered through."""
+    def together(cls, layers: Sequence[Buffer]) -> Buffer:
+        """Concatenate the buffered layers into one, renumbering query and key heads."""
+        first = layers[0]
+        if len(layers) == 1:
+            return first
         plan, heads, groups = Plan(), 0, 0
-        for layer in held:
+        for layer in layers:
             plan.heads += [heads + head for head in layer.plan.heads]
             plan.kv += [groups + kv for kv in layer.plan.kv]
             plan.slots += layer.plan.slots
             plan.kv_slots += layer.plan.kv_slots
             heads, groups = heads + layer.q.shape[-2], groups + layer.k.shape[1]
-        first = held[0]
-        q, k = _together([layer.q for layer in held], -2), _together([layer.k for layer in held], 1)
-        own_q = q if first.own_q is first.q else _together([layer.own_q for layer in held], -2)
-        own_k = k if first.own_k is first.k else _together([layer.own_k for layer in held], 1)
-        sinks = [layer.sinks for layer in held if layer.sinks is not None]
-        every = torch.cat(sinks).float() if sinks else None
-        return first._replace(plan=plan, q=q, k=k, own_q=own_q, own_k=own_k, sinks=every)
-
-
-def _together(parts: list[Tensor], dim: int) -> Float[Tensor, "..."]:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        sinks = [layer.sinks for layer in layers if layer.sinks is not None]
+        q, k = torch.cat([layer.q for layer in layers], -2), torch.cat([layer.k for layer in layers], 1)
+        return first._replace(plan=plan, q=q, k=k, sinks=torch.cat(sinks) if sinks else None)
 
 
 class Picker:
@@ -146,7 +135,7 @@ class Picker:
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
         self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
-        layout = layout_of(tuple((one.n_heads, one.n_kv_heads) for one in facts.layers), self.heads, own_keys)
+        layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in facts.layers), self.heads, own_keys)
         widths = sorted({facts.layers[layer].d_head for layer in layout.plans})
         if len(widths) > 1:
             raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
@@ -156,18 +145,28 @@ class Picker:
             if space in facts.layers[layer].refusals:
                 raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
         self.deepest, self.plans = max(layout.plans), layout.plans
-        self.device = device = places.row.device
-        self.kv_of_head = index_on(device, layout.kv_of_head)
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
-        rows, keys = places.keys.shape
-        self.q = torch.zeros(rows, len(heads), widths[0], device=device)
-        self.k = torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device)
-        self.bias = torch.zeros(rows, len(heads), keys, device=device)
-        self.rest, self.top = (torch.zeros(rows, len(heads), device=device) if rest else None for _ in range(2))
+        (rows, keys), device = places.keys.shape, places.row.device
+        self.capture = Capture(
+            heads=self.heads,
+            q=torch.zeros(rows, len(heads), widths[0], device=device),
+            k=torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device),
+            kv_of_head=index_on(device, layout.kv_of_head),
+            key_mask=places.key_mask,
+            scale=torch.empty(0),
+            softcap=None,
+            bias=torch.zeros(rows, len(heads), keys, device=device),
+            rest=torch.zeros(rows, len(heads), device=device) if rest else None,
+            example=places.row,
+            query_positions=places.query,
+            key_positions=places.keys,
+            space=space,
+            top=torch.zeros(rows, len(heads), device=device) if rest else None,
+        )
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
-        self._waiting: list[Layers] = []
-        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, Any]] = {}
+        self._waiting: list[Buffer] = []
+        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, tuple[Tensor, Tensor]]] = {}
 
     # ------------------------------------------------------------------ layers come, wait, and are worked up
 
@@ -180,8 +179,10 @@ class Picker:
                 if call.softcap is not None:
                     self.softcaps[slot] = float(call.softcap)
             self._take(call, plan)
-        if self.stop and call.layer == self.deepest:
-            raise Stop
+        if call.layer == self.deepest:
+            self._work_up()
+            if self.stop:
+                raise Stop
 
     def _take(self, call: Call, plan: Plan) -> None:
         """Let the layer wait, after those that wait and are not like it were worked up."""
@@ -190,18 +191,19 @@ class Picker:
         if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
             self._work_up()
         at = self._places(call.q.device)
-        q = own_q = call.q[at.row, :, at.query]  # every head of one place is a small tensor: heads are chosen later
-        k = own_k = call.k
-        offset = self.facts.layers[call.layer].offset
-        if self.space == "pre_rope" and call.rotary is not None and offset is not None:
-            every_q, own_k = call.rotary.unrotated(call.q, call.k, offset)
-            own_q = every_q[at.row, :, at.query]
+        q = call.q[at.row, :, at.query]  # every head of one place is a small tensor: heads are chosen later
         # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
         first = self._waiting[0].call if self._waiting else call
-        rotary = None if offset is None else first.rotary
-        self._waiting.append(Layers(kind, first, plan, q, k, own_q, own_k, call.sinks, rotary, offset or 0))
-        if call.layer == self.deepest:
-            self._work_up()
+        self._waiting.append(Buffer(kind, first, plan, q, call.k, call.sinks))
+        rotary, offset = self._rotation(call)
+        if self.space == "pre_rope" and rotary is not None:
+            every_q, every_k = rotary.unrotated(call.q, call.k, offset)
+            self._put_vectors(plan, _choose(every_q[at.row, :, at.query], plan.heads), _keys(every_k, plan.kv, at))
+
+    def _rotation(self, call: Call) -> tuple[Rotary | None, int]:
+        """The rotation of a layer and where its dimensions begin; None where nothing rotates."""
+        offset = self.facts.layers[call.layer].offset
+        return (None, 0) if offset is None else (call.rotary, offset)
 
     def _kind(self, call: Call) -> tuple[Any, ...]:
         # heads of this layer see what others do not, or were edited
@@ -212,33 +214,6 @@ class Picker:
         offset = self.facts.layers[call.layer].offset
         return *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, offset
 
-    def _work_up(self) -> None:
-        held, self._waiting = self._waiting, []
-        self._gather(Layers.of(held))
-
-    # ------------------------------------------------------------------ heads into slots
-
-    def put(self, out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
-        """Write into some slots of a result."""
-        first, last = slots[0], slots[-1] + 1
-        if slots == list(range(first, last)):
-            out[:, first:last] = value
-        else:
-            out.index_copy_(1, index_on(out.device, tuple(slots)), value.to(out))
-
-    def choose(self, values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
-        """Some heads of all, without a copy where they are all of them."""
-        return values if heads == list(range(values.shape[1])) else values[:, index_on(values.device, tuple(heads))]
-
-    def once_per_mask(self, call: Call, make: Callable[[Call], T]) -> T:
-        """What depends on the call's mask alone, made once: layers share their masks."""
-        key = (id(call.mask), call.causal, call.q.shape[2], call.k.shape[2], call.q.device)
-        if key not in self._by_mask:
-            self._by_mask[key] = call.mask, make(call)  # the mask is held, so that its id is not used again
-        return self._by_mask[key][1]
-
-    # ------------------------------------------------------------------ what is taken of them
-
     def _places(self, device: torch.device) -> Places:
         """The places on a layer's device, padded slots pointing at column 0."""
         if device not in self._at:
@@ -246,37 +221,47 @@ class Picker:
             self._at[device] = dataclasses.replace(at, keys=at.keys.masked_fill(~at.key_mask, 0))
         return self._at[device]
 
-    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
-        """Additive masks of the chosen queries: of the named keys, and of all the others."""
-        at, keys = self._places(call.q.device), call.k.shape[2]
-        rows = call.mask_rows(at.row, at.query)
-        at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
-        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
-        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
-        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
+    # ------------------------------------------------------------------ what is taken of them
 
-    def _gather(self, layers: Layers) -> None:
-        """Queries, named keys, their masks, and the rest of the rows."""
-        call, plan, at = layers.call, layers.plan, self._places(layers.q.device)
-        at_keys, elsewhere = self.once_per_mask(call, self._masks)
+    def _work_up(self) -> None:
+        """Take queries, named keys, their masks, and the rest of the rows from the layers that wait."""
+        if not self._waiting:
+            return
+        layers, self._waiting = Buffer.together(self._waiting), []
+        call, plan, at, out = layers.call, layers.plan, self._places(layers.q.device), self.capture
+        at_keys, elsewhere = self._masks(call)
         every_q = layers.q.float()
-        q, k = self.choose(every_q, plan.heads), self._keys(layers.k, plan.kv, at)
-        bias = at_keys if at_keys.shape[1] == 1 else self.choose(at_keys, plan.heads)
-        self.put(self.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
-        if self.rest is not None and self.top is not None:
-            for kept, value in zip((self.rest, self.top), self._rest(layers, at, every_q, elsewhere), strict=True):
-                self.put(kept, plan.slots, self.choose(value, plan.heads))
-        if layers.rotary is not None and self.space == "query_frame":
-            q, k = layers.rotary.turn_back(q, k, at.row, at.query, layers.offset)
-        elif layers.own_k is not layers.k:
-            q, k = self.choose(layers.own_q, plan.heads), self._keys(layers.own_k, plan.kv, at)
-        self.put(self.q, plan.slots, q)
-        self.put(self.k, plan.kv_slots, k)
+        q, k = _choose(every_q, plan.heads), _keys(layers.k, plan.kv, at)
+        bias = at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)
+        _put(out.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
+        if out.rest is not None and out.top is not None:
+            for kept, value in zip((out.rest, out.top), self._rest(layers, at, every_q, elsewhere), strict=True):
+                _put(kept, plan.slots, _choose(value, plan.heads))
+        rotary, offset = self._rotation(call)
+        if self.space == "query_frame" and rotary is not None:
+            q, k = rotary.turn_back(q, k, at.row, at.query, offset)
+        if self.space != "pre_rope" or rotary is None:  # else they were put when the layer came
+            self._put_vectors(plan, q, k)
 
-    def _keys(self, k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
-        return k[at.row[:, None, None], index_on(k.device, tuple(chosen))[:, None], at.keys[:, None]].float()
+    def _put_vectors(self, plan: Plan, q: Tensor, k: Tensor) -> None:
+        _put(self.capture.q, plan.slots, q)
+        _put(self.capture.k, plan.kv_slots, k)
 
-    def _rest(self, layers: Layers, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
+        """Additive masks of the chosen queries: of the named keys, and of all the others; layers share their masks."""
+        keys = call.k.shape[2]
+        shared = (id(call.mask), call.causal, call.q.shape[2], keys, call.q.device)
+        if shared not in self._by_mask:
+            at = self._places(call.q.device)
+            rows = call.mask_rows(at.row, at.query)
+            at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
+            named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
+            named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+            both = at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
+            self._by_mask[shared] = call.mask, both  # the mask is held, so that its id is not used again
+        return self._by_mask[shared][1]
+
+    def _rest(self, layers: Buffer, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
         call, (batch, groups, _, _) = layers.call, layers.k.shape
         sums, tops = [], []
@@ -291,9 +276,9 @@ class Picker:
             sums.append(logits.logsumexp(-1))
             tops.append(logits.amax(-1))
         rest, top = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (sums, tops))
-        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.expand_as(rest)), top
+        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.float().expand_as(rest)), top
 
-    def _with_set(self, layers: Layers, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    def _with_set(self, layers: Buffer, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
         call, plan = layers.call, layers.plan
         for head in call.set_logits.keys() & set(plan.heads):
@@ -311,27 +296,31 @@ class Picker:
         logits: Float[Tensor, "b v"] | None = None,
     ) -> Capture:
         """The batch, after the forward."""
-        if not bool(self.q.sum(dtype=torch.float64).isfinite()):
+        if not bool(self.capture.q.sum(dtype=torch.float64).isfinite()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
         if logits is not None and bool(logits.isnan().any()):
             raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
-        self.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
-        scale, softcap = torch.tensor([self.scales, self.softcaps]).to(self.device, non_blocking=True)
-        return Capture(
-            heads=self.heads,
-            q=self.q,
-            k=self.k,
-            kv_of_head=self.kv_of_head,
-            key_mask=self.places.key_mask,
-            scale=scale,
-            softcap=softcap if min(self.softcaps) < torch.inf else None,
-            bias=self.bias,
-            rest=self.rest,
-            example=example,
-            query_positions=self.places.query,
-            key_positions=self.places.keys,
-            labels=labels,
-            logits=logits,
-            space=self.space,
-            top=self.top,
+        self.capture.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
+        scale, softcap = torch.tensor([self.scales, self.softcaps]).to(self.places.row.device, non_blocking=True)
+        softcap = softcap if min(self.softcaps) < torch.inf else None
+        return dataclasses.replace(
+            self.capture, scale=scale, softcap=softcap, example=example, labels=labels, logits=logits
         )
+
+
+def _put(out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
+    """Write into some slots of a result."""
+    first, last = slots[0], slots[-1] + 1
+    if slots == list(range(first, last)):
+        out[:, first:last] = value
+    else:
+        out.index_copy_(1, index_on(out.device, tuple(slots)), value.to(out))
+
+
+def _choose(values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
+    """Some heads of all, without a copy where they are all of them."""
+    return values if heads == list(range(values.shape[1])) else values[:, index_on(values.device, tuple(heads))]
+
+
+def _keys(k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
+    return k[at.row[:, None, None], index_on(k.device, tuple(chosen))[:, None], at.keys[:, None]].float()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +26,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qkscope.capture.files import cache_dir, check_counts, check_report, file_hash, making, read_json, write_json
-from qkscope.capture.load import swapped
+from qkscope.capture.files import cache_dir, check_report, file_hash, making, read_json, write_json
+from qkscope.capture.spaces import swapped
 from qkscope.errors import BadInput
-from qkscope.runs.progress import counting, doing
+from qkscope.runs.progress import doing
 
 log = logging.getLogger(__name__)
 
 _BLANK, _WORDS = "▁", 64  # a space in front of a word, and how many words are tried
-_LAYOUT = 2  # 1 kept neither the hashes nor the tokenizer's first token
 _MANIFEST = "made.json"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_SENTENCEPIECE = ("llama", "gemma4")
 _UNSAID = {"llama": {"bos": 1, "eos": 2, "unk": 0}}
 _BPE_WITH_FIRST = {  # kinds of byte-level vocabulary with a first token, unless the file says otherwise
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
@@ -47,59 +45,36 @@ _BPE_WITH_FIRST = {  # kinds of byte-level vocabulary with a first token, unless
 def dequantised(file: Path, digest: str) -> Path:
     """The folder with a GGUF file's weights as safetensors, made on first use."""
     folder = cache_dir("gguf", digest)
-    if _is_whole(folder):
-        return folder
+    with suppress(OSError):  # a folder among the files, or none at all
+        if read_json(folder / _MANIFEST) == _hashes(folder):
+            return folder
+        log.warning("%s was changed since it was written, and is made anew", folder)
     shutil.rmtree(folder, ignore_errors=True)
-    log.info("dequantising %s once; later loads take a moment", file.name)
     model, tokenizer, rules = _read(file)
-    if file_hash(file) != digest:
-        raise BadInput(f"{file} changed while it was read: try again when it is written.")
-    with making(folder) as made:
-        model.save_pretrained(made)
+    with making(folder) as temporary:
+        model.save_pretrained(temporary)
         if rules is not None:
-            rules.save(tokenizer, made)
-        write_json(made / _MANIFEST, _made(made))
+            rules.save(tokenizer, temporary)
+        write_json(temporary / _MANIFEST, _hashes(temporary))
     return folder
 
 
-def _made(folder: Path) -> dict[str, Any]:
-    """What the manifest of a folder says: the hashes of all of its files."""
+def _hashes(folder: Path) -> dict[str, Any]:
+    """The hashes of all files of a folder, as its manifest has them."""
     files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _MANIFEST}
-    return {"layout": _LAYOUT, "files": files}
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a cached folder is what was written there, and in today's layout."""
-    with suppress(OSError):  # a folder among the files, or none at all
-        if read_json(folder / _MANIFEST) == _made(folder):
-            return True
-        log.warning("%s was changed since it was written, or by an older version, and is made anew", folder)
-    return False
-
-
-# ---------------------------------------------------------------- what the file says, and whether it was heard
-
-
-class _Reader(gguf.GGUFReader):
-    """The package's reader, which would count through a list without end where a file claims one."""
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        found = super()._get(offset, dtype, count, override_order)
-        if len(found) != count:
-            raise ValueError("the file ends before what it says it holds")
-        return found
+    return {"layout": 2, "files": files}
 
 
 def _read(file: Path) -> tuple[Any, Any, TokenRules | None]:
     """The model of a file, its tokenizer and the rules for that."""
     options: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
     with doing(f"reading {file.name} once"), TemporaryDirectory() as alone:
-        reader = _Reader(file)
+        reader = gguf.GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        check_counts(fields, str(file))
         rules = TokenRules.of(fields)
         Path(alone, "model.gguf").symlink_to(file.resolve())  # what lies beside the file is none of its business
-        with swapped((gguf, "GGUFReader", lambda *_: reader), (modeling_gguf_pytorch_utils, "tqdm", _counted)):
+        silent = (modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
+        with swapped((gguf, "GGUFReader", lambda *_: reader), silent):
             model, report = AutoModelForCausalLM.from_pretrained(
                 alone, dtype=torch.float32, output_loading_info=True, **options
             )
@@ -110,13 +85,6 @@ def _read(file: Path) -> tuple[Any, Any, TokenRules | None]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer, rules
-
-
-def _counted(tensors: list[Any], **_: Any) -> Iterator[Any]:
-    with counting(len(tensors), "tensors") as advance:
-        for tensor in tensors:
-            yield tensor
-            advance(1)
 
 
 def _check_whole(file: Path, reader: Any, fields: Mapping[str, Any], model: Any, report: Mapping[str, Any]) -> None:
@@ -176,21 +144,16 @@ class TokenRules:
         """The rules in a file's metadata; None where it has no vocabulary."""
         said = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
         tokens, kind, before = said.get("tokens"), said.get("model"), said.get("pre")
-        if not isinstance(tokens, list) or not tokens:
+        if not tokens:
             return None
         unsaid = _UNSAID.get(str(kind), {})
         named = {name: said.get(f"{word}_token_id", unsaid.get(name)) for name, word in _SPECIAL.items()}
         ids = {name: id for name, id in named.items() if isinstance(id, int) and 0 <= id < len(tokens)}
         late = kind == "gpt2" and before in _BPE_WITH_FIRST
-        first = said.get("add_bos_token", kind in _SENTENCEPIECE or late)
+        first = said.get("add_bos_token", kind in ("llama", "gemma4") or late)
         last = said.get("add_eos_token", kind == "t5")
-        return cls(
-            ids=ids,
-            tokens=tokens,
-            first=[ids["bos"]] if first and "bos" in ids else [],
-            last=[ids["eos"]] if last and "eos" in ids else [],
-            whole=late and before != "chameleon",
-        )
+        start, end = ([ids[name]] if there and name in ids else [] for name, there in (("bos", first), ("eos", last)))
+        return cls(ids, tokens, start, end, whole=late and before != "chameleon")
 
     def save(self, tokenizer: Any, folder: Path) -> None:
         """Make the tokenizer that transformers read from the file follow its rules, and keep it if it does.
@@ -207,25 +170,22 @@ class TokenRules:
             tokenizer.backend_tokenizer.model.ignore_merges = True
         tokenizer.save_pretrained(folder)
         config = folder / "tokenizer_config.json"
-        as_written = {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}}
-        write_json(config, read_json(config) | as_written)
+        write_json(config, read_json(config) | {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}})
         self.check(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that breaks a rule, or most words: older transformers give merges in a wrong order."""
         ids = {name: getattr(tokenizer, f"{name}_token_id") for name in self.ids}
         bare, text = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
-        found = [token for token in self.tokens if token[:1] == _BLANK and len(token) > 3 and token[1:].isalpha()]
-        words = found[:: max(len(found) // _WORDS, 1)][:_WORDS]
-        last = [tokenizer("a " + word[1:], add_special_tokens=False)["input_ids"][-1] for word in words]
-        whole = [word for word, token in zip(words, last, strict=True) if self.tokens[token] == word]
+        words = [token for token in self.tokens if token[:1] == _BLANK and len(token) > 3 and token[1:].isalpha()]
+        words = words[:: max(len(words) // _WORDS, 1)][:_WORDS]
+        ends = [tokenizer("a " + word[1:], add_special_tokens=False)["input_ids"][-1] for word in words]
+        whole = sum(self.tokens[end] == word for word, end in zip(words, ends, strict=True))
+        wanted = self.first + bare + self.last
         for holds, broken in (
             (ids == self.ids, f"special tokens are {ids} instead of {self.ids}"),
-            (
-                text == self.first + bare + self.last,
-                f"a text becomes {text} instead of {self.first + bare + self.last}",
-            ),
-            (2 * len(whole) >= len(words), "the words of its vocabulary come apart: update transformers"),
+            (text == wanted, f"a text becomes {text} instead of {wanted}"),
+            (2 * whole >= len(words), "the words of its vocabulary come apart: update transformers"),
         ):
             if not holds:
                 raise BadInput(f"the file's tokenizer cannot be made as it says ({broken}), so give a folder instead.")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,10 +67,10 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
     if "logits_to_keep" in forward_arguments(model):
         columns, where = query.unique(return_inverse=True)
         return forward(model, inputs | {"logits_to_keep": columns}).logits[row, where].float()
-    found = getattr(forward(model, inputs), "logits", None)
-    if found is None or found.ndim != 3:
+    logits = getattr(forward(model, inputs), "logits", None)
+    if logits is None or logits.ndim != 3:
         raise BadInput(f"{type(model).__name__} gives no logits per token: capture it with logits=False.")
-    return found[row, query].float()
+    return logits[row, query].float()
 
 
 def check_ends(inputs: dict[str, Any], sides: Sequence[PaddingSide]) -> None:
@@ -101,34 +102,28 @@ def model_pad_id(model: Any) -> int | None:
 
 def first_token(model: Any, tokenizer: Any | None) -> int | None:
     """The id that stands first in every prompt a model was trained on; None where that is not known."""
-    added = _added(tokenizer)
-    if added is not None:
-        return added
     config = text_config(model)
     loaded = bool(getattr(model.config, "name_or_path", ""))  # made in memory, it was trained on nothing
     named = getattr(config, "bos_token_id", None)
-    return named if loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST) else None
+    expects = loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST)
+    added = added_token(tokenizer)
+    return named if added is None and expects else added
 
 
-def _added(tokenizer: Any | None) -> int | None:
-    """The id that a tokenizer puts before every text."""
-    if tokenizer is None:
-        return None
+def added_token(tokenizer: Any) -> int | None:
+    """The id that a tokenizer puts before every text; None where it adds none."""
     try:
-        first = tokenizer("a")["input_ids"][0]
-    except Exception:  # one that has no such word adds nothing that we know of
+        whole, bare = (tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"] for add in (True, False))
+    except Exception:  # there is none, or one that has no such word adds nothing that we know of
         return None
-    return first if first in (tokenizer.bos_token_id, getattr(tokenizer, "cls_token_id", None)) else None
+    return whole[0] if list(whole[:1]) != list(bare[:1]) else None
 
 
 def vocabulary_size(model: Any) -> int | None:
     """How many ids a model knows; None where it does not say."""
-    try:
-        embedding = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # models of sounds and pictures may have none
-        return None
-    size = getattr(embedding, "num_embeddings", None)
-    return size if isinstance(size, int) else None
+    with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have none
+        return model.get_input_embeddings().num_embeddings
+    return None
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -142,8 +137,8 @@ def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool
     ids = torch.full((len(rows), width), pad_id)
     mask = torch.zeros((len(rows), width), dtype=torch.long)
     for i, row in enumerate(rows):
-        own = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, own], mask[i, own] = row, 1
+        columns = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, columns], mask[i, columns] = row, 1
     return {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions_of(mask)} if positions else {})
 
 
@@ -201,21 +196,6 @@ def place_of(example: Example, key: int) -> str:
     return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({piece!r})"
 
 
-def check_own_query(example: Example, queries: Sequence[int], keys: Sequence[int]) -> None:
-    """Refuse a labelled key that is the query itself: what a token gives itself is no choice among keys."""
-    for i, (key, at) in enumerate(zip(example.keys, keys, strict=True)):
-        if at in queries and any(key.labels.values()):
-            raise BadInput(
-                f"{place_of(example, i)} is the token that asks: a contrast is of other tokens, so take the label off,"
-                " or let another token ask."
-            )
-
-
-def has_first_token(example: Example, keys: Sequence[int]) -> bool:
-    """Whether a labelled key is the first token of the sequence."""
-    return any(at == 0 and any(key.labels.values()) for key, at in zip(example.keys, keys, strict=True))
-
-
 def notes_of(scope: Scope, task: Any) -> list[str]:
     """What a reader of a task's results with this model must know: the task's own notes, and of first tokens."""
     first = task.starts_with_key and not scope.encoder.adds_first
@@ -242,10 +222,11 @@ def check_visible(
     row, head, key = blind.nonzero()[0].tolist()
     place = place_of(encoded.examples[int(encoded.example[row])], key)
     if int(encoded.places.keys[row, key]) > int(encoded.places.query[row]):
-        how = "mark a key before the query, or another query"
-        raise BadInput(f"{place} stands after the query, and this model looks back only: {how}.")
-    how = "shorten the prompt, or leave this head out"
-    raise BadInput(f"{place} is out of sight of {heads[head]}, which looks only so far back: {how}.")
+        why = "stands after the query, and this model looks back only: mark a key before the query, or another query"
+    else:
+        far = f"is out of sight of {heads[head]}, which looks only so far back"
+        why = f"{far}: shorten the prompt, or leave this head out"
+    raise BadInput(f"{place} {why}.")
 
 
 def answer_ids(
@@ -255,33 +236,26 @@ def answer_ids(
 
     The answer is tokenised where it would stand. One that melts into the prompt's last token cannot be read there.
     """
-    encoder = scope.encoder
-    return [None if example.answers is None else _first_tokens(encoder, example, chat) for example in examples]
+    return [None if example.answers is None else _first_tokens(scope.encoder, example, chat) for example in examples]
 
 
 def _first_tokens(encoder: Encoder, example: Example, chat: bool) -> tuple[list[int], list[int]]:
     assert example.answers is not None
-    if example.text is None:
-        raise BadInput("answers are text, but an example has ids: give its text.")
-    if len(example.queries) > 1:
-        raise BadInput(f"an answer follows one query, but there are {len(example.queries)} in {example.show(80)}.")
+    if example.text is None or len(example.queries) > 1:
+        raise BadInput(f"an answer follows one query of a text: give its text, and mark one ({example.show(80)}).")
     (tokens,) = encoder.tokenise([example], chat)
-    rendered = encoder.render(example.text, chat)[0]
-    query = tokens.queries[0]
+    rendered, query = encoder.render(example.text, chat)[0], tokens.queries[0]
     ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
     before = rendered[: offsets[query][1]]
-    sides = []
-    for answers in (example.answers.right, example.answers.wrong):
-        found: list[int] = []
-        continued = encoder.ids_and_offsets([before + answer for answer in answers], chat)
-        for answer, (ids, _) in zip(answers, continued, strict=True):
-            kept, first = ids[: query + 1] == tokens.ids[: query + 1], ids[query + 1 : query + 2]
-            if not kept or not first or first[0] == encoder.unknown:
-                after = f"after {example.show(80)}: begin it with a blank, or name another"
-                raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
-            found += first
-        sides.append(list(dict.fromkeys(found)))
-    right, wrong = sides
+
+    def first(answer: str) -> int:
+        ((ids, _),) = encoder.ids_and_offsets([before + answer], chat)
+        if ids[: query + 1] != tokens.ids[: query + 1] or ids[query + 1 : query + 2] in ((), (encoder.unknown,)):
+            after = f"after {example.show(80)}: begin it with a blank, or name another"
+            raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
+        return ids[query + 1]
+
+    right, wrong = (list(dict.fromkeys(map(first, side))) for side in (example.answers.right, example.answers.wrong))
     if set(right) & set(wrong):
         raise BadInput(f"a right and a wrong answer begin with the same token after {example.show(80)}: name others.")
     return right, wrong

@@ -1,5 +1,8 @@
-"""From a name to a model in memory: its files are checked, no code of theirs runs, and whatever goes wrong is told in
-one sentence.
+"""From a name to a model in memory: its files are checked, no code of theirs runs, and errors are one sentence.
+
+A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` or ``gemma3-270m`` (inside installed packages), or
+``nano:NAME@STEP`` (shipped; without the step, the last one). A revision is a branch, tag or commit of a hub model, a
+step of a nano model, or a subfolder of a folder that holds one model folder per checkpoint.
 
 transformers runs a model's own Python where it is told to trust it - or where it asks, and somebody (or a pipe) answers
 "y". Not every road to that question carries ``trust_remote_code``: a tokenizer class that is itself an Auto class, a
@@ -9,48 +12,39 @@ through which such code is imported is shut.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 from transformers.generation import utils as generation_utils
 from transformers.utils import cached_file
 from transformers.utils import logging as bars
 
 from qkscope.capture.files import check_report, file_hash, folder_hash, read_config
-from qkscope.capture.names import Place, locate
+from qkscope.capture.packages import EMBEDDED, packaged_file
+from qkscope.capture.spaces import swapped
 from qkscope.capture.tap import SERVED
-from qkscope.errors import BadInput, check_device
+from qkscope.errors import BadInput, check_device, check_name_length
 
 log = logging.getLogger(__name__)
 
+_NANO, _SHIPPED = "nano:", Path(__file__).parents[1] / "data" / "nano"
 _LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError("custom code is never run")
-
-
-_DOORS = (
-    (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
-    (dynamic_module_utils, "get_class_in_module", _refuse),
-    (generation_utils, "get_class_in_module", _refuse),
-)
 _CAUSES = {  # what the errors of a loader are called or say, and what that means
     r"MemoryError|allocate memory|[Oo]ut of memory": "there is not enough memory to load {name}: close other programs, "
     "take a smaller model, or load this one with dtype bfloat16 or spread over devices.",
-    r"RevisionNotFoundError|valid git identifier": "{name} has no revision {revision!r}: check the branch, tag or "
-    "commit.",
-    r"GatedRepoError": "{name} is gated: accept its licence on the hub and log in with `hf auth login`.",
-    r"RepositoryNotFoundError|valid model identifier": "the hub has no model {name}: check the name, or give a folder "
-    "or .gguf file.",
+    r"RevisionNotFoundError|valid git identifier|GatedRepoError|RepositoryNotFoundError|valid model identifier": "the "
+    "hub has no model {name} with revision {revision!r} for you: check both names, or, for a gated model, accept its "
+    "licence and log in with `hf auth login`.",
     r"weights_only|UnpicklingError": "{name} is a pickle that holds more than tensors, which would run when read: "
     "take its safetensors, or have it saved so.",
     r"trust_remote_code|custom code": "{name} brings its own code, which qkscope never runs: use a model transformers "
@@ -58,6 +52,74 @@ _CAUSES = {  # what the errors of a loader are called or say, and what that mean
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|ProxyError|[Cc]onnect": "{name} is not in the local cache and the "
     "hub cannot be reached: connect once to download it, give a local folder, or use smollm2-135m.",
 }
+
+# ---------------------------------------------------------------- what a name stands for
+
+
+class Place(NamedTuple):
+    """Where a model is: its name and revision in results, and its folder or GGUF file; None for one on the hub."""
+
+    name: str
+    revision: str | None
+    path: Path | None
+
+
+def locate(name: str | Path, revision: str | None = None) -> Place:
+    """The place of a model's files; a name that leads nowhere is refused."""
+    model, path = str(name), Path(name).expanduser()
+    if model.startswith(_NANO):
+        model, at, step = model.partition("@")
+        if at and revision not in (None, step):
+            raise BadInput(f"{name} names step {step!r}, but the revision is {revision!r}: give one of them.")
+        revision = step if at else revision or str(nano_steps(model)[-1])
+        path = _SHIPPED / model.removeprefix(_NANO)
+    if revision is not None:
+        check_revisions(model, [revision])
+    if model.lower() in EMBEDDED:
+        return Place(model, revision, packaged_file(model.lower()))
+    gguf = model.lower().endswith(".gguf")
+    try:
+        there, folder = path.exists(), path.is_dir()
+    except OSError as error:
+        check_name_length(error)
+        raise
+    if folder or (gguf and path.is_file()):  # a folder of no model is refused when it is opened
+        return Place(model, revision, path / revision if revision else path)
+    if gguf or there or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        what = "is no model folder and no .gguf file" if there else "does not exist"
+        raise BadInput(f"{name} {what}: give a folder with config.json, a .gguf file or a hub id.")
+    return Place(model, revision, None)
+
+
+def nano_steps(name: str) -> list[int]:
+    """The training steps at which a nano model can be had, in order; ``nano:`` before the name is welcome."""
+    folder = _SHIPPED / name.removeprefix(_NANO)
+    if not folder.is_dir():
+        names = ", ".join(sorted(path.name for path in _SHIPPED.iterdir()))
+        raise BadInput(f"there is no nano model {folder.name!r}: there is {names}.")
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def revisions_of(model: str) -> list[str] | None:
+    """The checkpoints that there are, none of what is one model; None where only the hub knows."""
+    path = Path(model).expanduser()
+    if model.startswith(_NANO):
+        return list(map(str, nano_steps(model)))
+    if path.is_dir() and not (path / "config.json").exists():
+        return sorted(inner.name for inner in path.iterdir() if (inner / "config.json").is_file())
+    return [] if path.exists() or model.lower() in EMBEDDED or model.lower().endswith(".gguf") else None
+
+
+def check_revisions(model: str, names: Sequence[str]) -> None:
+    """Refuse revisions that a model does not have."""
+    there = revisions_of(model)
+    if there == []:
+        raise BadInput(f"{model} is one model, not a folder of checkpoints: leave out the revision {names[0]!r}.")
+    if there and (missing := [name for name in names if name not in there]):
+        raise BadInput(f"{model} has no revision {missing[0]!r}: there is {', '.join(there[:20])}.")
+
+
+# ---------------------------------------------------------------- loading
 
 
 def load(
@@ -74,134 +136,119 @@ def load(
     """
     if device_map is not None and device is not None:
         raise BadInput("device and device_map exclude each other: give one of them.")
-    target = None
-    if device_map is None:
-        target = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if attn is not None and attn not in SERVED:
-        raise BadInput(f"attn is {' or '.join(SERVED)}, not {attn!r}.")
-    options = {"dtype": _dtype(dtype), "attn_implementation": attn, "device_map": device_map}
-    options = {option: value for option, value in options.items() if value is not None}
+    target = (
+        None if device_map is not None else check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    )
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype or "auto"
+    if kind not in ("auto", torch.float32, torch.bfloat16, torch.float16):
+        raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
+    options = {"dtype": kind, "attn_implementation": attn, "device_map": device_map}
     place = locate(name, revision)
     with _guarded(str(name), revision):
-        model, tokenizer, revision, digest = _opened(place, options)
+        model, tokenizer, commit, digest = _open(place, {k: v for k, v in options.items() if v is not None})
         model.eval().requires_grad_(False)
         if target is not None:
             model.to(target)
-    return model, tokenizer, place.name, revision, digest
+    return model, tokenizer, place.name, commit or place.revision, digest
 
 
-def _opened(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str | None, str | None]:
-    """What is at a place, and the hash of its files: those of the hub are there when the model is."""
-    before, of_file, commit = None, None, None
-    if place.path is None:
+def _open(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str | None, str | None]:
+    """The model and tokenizer at a place, the commit on the hub, and the hash of the files."""
+    path, commit = place.path, None
+    if path is None:
         config = Path(cached_file(place.name, "config.json", revision=place.revision))
         read_config(config)  # before transformers makes a config of it
         # the rest comes from the same commit, whatever happens to the branch meanwhile
         commit = config.parent.name if config.parent.parent.name == "snapshots" else place.revision
-        folder, source = config.parent, place.name
-    else:
-        folder = place.path
-        if not folder.is_dir():
-            from qkscope.capture.gguf import dequantised  # takes a while to import
+        model, tokenizer = _model(place.name, place.name, commit, options), _tokenizer(place.name, commit)
+        with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
+            return model, tokenizer, commit, folder_hash(config.parent)
+        return model, tokenizer, commit, None
+    digest, folder = _path_hash(path), path
+    if not path.is_dir():
+        from qkscope.capture.gguf import dequantised  # takes a while to import
 
-            of_file = file_hash(place.path)  # the file holds the config too
-            folder = dequantised(place.path, of_file)
-        before, source = folder_hash(folder), str(folder)
-    model, tokenizer = _model(str(place.path or source), source, commit, options), _tokenizer(source, commit)
-    digest = None
-    with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
-        digest = folder_hash(folder)
-    if before not in (None, digest):
-        raise BadInput(f"{folder} changed while it was loaded: try again when it is written.")
-    return model, tokenizer, commit or place.revision, of_file or digest
+        folder = dequantised(path, digest)
+    model, tokenizer = _model(str(path), str(folder), None, options), _tokenizer(str(folder), None)
+    if _path_hash(path) != digest:
+        raise BadInput(f"{path} changed while it was loaded: try again when it is written.")
+    return model, tokenizer, None, digest
+
+
+def _path_hash(path: Path) -> str:
+    return folder_hash(path) if path.is_dir() else file_hash(path)  # a GGUF file holds the config too
 
 
 def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:
-    """The model at a source, called by its name in what is said of it."""
+    """The model at a source, called by its name in messages.
+
+    Its class is the one that saved the weights, so that none are missing and none are left over: one of transformers'
+    models. An Auto class, a function or whatever else goes by the name in `architectures` is none.
+    """
     asked: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(source, **asked)
     if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
         config._attn_implementation = None
-    # weights of another shape are let through here, and refused by name with what else does not fit
-    asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = _model_class(config, name).from_pretrained(source, **asked, **options)
-    check_report(name, report)
-    return model
-
-
-def _model_class(config: Any, name: str) -> Any:
-    """The class that saved the weights, so that none are missing and none are left over: one of transformers' models.
-
-    An Auto class, a function or whatever else goes by the name in `architectures` is none.
-    """
     named = config.architectures or []
-    found = [getattr(transformers, kind, None) for kind in named if isinstance(kind, str)]
-    models = [kind for kind in found if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
-    models = [kind for kind in models if kind.__module__.startswith("transformers.")]
-    if named and not models:
+    kinds = [getattr(transformers, kind, None) for kind in named if isinstance(kind, str)]
+    classes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
+    classes = [kind for kind in classes if kind.__module__.startswith("transformers.")]
+    if named and not classes:
         raise BadInput(
             f"{name} says that it is a {named[0]!s:.80}, which is no model of transformers, and code that comes with a "
             "model is never run: use a model transformers knows."
         )
-    return models[0] if models else transformers.AutoModelForCausalLM
+    # weights of another shape are let through here, and refused by name with what else does not fit
+    asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = (*classes, transformers.AutoModelForCausalLM)[0].from_pretrained(source, **asked, **options)
+    check_report(name, report)
+    return model
 
 
 def _tokenizer(source: str, revision: str | None) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-        if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-            raise ValueError(f"{type(tokenizer).__name__} is no tokenizer")
     except Exception as error:  # without a tokenizer a model can still be given ids
         log.info("no tokenizer for %s: %s", source, _first_line(error))
         return None
-    return tokenizer
+    return tokenizer if isinstance(tokenizer, transformers.PreTrainedTokenizerBase) else None
 
 
-def _dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
-    if dtype is None or dtype == "auto":
-        return "auto"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
-        raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
-    return found
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("custom code is never run")
+
+
+_DOORS = (
+    (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0),  # no time to answer: transformers refuses instead of asking
+    (dynamic_module_utils, "get_class_in_module", _refuse),
+    (generation_utils, "get_class_in_module", _refuse),
+)
 
 
 @contextmanager
-def swapped(*doors: tuple[Any, str, Any]) -> Iterator[None]:
-    """Within it some modules have others under some of their names."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in doors]
+def quiet() -> Iterator[None]:
+    """No warnings and no bars of transformers, for the duration of a ``with`` block."""
+    level, shown = bars.get_verbosity(), bars.is_progress_bar_enabled()
     try:
-        for module, name, other in doors:
-            setattr(module, name, other)
+        bars.set_verbosity_error()
+        bars.disable_progress_bar()
         yield
     finally:
-        for module, name, own in before:
-            setattr(module, name, own)
-
-
-# ---------------------------------------------------------------- what goes wrong, in one sentence
+        bars.set_verbosity(level)
+        if shown:
+            bars.enable_progress_bar()
 
 
 @contextmanager
 def _guarded(name: str, revision: str | None) -> Iterator[None]:
     """Within it transformers runs no code of a model, does not ask whether to, is silent, and fails in one sentence."""
-    shown = bars.is_progress_bar_enabled()
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
-    with _LOADING, swapped(*_DOORS):
-        bars.disable_progress_bar()
-        for logger in levels:
-            logger.setLevel(logging.ERROR)
-        try:
+    try:
+        with _LOADING, swapped(*_DOORS), quiet():
             yield
-        except BadInput:
-            raise
-        except Exception as error:
-            raise BadInput(_sentence(error, name, revision)) from error
-        finally:
-            for logger, level in levels.items():
-                logger.setLevel(level)
-            if shown:
-                bars.enable_progress_bar()
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(_sentence(error, name, revision)) from error
 
 
 def _sentence(error: Exception, name: str, revision: str | None) -> str:
@@ -218,3 +265,60 @@ def _sentence(error: Exception, name: str, revision: str | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+# ---------------------------------------------------------------- models that other tools hold
+
+
+def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None]:
+    """The transformers model that an object holds, and its tokenizer where none was given.
+
+    A TransformerBridge of TransformerLens replaces parts of the model that it holds by components with hooks, nnsight
+    its modules' forwards. So a fresh instance of the same class is given their tensors: one set of weights, and the
+    other tool's object is left as it is. Neither package is imported: an object is known by its class's package.
+    """
+    packages = {kind.__module__.split(".")[0] for kind in type(model).__mro__}
+    kind = type(model).__name__
+    if "transformer_lens" in packages:
+        if getattr(model, "_weights_processed", False):
+            raise BadInput(
+                f"the weights of this {kind} were processed (layer norms folded, matrices centred), so they are not the"
+                " model's: boot it again, and use it without enable_compatibility_mode(), or with no_processing=True."
+            )
+        inside = getattr(model, "original_model", None)
+    elif "nnsight" in packages:
+        if not getattr(model, "dispatched", True):
+            model.dispatch()  # as its first trace would: until then its weights are not loaded
+        inside = model._module
+    else:
+        return model, tokenizer
+    if not isinstance(inside, PreTrainedModel):
+        raise BadInput(
+            f"this {kind} wraps no model of transformers, so it cannot be looked into: load one with transformers,"
+            " or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)."
+        )
+    return _plain(inside, kind), getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+
+
+def _plain(model: Any, kind: str) -> Any:
+    """A model of the same class on the same tensors, of parts that nobody changed."""
+    tensors = {  # in a bridge, a part that was replaced stands inside its replacement
+        name.replace("_original_component.", ""): tensor
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        raise BadInput(f"the weights of this {kind} are spread over devices: load it on one.")
+    with torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config))
+
+    def same(name: str, empty: Tensor) -> Tensor:
+        tensor = tensors.get(name.lstrip("."))
+        if tensor is None or tensor.shape != empty.shape:
+            raise BadInput(f"this {kind} holds no {name} as its class has: give the model of transformers itself.")
+        return tensor
+
+    for path, module in plain.named_modules():
+        for slots in (module._parameters, module._buffers):
+            slots.update({name: same(f"{path}.{name}", x) for name, x in slots.items() if x is not None})
+    return plain.eval()

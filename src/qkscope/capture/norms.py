@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 _LONG = 1e3  # a vector so long that nothing is seen of what a norm adds under its root
+_SHORT = 1e-3  # and one so short that it is seen
 
 
 class Norm(NamedTuple):
     """A norm taken apart, in float32, whatever convention it stores its weights in.
 
-    It `centres` where it subtracts the mean (LayerNorm). For an input of mean 0 and mean square 1 the scalar σ is 1.
+    It `centres` where it subtracts the mean (LayerNorm). For an input of mean 0 and mean square 1 the scalar σ is 1;
+    ``σ(x) = 1 / sqrt(mean((C x)²) + eps)`` of every norm of the usual kind.
     """
 
     gain: Float[Tensor, "*b d"]
     bias: Float[Tensor, "*b d"]
     centres: bool
+    eps: float = 0.0
 
     def centred(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """Less its mean, where the norm subtracts it."""
@@ -56,7 +59,10 @@ def take_apart(norm: nn.Module, like: Tensor) -> Norm:
     bias, flat = (above + below) / 2, full_output(norm, torch.full_like(signs, _LONG))
     centres = bool((flat - bias).abs().max() < (above - bias).abs().max() / 2)  # nothing is left of a constant vector
     unit = signs - signs.mean(-1, keepdim=True) if centres else signs
-    return Norm((above - below) / 2 * unit.square().mean(-1, keepdim=True).sqrt() / unit, bias, centres)
+    square = unit.square().mean(-1, keepdim=True)
+    own = Norm((above - below) / 2 * square.sqrt() / unit, bias, centres)
+    scalar = own.scalar(_SHORT * signs, full_output(norm, _SHORT * signs))
+    return own._replace(eps=float((1 / scalar.square() - _SHORT**2 * square).mean()))
 
 
 class Frozen:

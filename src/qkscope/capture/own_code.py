@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,22 +32,8 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm")
 _C = 1024.0  # far from 0, so that a cap or a clamp shows, and a power of two, so that a scale stays exact
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One attention that a module computed itself, in the shapes of `Call`; `weights` gives the model's own softmax."""
-
-    module: nn.Module
-    q: Float[Tensor, "b h s d"]
-    k: Float[Tensor, "b g t d"]
-    v: Float[Tensor, "b g t e"]
-    mask: Tensor | None
-    scale: float
-    causal: bool
-    weights: Callable[[], Float[Tensor, "b h s t"]]
-
-
-Serve = Callable[[Seen, Callable[[], Float[Tensor, "b h s e"]]], Float[Tensor, "b h s e"]]
-"""Gets what was seen and a way to the model's own output; gives the output to go on with."""
+Serve = Callable[..., Float[Tensor, "b h s e"]]
+"""Gets a way to the model's own output (``run``), and what was seen as the fields of `Call`; gives the output."""
 
 
 def additive(mask: Tensor) -> Float[Tensor, "..."]:
@@ -59,14 +46,10 @@ def additive(mask: Tensor) -> Float[Tensor, "..."]:
 def own_attention(model: nn.Module) -> list[nn.Module]:
     """The attention modules of a model that asks for no attention function anywhere, innermost ones; else none."""
     named = [part for part in model.modules() if "Attention" in type(part).__name__]
-    if any(_asks(part) for part in named):
+    files = {sys.modules[kind.__module__] for part in named for kind in type(part).__mro__}
+    if any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return []
     return [part for part in named if not any(inner in named for inner in part.modules() if inner is not part)]
-
-
-def _asks(module: nn.Module) -> bool:
-    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[None]:
@@ -84,7 +67,7 @@ def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[No
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Product:
     """A tensor made of a product: the operands, and the steps since. After softmax: what softmax was given and gave."""
 
     tensor: Tensor  # held, so that its id is not used again
@@ -108,7 +91,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, module: nn.Module, batch: int, serve: Serve) -> None:
         super().__init__()
         self.module, self.batch, self.serve = module, batch, serve
-        self.made: dict[int, _Made] = {}
+        self.products: dict[int, _Product] = {}
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note what it does to products; the output of an attention may be changed."""
@@ -116,47 +99,41 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)
-        known = next((self.made[id(arg)] for arg in (*args, *kwargs.values()) if id(arg) in self.made), None)
+        known = next((self.products[id(arg)] for arg in (*args, *kwargs.values()) if id(arg) in self.products), None)
         if name in _PRODUCTS and known is not None and known.weights is not None:
             return self._output(func, known, *args)
         out = func(*args, **kwargs)
         if not isinstance(out, Tensor):
             return out
-        made = None
+        product = None
         if name == "baddbmm":
             start, q, k = args if len(args) == 3 else (args[0], kwargs["batch1"], kwargs["batch2"])
             beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-            made = _Made(out, q, k, out.shape, (lambda x: beta * start + alpha * x,))
+            product = _Product(out, q, k, out.shape, (lambda x: beta * start + alpha * x,))
         elif name in _PRODUCTS and min(arg.ndim for arg in args) > 2:  # a weight has two axes, activations have more
-            made = _Made(out, args[0], args[1], out.shape)
+            product = _Product(out, args[0], args[1], out.shape)
         elif known is not None and name == "softmax":
-            made = replace(known, tensor=out, weights=out)
+            product = replace(known, tensor=out, weights=out)
         elif known is not None:
-            made = replace(known, tensor=out)
+            product = replace(known, tensor=out)
             if known.weights is None:
-                made = replace(made, steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
-        if made is not None:
-            self.made[id(out)] = made
+                product = replace(product, steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
+        if product is not None:
+            self.products[id(out)] = product
         return out
 
     def _heads(self, x: Tensor) -> Float[Tensor, "b h s d"]:
         """With an axis of its own for the heads, where sequences and heads share one."""
         return x if x.ndim == 4 else x.unflatten(0, (self.batch, -1))
 
-    def _output(self, func: Any, made: _Made, weights: Tensor, v: Tensor) -> Tensor:
-        assert made.weights is not None
-        q, k, own = self._heads(made.q), self._heads(made.k).mT, self._heads(made.weights)
+    def _output(self, func: Any, product: _Product, weights: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
-            bias, scale = self._line(made)
-        seen = Seen(self.module, q, k, self._heads(v), bias, scale, False, lambda: own)
-        kept: list[Tensor] = []
-
-        def run() -> Tensor:
-            kept.append(func(weights, v))
-            return self._heads(kept[0])
-
-        out = self.serve(seen, run)
-        return out.reshape(kept[0].shape)
+            bias, scale = self._line(product)
+        q, k, softmax = self._heads(product.q), self._heads(product.k).mT, self._heads(product.weights)  # type: ignore[arg-type]
+        out = func(weights, v)
+        seen = {"module": self.module, "q": q, "k": k, "v": self._heads(v), "mask": bias, "scale": scale}
+        served = self.serve(run=lambda: self._heads(out), causal=False, weights=lambda: softmax, **seen)
+        return served.reshape(out.shape)
 
     def _fused(
         self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any
@@ -167,12 +144,13 @@ class _Watch(TorchFunctionMode):
         eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
         scale, causal = kwargs.get("scale"), bool(kwargs.get("is_causal", False))
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-        seen = Seen(self.module, q, k, v, mask, scale, causal, lambda: func(q, k, eye, attn_mask, **kwargs))
-        return self.serve(seen, lambda: func(q, k, v, attn_mask, **kwargs))
+        seen = {"module": self.module, "q": q, "k": k, "v": v, "mask": mask, "scale": scale, "causal": causal}
+        run, weights = (partial(func, q, k, values, attn_mask, **kwargs) for values in (v, eye))
+        return self.serve(run=run, weights=weights, **seen)
 
-    def _line(self, made: _Made) -> tuple[Float[Tensor, "b h s t"], float]:
+    def _line(self, product: _Product) -> tuple[Float[Tensor, "b h s t"], float]:
         """Bias and scale of the logits, or a refusal."""
-        middle, up, down = (self._heads(made.at(number)) for number in (0.0, _C, -_C / 4))
+        middle, up, down = (self._heads(product.at(number)) for number in (0.0, _C, -_C / 4))
         scales = (up - middle) / _C
         bias = self._counted(middle, scales == 0)  # what a product cannot change is hidden
         shown = bias > -torch.inf
@@ -191,8 +169,8 @@ class _Watch(TorchFunctionMode):
         least = torch.finfo(next(self.module.parameters()).dtype).min / 32
         most = bias.amax(-1, keepdim=True)
         hidden = hidden | (bias <= most + least) | (most <= 16 * least)
-        own = bias.masked_fill(hidden, 0.0).diagonal(bias.shape[-1] - bias.shape[-2], -2, -1)
-        return (bias - own[..., None]).masked_fill(hidden, -torch.inf)
+        self_bias = bias.masked_fill(hidden, 0.0).diagonal(bias.shape[-1] - bias.shape[-2], -2, -1)
+        return (bias - self_bias[..., None]).masked_fill(hidden, -torch.inf)
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: Tensor) -> Callable[[Tensor], Tensor]:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.capture.probe import Shape
+from qkscope.capture.pick import Shape
 from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -65,8 +65,7 @@ class Edit:
         values : Float [b, k, d]
             The keys to put there, as the dot product sees them.
         """
-        _check_shapes("keys", positions, values[..., 0], 2)
-        row, slot = (positions >= 0).nonzero(as_tuple=True)
+        row, slot = _given(positions, values.shape[:2])
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
@@ -82,8 +81,7 @@ class Edit:
         values : Float [b, d]
             The queries to put there, as the dot product sees them.
         """
-        _check_shapes("queries", positions, values[..., 0], 1)
-        (row,) = (positions >= 0).nonzero(as_tuple=True)
+        (row,) = _given(positions, values.shape[:1])
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
@@ -103,10 +101,9 @@ class Edit:
         values : Float [b, k]
             The logits to put there; ``-inf`` hides a key.
         """
-        _check_shapes("logits", positions, values, 2)
         if bool(values.isnan().any()):
             raise BadInput("edited logits are numbers, but some of them are NaN.")
-        row, slot = ((positions >= 0) & (queries >= 0)[:, None]).nonzero(as_tuple=True)
+        row, slot = _given(positions.masked_fill(queries[:, None] < 0, -1), values.shape)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
     @classmethod
@@ -123,14 +120,16 @@ class Edit:
             What it puts out, before W_O.
         """
         (row,) = rows.nonzero(as_tuple=True)
-        return cls(Head.parse(head), "outputs", row, row, row, value.expand(len(row), -1))
+        zero = torch.zeros_like(row)
+        return cls(Head.parse(head), "outputs", row, zero, zero, value.expand(len(row), -1))
 
 
-def _check_shapes(what: str, positions: Tensor, values: Tensor, axes: int) -> None:
-    if positions.ndim != axes or positions.shape != values.shape:
-        wanted = "a position for each of them, " + ("[b, k]" if axes == 2 else "[b]")
-        shapes = f"positions {tuple(positions.shape)} for values {tuple(values.shape)}"
-        raise BadInput(f"edited {what} need {wanted}, but got {shapes}.")
+def _given(positions: Tensor, values: torch.Size) -> tuple[Tensor, ...]:
+    """Where positions are given; there must be one for each of the values."""
+    if positions.shape != values:
+        shapes = f"positions {tuple(positions.shape)} for values {tuple(values)}"
+        raise BadInput(f"an edit needs a position for each of its values, but got {shapes}.")
+    return (positions >= 0).nonzero(as_tuple=True)
 
 
 class Patch:
@@ -160,35 +159,39 @@ class Patch:
         if "queries" in kinds:
             call.q = call.q.clone()
         for edit in edits:
-            if isinstance(edit, Hook):
-                self._hook(edit, call)
-            else:
-                self._apply(edit, call)
+            _hook(edit, call) if isinstance(edit, Hook) else _apply(edit, call)
             if edit.kind != "outputs":
                 call.redo.add(edit.head.index)
 
-    @staticmethod
-    def _hook(hook: Hook, call: Call) -> None:
-        index, cached = hook.head.index, call.q.shape[2] < call.k.shape[2]
-        if hook.kind == "keys":
-            call.k[:, index] = hook.edited(call.k[:, index])
-        elif not (cached and hook.tokens):  # with a cache only the newest queries are computed: those named have passed
-            call.q[:, index] = hook.edited(call.q[:, index])
 
-    @staticmethod
-    def _apply(edit: Edit, call: Call) -> None:
-        (batch, _, queries, _), keys, index = call.q.shape, call.k.shape[2], edit.head.index
-        row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
-        if edit.kind == "outputs":
-            rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
-            one = value[:1, None] if len(value) else value[None]
-            call.outputs[index] = lambda z: torch.where(rows[:, None, None], one.to(z), z) if len(value) else z
-            return
-        if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
-            raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
-        if edit.kind == "keys":
-            call.k[row, index, key] = value.to(call.k.dtype)
-            return
+def _hook(hook: Hook, call: Call) -> None:
+    index, cached = hook.head.index, call.q.shape[2] < call.k.shape[2]
+    if hook.kind == "keys":
+        call.k[:, index] = hook.edited(call.k[:, index])
+    elif not (cached and hook.tokens):  # with a cache only the newest queries are computed: those named have passed
+        call.q[:, index] = hook.edited(call.q[:, index])
+
+
+def _apply(edit: Edit, call: Call) -> None:
+    (batch, _, queries, _), keys, index = call.q.shape, call.k.shape[2], edit.head.index
+    row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
+    if (
+        edit.kind != "outputs"
+        and len(row)
+        and max(int(row.max()) - batch, int(torch.maximum(query, key).max()) - keys) >= 0
+    ):
+        raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
+    if edit.kind == "outputs":
+        rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
+        before = call.outputs.get(index, lambda z: z)  # of other sequences
+        if len(value):
+            call.outputs[index] = lambda z: torch.where(rows[:, None, None], value[:1, None].to(z), before(z))
+        return
+    if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
+        raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
+    if edit.kind == "keys":
+        call.k[row, index, key] = value.to(call.k.dtype)
+    else:
         query = query - (keys - queries)  # with a cache only the newest queries are computed
         row, query, key, value = (x[query >= 0] for x in (row, query, key, value))
         if edit.kind == "queries":

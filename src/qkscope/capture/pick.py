@@ -1,4 +1,5 @@
-"""Queries and keys at chosen positions, with everything needed to rebuild the model's own attention row.
+"""What there is to pick in a model (layers, heads), where to look, and what was picked: queries and keys at chosen
+positions, with everything needed to rebuild the model's own attention row.
 
 For a row (one query of one example), a head h with key head g, and the named keys i:
 ``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``, ``rest_h = log Σ exp ℓ`` over every key not named (and the sink), so that
@@ -8,8 +9,9 @@ For a row (one query of one example), a head h with key head g, and the named ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +19,157 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
+from qkscope.capture.inputs import PaddingSide
 from qkscope.capture.spaces import Space
+from qkscope.capture.tap import Anatomy
 from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_heads
+from qkscope.kinds import checked_class
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
+
+    A layer without attention has no heads; `instead` names the module that it has in its place.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    offset: int | None
+    refusals: dict[Space, str]
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the probe found.
+
+    Attributes
+    ----------
+    layers : tuple of Layer
+        Each layer's attention.
+    layer_of : dict
+        ``id(attention module) -> layer``.
+    takes_positions : bool
+        Whether the positions 0, 1, 2, ... may be passed.
+    first_position : int
+        What the model itself calls the position of a first token: 0 in nearly every family.
+    sides : tuple of str
+        Where prompts can be padded without a change to their vectors, the best side first.
+    anatomy : Anatomy
+        What the tap holds on to.
+    """
+
+    layers: tuple[Layer, ...]
+    layer_of: dict[int, int]
+    takes_positions: bool
+    first_position: int
+    sides: tuple[PaddingSide, ...]
+    anatomy: Anatomy
+
+
+@checked_class
+class Shape:
+    """What was read off live attention calls (`facts`), in words."""
+
+    name: str
+    facts: Facts
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.facts.layers)
+
+    def _uniform(self, what: str) -> int:
+        values = sorted({getattr(layer, what) for layer in self.facts.layers if layer.n_heads})
+        if len(values) > 1:
+            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
+        return values[0]
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads per layer."""
+        return self._uniform("n_heads")
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key heads per layer."""
+        return self._uniform("n_kv_heads")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def d_head(self) -> int:
+        """Width of a query."""
+        return self._uniform("d_head")
+
+    def heads(self) -> list[Head]:
+        """Every head of the model.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").heads()[:2]
+        [Head L0H0, Head L0H1]
+        """
+        return list(_heads(tuple(layer.n_heads for layer in self.facts.layers)))
+
+    def check(self, head: Head | str) -> Head:
+        """The head, if the model has it; otherwise a sentence that names the range.
+
+        Parameters
+        ----------
+        head : Head or str
+            Like ``L2H3``.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").check("L9H0")
+        Traceback (most recent call last):
+        qkscope.errors.BadInput: L9H0 does not exist: nano:mixed has layers L0 to L2.
+        """
+        head = Head.parse(head)
+        if head.layer >= self.n_layers:
+            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
+        count, instead = self.facts.layers[head.layer].n_heads, self.facts.layers[head.layer].instead
+        if instead:
+            with_heads = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
+            raise BadInput(
+                f"{head} does not exist: layer {head.layer} of {self.name} has a {instead} instead of attention; heads"
+                f" are in {with_heads}."
+            )
+        if head.index >= count:
+            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
+        return head
+
+    def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
+        """Heads by name, checked.
+
+        Parameters
+        ----------
+        heads : str, Head, or sequence of them
+            ``"L2H3,L1H0"``, or heads; None or ``"all"`` is every head.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").parse("L2H3, L1H0")
+        [Head L2H3, Head L1H0]
+        """
+        if heads is None or heads == "all":
+            return self.heads()
+        return [self.check(head) for head in parse_heads(heads)]
+
+
+@lru_cache(maxsize=64)  # every batch asks, and a model has a thousand
+def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
+    return tuple(Head(layer, i) for layer, count in enumerate(counts) for i in range(count))
 
 
 @dataclass(frozen=True)
@@ -134,16 +284,6 @@ class Capture:
         if self.rest is None:
             raise BadInput("attention needs the whole row: capture with rest=True.")
         return self.rows().attention()
-
-    def to(self, device: torch.device | str) -> Capture:
-        """The same batch on another device."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        labels = {name: value.to(device) for name, value in self.labels.items()}
-        return dataclasses.replace(self, **moved, labels=labels)
 
     def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
         """Some of the rows, in this order."""

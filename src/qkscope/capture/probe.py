@@ -7,213 +7,66 @@ of which width, and where its rotation sits in the vector. A model whose layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
 from qkscope.capture.layers import place_of
 from qkscope.capture.own_code import own_attention
-from qkscope.capture.refused import check_honoured, check_kind, refusal, replaced, without_attention
-from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_types
+from qkscope.capture.pick import Facts, Layer
+from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_settings
 from qkscope.capture.tap import Anatomy, Call, Stop, cleared, tap
 from qkscope.errors import BadInput
-from qkscope.heads import Head, parse_heads
-from qkscope.kinds import checked_class
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
-
-    A layer without attention has no heads; `instead` names the module that it has in its place.
-    """
-
-    n_heads: int
-    n_kv_heads: int
-    d_head: int
-    offset: int | None
-    refusals: dict[Space, str]
-    instead: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the probe found.
-
-    Attributes
-    ----------
-    layers : tuple of Layer
-        Each layer's attention.
-    layer_of : dict
-        ``id(attention module) -> layer``.
-    takes_positions : bool
-        Whether the positions 0, 1, 2, ... may be passed.
-    first_position : int
-        What the model itself calls the position of a first token: 0 in nearly every family.
-    sides : tuple of str
-        Where prompts can be padded without a change to their vectors, the best side first.
-    anatomy : Anatomy
-        What the tap holds on to.
-    """
-
-    layers: tuple[Layer, ...]
-    layer_of: dict[int, int]
-    takes_positions: bool
-    first_position: int
-    sides: tuple[PaddingSide, ...]
-    anatomy: Anatomy
-
-
-@checked_class
-class Shape:
-    """What was read off live attention calls (`facts`), in words."""
-
-    name: str
-    facts: Facts
-
-    @property
-    def n_layers(self) -> int:
-        """Number of layers."""
-        return len(self.facts.layers)
-
-    def _uniform(self, what: str) -> int:
-        values = sorted({getattr(layer, what) for layer in self.facts.layers if layer.n_heads})
-        if len(values) > 1:
-            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
-        return values[0]
-
-    @property
-    def n_heads(self) -> int:
-        """Query heads per layer."""
-        return self._uniform("n_heads")
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Key heads per layer."""
-        return self._uniform("n_kv_heads")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key head."""
-        return self.n_heads // self.n_kv_heads
-
-    @property
-    def d_head(self) -> int:
-        """Width of a query."""
-        return self._uniform("d_head")
-
-    def heads(self) -> list[Head]:
-        """Every head of the model.
-
-        Examples
-        --------
-        >>> from qkscope import Scope
-        >>> Scope.load("nano:mixed").heads()[:2]
-        [Head L0H0, Head L0H1]
-        """
-        return list(_heads(tuple(layer.n_heads for layer in self.facts.layers)))
-
-    def check(self, head: Head | str) -> Head:
-        """The head, if the model has it; otherwise a sentence that names the range.
-
-        Parameters
-        ----------
-        head : Head or str
-            Like ``L2H3``.
-
-        Examples
-        --------
-        >>> from qkscope import Scope
-        >>> Scope.load("nano:mixed").check("L9H0")
-        Traceback (most recent call last):
-        qkscope.errors.BadInput: L9H0 does not exist: nano:mixed has layers L0 to L2.
-        """
-        head = Head.parse(head)
-        if head.layer >= self.n_layers:
-            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
-        count, instead = self.facts.layers[head.layer].n_heads, self.facts.layers[head.layer].instead
-        if instead:
-            with_heads = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
-            raise BadInput(
-                f"{head} does not exist: layer {head.layer} of {self.name} has a {instead} instead of attention; heads"
-                f" are in {with_heads}."
-            )
-        if head.index >= count:
-            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
-        return head
-
-    def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
-        """Heads by name, checked.
-
-        Parameters
-        ----------
-        heads : str, Head, or sequence of them
-            ``"L2H3,L1H0"``, or heads; None or ``"all"`` is every head.
-
-        Examples
-        --------
-        >>> from qkscope import Scope
-        >>> Scope.load("nano:mixed").parse("L2H3, L1H0")
-        [Head L2H3, Head L1H0]
-        """
-        if heads is None or heads == "all":
-            return self.heads()
-        return [self.check(head) for head in parse_heads(heads)]
-
-
-@lru_cache(maxsize=64)  # every batch asks, and a model has a thousand
-def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
-    return tuple(Head(layer, i) for layer, count in enumerate(counts) for i in range(count))
 
 
 @torch.no_grad()
 def probe(model: Any) -> Facts:
     """Read a model's attention off a short forward, or refuse the model with the reason."""
-    check_kind(model)
+    _check_kind(model)
     inputs = feed.short_inputs(model)
-    implementation = model.config._attn_implementation
-    calls = _calls(model, inputs, lambda call: check_honoured(implementation, call))
+    calls = _calls(model, inputs)
     if not calls:
         code = "they hold attention code of their own, in which no softmax of one product q·k is seen"
-        why = replaced(model) or (code if own_attention(model) else "none of their modules is an attention that does")
+        why = _replaced(model) or (code if own_attention(model) else "none of their modules is an attention that does")
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
-    modules = [id(call.module) for call in calls]
+    first, modules = calls[0], [call.module for call in calls]
     if len(set(modules)) < len(modules):
         raise refusal(model, "one attention module is called several times in a pass")
-    instead = without_attention(model, calls)
-    given, seen = inputs.get("input_ids", calls[0].k[:, 0, :, 0]).shape[1], calls[0].k.shape[2]
+    instead = _without_attention(model, calls)
+    given, seen = inputs.get("input_ids", first.k[:, 0, :, 0]).shape[1], first.k.shape[2]
     if given != seen:
         raise refusal(model, f"of {given} tokens its attention makes {seen}, so which is which is not known")
-    if calls[0].biases:
-        added = f"its attention call adds a learned {calls[0].biases[0]} to its logits"
+    if first.biases:
+        added = f"its attention call adds a learned {first.biases[0]} to its logits"
         raise refusal(model, f"{added}, so they are not scale q·k + mask")
     family = _family_refusals(model, inputs, calls)
-    takes_positions, first_position, sides = _counting(model, inputs, calls, bool(instead))
-    names = {id(module): name for name, module in model.named_modules()}
-    places = [place_of(model, names[module]) for module in modules]
+    counting = _counting(model, inputs, calls, bool(instead))
+    places = [_place(model, module) for module in modules]
     numbers = [i if place is None else place[1] for i, place in enumerate(places)]
-    layer_of = dict(zip(modules, numbers, strict=True))
-    found = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
-    found |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
-    layers = tuple(found[number] for number in sorted(found))
-    return Facts(layers, layer_of, takes_positions, first_position, sides, Anatomy.of(model))
+    layers = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
+    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
+    layer_of = dict(zip(map(id, modules), numbers, strict=True))
+    return Facts(tuple(layers[number] for number in sorted(layers)), layer_of, *counting, Anatomy.of(model))
 
 
-def _calls(
-    model: Any, inputs: dict[str, Tensor], look: Callable[[Call], None] | None = None, last: int | None = None
-) -> list[Call]:
+def _place(model: Any, module: nn.Module) -> tuple[nn.ModuleList, int] | None:
+    return place_of(model, next(name for name, part in model.named_modules() if part is module))
+
+
+def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> list[Call]:
     """Every attention call of one forward, or those up to one layer."""
     calls: list[Call] = []
+    implementation = model.config._attn_implementation
 
     def visit(call: Call) -> None:
-        if look is not None:
-            look(call)
+        # SDPA has no place for a soft-cap or a sink; some versions refuse them, others drop them without a word
+        for what, value in (("soft-cap", call.softcap), ("attention sink", call.sinks)):
+            if value is not None and implementation != "eager":
+                drops = f"{implementation} attention drops this model's {what}"
+                raise BadInput(f"{drops}: load the model with attn='eager'.")
         calls.append(call)
         if call.layer == last:
             raise Stop
@@ -224,12 +77,13 @@ def _calls(
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise refusal(model, replaced(model) or f"a short forward failed with {error!r}") from error
+        raise refusal(model, _replaced(model) or f"a short forward failed with {error!r}") from error
     return calls
 
 
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
-    kind, types = model.config.model_type, rotary_types(feed.text_config(model))
+    kind = model.config.model_type
+    types = {settings["rope_type"] for settings in rotary_settings(feed.text_config(model))}
     unseen = types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls)
     if unseen or (calls[0].weights is not None and _turns_unheard(model, inputs, calls)):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
@@ -255,18 +109,16 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
     hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
     with cleared(hooks):
         others = _calls(model, inputs)
-    close = 5e-2 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else 1e-3
     apart = 0.0
     for call, other in zip(calls, others, strict=True):
         places = torch.arange(call.q.shape[2], device=call.q.device)
-        before, after = (one.mask_rows(torch.zeros_like(places), places) for one in (call, other))
+        before, after = (seen.mask_rows(torch.zeros_like(places), places) for seen in (call, other))
         if not torch.allclose(before, after, rtol=1e-3, atol=1e-3):
             why = "its attention adds to a logit what depends on the tokens, besides q·k"
             raise refusal(model, f"{why}, so they are not scale q·k + bias")
         if call.rotary is None:
-            moved = [(x - x[:, :, :1]).float().norm() / x.float().norm().clamp_min(1e-12) for x in (other.q, other.k)]
-            apart = max(apart, *map(float, moved))
-    return apart > close
+            apart = max(apart, *(_apart(x[:, :, :1], x) for x in (other.q, other.k)))
+    return apart > _close(calls[0].q)
 
 
 def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
@@ -291,18 +143,18 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
 
 
 def _offset(call: Call, rotary: Rotary) -> int | None:
-    """Where the rotated part sits in the vectors the dot product sees: at the front, at the end, or not as it was."""
-    width = rotary.q_rotated.shape[-1]
+    """Where the rotated part sits in the vectors the dot product sees: at the front, at the end, or not as it was.
+
+    Heads are the rotated ones: each its own, or all the same one (latent attention).
+    """
+    width, pairs = rotary.q.shape[-1], ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
+    if any(rotated.shape[1] not in (1, seen.shape[1]) for seen, rotated in pairs):
+        return None
     for offset in (0, call.q.shape[-1] - width):
-        pairs = ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
-        if all(_holds(seen[..., offset : offset + width], rotated) for seen, rotated in pairs):
+        parts = ((seen[..., offset : offset + width], rotated) for seen, rotated in pairs)
+        if all(torch.equal(part, rotated.to(part).expand_as(part)) for part, rotated in parts):
             return offset
     return None
-
-
-def _holds(seen: Tensor, rotated: Tensor) -> bool:
-    """Whether heads are the rotated ones: each its own, or all the same one (latent attention)."""
-    return rotated.shape[1] in (1, seen.shape[1]) and torch.equal(seen, rotated.to(seen).expand_as(seen))
 
 
 def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
@@ -346,22 +198,92 @@ def _counting(
 
 
 def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
-    (alone,) = feed.short_ids(model, (6,))
-    longer, _ = feed.short_ids(model, (9, 6))
+    (alone,), (longer, _) = feed.short_ids(model, (6,)), feed.short_ids(model, (9, 6))
     batch = feed.pad_rows([longer, alone], feed.model_pad_id(model) or 0, side, takes_positions)
     batch = {name: value.to(feed.input_device(model)) for name, value in batch.items()}
-    own = slice(3, None) if side == "left" else slice(None, 6)
+    columns = slice(3, None) if side == "left" else slice(None, 6)
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
-    return _same_vectors(calls, _calls(model, batch, last=last), own)
+    return _same_vectors(calls, _calls(model, batch, last=last), columns)
 
 
 def _same_vectors(calls: list[Call], others: list[Call], columns: slice = slice(None)) -> bool:
     """Whether two forwards gave the same queries and keys, the second in its last row and some of its columns."""
-    close = 5e-2 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    for call, other in zip(calls, others, strict=False):
-        for ours, theirs in ((call.q, other.q), (call.k, other.k)):
-            apart = (theirs[-1:, :, columns] - ours).float().norm() / ours.float().norm().clamp_min(1e-12)
-            if not float(apart) <= close:
-                return False
-    return True
+    pairs = [pair for a, b in zip(calls, others, strict=False) for pair in ((a.q, b.q), (a.k, b.k))]
+    return all(_apart(theirs[-1:, :, columns], ours) <= _close(ours) for ours, theirs in pairs)
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    return float((x - y).float().norm() / y.float().norm().clamp_min(1e-12))
+
+
+def _close(x: Tensor) -> float:
+    return 5e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-3
+
+
+# ---------------------------------------------------------------- why a model cannot be looked into
+
+
+def refusal(model: Any, why: str) -> BadInput:
+    """What is raised about a model that cannot be looked into."""
+    return BadInput(f"{model.config.model_type} cannot be looked into: {why}.")
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse what cannot be watched or fed: compiled code, two stacks of layers, or neither ids nor pixels."""
+    if hasattr(model, "_orig_mod") or any(part._compiled_call_impl for part in model.modules()):
+        raise BadInput("compiled code cannot be looked into: give the model as it was before torch.compile.")
+    if model.dtype == torch.float64:
+        raise BadInput("a model in float64 is not looked into: load it with dtype float32, bfloat16 or float16.")
+    read = model.main_input_name
+    has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
+    if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
+        kind = model.config.model_type
+        raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
+    if read not in ("input_ids", "pixel_values"):
+        given = "qkscope can give a model only token ids or an image"
+        raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
+
+
+def _replaced(model: Any) -> str | None:
+    """Say so where the forward of an attention (or of what holds one) is not of its class's own file."""
+    for part in model.modules():
+        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
+            continue
+        forward = vars(part).get("forward", type(part).forward)  # wrappers, as accelerate's, keep the name of the file
+        if forward.__module__ not in {kind.__module__ for kind in type(part).__mro__}:
+            return (
+                f"the forward of {type(part).__name__} was replaced by {forward.__qualname__}, which bypasses"
+                " transformers' attention interface: load the model without that patch"
+            )
+    return None
+
+
+def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
+    """Layers that did not call, and the module that each has instead of attention.
+
+    Refuses a model whose layers did not call for another reason: they need what was not given, or call several times.
+    """
+    place = _place(model, calls[0].module)
+    blocks = [] if place is None else list(place[0])
+    expected = len(blocks) or getattr(feed.text_config(model), "num_hidden_layers", len(calls))
+    called = {id(call.module) for call in calls}
+    seeing = [block for block in blocks if any(id(part) in called for part in block.modules())]
+    silent = {i: block for i, block in enumerate(blocks) if block not in seeing}
+    if len(calls) == expected and not silent:
+        return {}
+    if any("cross" in name for block in silent.values() for name, _ in block.named_children()):
+        why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
+        raise refusal(model, f"{why}, and qkscope gives it text alone")
+    if len(calls) > expected:
+        why = f"{len(calls)} attention calls come from {expected} layers"
+        raise refusal(model, f"{why}, so which layer is which is not known")
+    usual = {type(part) for block in seeing for part in block.children()}
+    instead = {
+        i: [type(part).__name__ for part in block.children() if type(part) not in usual] for i, block in silent.items()
+    }
+    attentions = {type(call.module) for call in calls}
+    alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
+    if len(calls) != len(seeing) or alike or not all(instead.values()):
+        raise refusal(model, f"only {len(calls)} of its {expected} layers call transformers' attention interface")
+    return {i: kinds[0] for i, kinds in instead.items()}

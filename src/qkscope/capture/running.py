@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ class Running(Changeable):
         *visits: Callable[[Call], None],
         rotary: bool = False,
         logits_at: Places | None = None,
+        first: int = 0,
+        only: Collection[int] | None = None,
     ) -> Float[Tensor, "b v"] | None:
         """Run one batch under the tap: each visitor sees, and may change, every attention call.
 
@@ -49,6 +51,10 @@ class Running(Changeable):
             Whether to record what the model's rotary function was given (`Call.rotary`).
         logits_at : Places, optional
             Run the whole model, not its body alone, and return next-token logits at these queries.
+        first : int
+            The first layer that runs, where those before it are made to hand on what they put out before.
+        only : collection of int, optional
+            The layers that are shown; all by default.
 
         Examples
         --------
@@ -59,7 +65,8 @@ class Running(Changeable):
         [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
         """
         scores = None
-        with self._tap(*visits, rotary=rotary) as called:
+        shown = None if self.is_changed else only  # changes are made in any layer
+        with self._tap(*visits, rotary=rotary, first=first, only=shown) as called:
             if logits_at is None:
                 forward(self.model.base_model, inputs)
             else:
@@ -69,11 +76,19 @@ class Running(Changeable):
         return scores
 
     @contextmanager
-    def _tap(self, *visits: Callable[[Call], None], rotary: bool = False) -> Iterator[list[int]]:
+    def _tap(
+        self,
+        *visits: Callable[[Call], None],
+        rotary: bool = False,
+        first: int = 0,
+        only: Collection[int] | None = None,
+    ) -> Iterator[list[int]]:
         facts = self.facts
+        shown = facts.layer_of.values() if only is None else only
+        layers = {module: layer for module, layer in facts.layer_of.items() if first <= layer and layer in shown}
         with (
             self.changed() as changes,
-            tap(self.model, *changes, *visits, layers=facts.layer_of, rotary=rotary, anatomy=facts.anatomy) as called,
+            tap(self.model, *changes, *visits, layers=layers, rotary=rotary, anatomy=facts.anatomy) as called,
         ):
             yield called
 

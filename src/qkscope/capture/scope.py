@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from qkscope.capture.check import Check, check_model, check_once
 from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, input_device
-from qkscope.capture.lengths import Check, check_model, check_once
-from qkscope.capture.load import load
+from qkscope.capture.load import load, unwrapped
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import probe
 from qkscope.capture.running import Running
 from qkscope.capture.spaces import Space
-from qkscope.capture.wrapped import unwrapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.kinds import Count, checked_class
-from qkscope.runs.shards import stream
+from qkscope.runs.work import stream
 
 
 @checked_class
@@ -60,8 +59,6 @@ class Scope(Running):
     >>> scope.n_layers, scope.n_heads, scope.n_kv_heads, scope.d_head
     (3, 4, 2, 24)
     """
-
-    comes_from = "as Scope.load(name) gives"
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Scope(Running):
         dtype: str | torch.dtype | None = None,
         device_map: Any | None = None,
         revision: str | None = None,
-        attn: str | None = None,
+        attn: Literal["sdpa", "eager"] | None = None,
         check: bool = True,
     ) -> Scope:
         """Load a model by name and check that it can be looked into. Code that comes with a model is never run.
@@ -216,6 +213,26 @@ class Scope(Running):
         batch.inputs["input_ids"] = self.replaced(batch.inputs["input_ids"], batch.inputs["attention_mask"])
         return batch
 
+    def place(self, prompt: Example | str, token: int | str | None, *, chat: bool = False) -> int | None:
+        """The place of a token in a prompt, where it is named by its text; a place, or None, is given back.
+
+        Parameters
+        ----------
+        prompt : as the model is given it.
+        token : as it reads (``" John"``), with its number where it stands several times (``"to#2"``); or its place.
+        chat : whether the prompt goes into the chat template.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> scope.place("hat: O jam: Z jam:", "jam#2"), scope.place("hat: O jam: Z jam:", "Z")
+        (7, 6)
+        """
+        if not isinstance(token, str):
+            return token
+        inputs = self.encode([prompt], chat=chat).inputs
+        return self.column(inputs["input_ids"][0], inputs["attention_mask"][0].bool(), token)
+
     def capture(
         self,
         examples: Sequence[Example | str],
@@ -270,7 +287,7 @@ class Scope(Running):
             encoded = self._pad(prompts, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
-        return (part.value for part in stream(prompts.batches(batch_size)[shard[0] :: shard[1]], run, progress))
+        return stream(prompts.batches(batch_size)[shard[0] :: shard[1]], run, progress)
 
     @torch.no_grad()
     def capture_inputs(

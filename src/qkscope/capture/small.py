@@ -1,6 +1,6 @@
 """A small copy of any config, and loud weights for its model: what is slow to check at full size is checked there.
 
-Sizes shrink by the names of their fields (``[sizes]`` in families.toml), so no family has a config of its own here. So
+Sizes shrink by the names of their fields (``[sizes]`` in small.toml), so no family has a config of its own here. So
 do lengths (``[lengths]``): a window, a chunk, the length a rotation was extended from. Whatever begins beyond one of
 them begins in the small copy at a few tokens. Of the layers one of each kind is kept, as the config lists them.
 
@@ -19,20 +19,14 @@ from typing import Any
 
 import torch
 
-TABLE = tomllib.loads(files("qkscope.capture").joinpath("families.toml").read_text("utf-8"))
-_LENGTHS = [(re.compile(name), at_most) for name, at_most in TABLE["lengths"].items()]
-_SIZES = [(re.compile(name), at_most) for name, at_most in TABLE["sizes"].items()]
+_TABLE = tomllib.loads(files("qkscope.capture").joinpath("small.toml").read_text("utf-8"))
+_LENGTHS = [(re.compile(name), at_most) for name, at_most in _TABLE["lengths"].items()]
+_SIZES = [(re.compile(name), at_most) for name, at_most in _TABLE["sizes"].items()]
 _DEPTH = re.compile(r"(num_hidden|num_decoder|num_encoder|num|n|decoder|encoder)_layers|n_layer|num_blocks|depth")
 _LAYERS = 4  # at most
-_DERIVED = (
-    "model_type",
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "out_features",
-    "out_indices",
-    "stage_names",
-)
+_DERIVED = [
+    "model_type", "transformers_version", "architectures", "dtype", "out_features", "out_indices", "stage_names",
+]  # fmt: skip
 
 
 def named_lengths(config: Any) -> dict[str, int]:
@@ -106,10 +100,10 @@ def _by_layer(value: Any, depth: int) -> list[Any] | None:
 def _of_layers(name: str, value: Any, by_layer: list[Any], kept: list[int]) -> Any:
     there = [by_layer[i] for i in kept]
     if isinstance(value, Mapping):
-        return {i: _small(one) for i, one in enumerate(there) if one is not None}
-    if all(isinstance(one, bool) for one in there) and not isinstance(value[0], bool):
-        return [i for i, one in enumerate(there) if one]
-    return [_smaller(name, one) for one in there]
+        return {i: _small(kind) for i, kind in enumerate(there) if kind is not None}
+    if all(isinstance(kind, bool) for kind in there) and not isinstance(value[0], bool):
+        return [i for i, kind in enumerate(there) if kind]
+    return [_smaller(name, kind) for kind in there]
 
 
 def _smaller(name: str, value: Any) -> Any:

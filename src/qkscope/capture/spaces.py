@@ -10,8 +10,9 @@ YaRN hides in them; dividing by ``a`` leaves a pure rotation.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from types import ModuleType
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 Space = Literal["post_rope", "pre_rope", "query_frame"]
 SPACES: tuple[Space, ...] = get_args(Space)
+_CLASS = object()  # an attribute that the class has, not the object
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there."""
@@ -39,11 +41,17 @@ class Rotary:
     sin: Tensor
     q_rotated: Float[Tensor, "b h s r"]
     k_rotated: Float[Tensor, "b g s r"]
+    alone: bool = False  # it was given one of the two, which stands here as both
 
     def slim(self) -> Rotary:
         """The rotation alone, without the vectors that it was given."""
-        names = ("q", "k", "q_rotated", "k_rotated")
-        return replace(self, **{name: getattr(self, name)[:1, :1, :1].clone() for name in names})
+        empty = self.q.new_empty(1, 1, 1, self.q.shape[-1])
+        return replace(self, q=empty, k=empty, q_rotated=empty, k_rotated=empty)
+
+    def unit(self) -> Rotary:
+        """The rotation without its attention scaling."""
+        scaling = (self.cos.float().square() + self.sin.float().square()).sqrt()
+        return replace(self, cos=self.cos / scaling, sin=self.sin / scaling)
 
     def unrotated(
         self, q: Float[Tensor, "b h s d"], k: Float[Tensor, "b g t d"], offset: int
@@ -73,20 +81,8 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        # cos and sin are [b or 1, s, c], the same for every head; one row per query, one position
-        row = batch if self.cos.shape[0] > 1 else torch.zeros_like(batch)
-        cos, sin = (table[row, position][:, None].float() for table in (self.cos, self.sin))
-        scaling = (cos.square() + sin.square()).sqrt()
-        width = self.q.shape[-1]
-        part = slice(offset, offset + width)
-        turned = self.function(
-            q[..., None, part].contiguous(), k[..., part].contiguous(), cos / scaling, -sin / scaling
-        )
-        if width == q.shape[-1]:
-            return turned[0].squeeze(-2), turned[1]
-        q, k = q.clone(), k.clone()
-        q[..., part], k[..., part] = turned[0].squeeze(-2), turned[1]
-        return q, k
+        q, k = self._rotate(q[:, :, None], k, batch, position[:, None], offset, back=True, pure=True)
+        return q[:, :, 0], k
 
     def turn(
         self,
@@ -109,98 +105,97 @@ class Rotary:
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
         """
-        # a layer of a model split over devices has its tables beside it
+        return self._rotate(x, x[:, :1], batch, positions, offset, back)[0]
+
+    def _rotate(
+        self, q: Tensor, k: Tensor, batch: Tensor, positions: Tensor, offset: int, back: bool, pure: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The family's own function at some positions; ``pure`` leaves out the attention scaling."""
+        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
         row, positions = (index.to(self.cos.device) for index in (batch, positions))
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
+        cos, sin = (table[row, positions].to(q) for table in (self.cos, self.sin))
+        if pure:
+            scaling = (cos.square() + sin.square()).sqrt()
+            cos, sin = cos / scaling, sin / scaling
         part = slice(offset, offset + self.q.shape[-1])
-        turned = self.function(x[..., part].contiguous(), x[:, :1, :, part].contiguous(), cos, -sin if back else sin)[0]
-        if turned.shape[-1] == x.shape[-1]:
-            return turned
-        x = x.clone()
-        x[..., part] = turned
-        return x
+        turned = self.function(q[..., part].contiguous(), k[..., part].contiguous(), cos, -sin if back else sin)
+        if self.q.shape[-1] < q.shape[-1]:
+            q, k = q.clone(), k.clone()
+            q[..., part], k[..., part] = turned
+            return q, k
+        return turned
 
 
-@dataclass(frozen=True)
-class Turned:
-    """What a rotary function of queries or keys alone was given, positions before heads: ``[b, s, h, r]``."""
-
-    function: Callable[..., Tensor]
-    x: Float[Tensor, "b s h r"]
-    cos: Tensor
-    sin: Tensor
-    rotated: Float[Tensor, "b s h r"]
-
-
-def heard_rotary(heard: list[Rotary | Turned], q: Float[Tensor, "b h s d"]) -> Rotary | None:
+def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
     """The rotation of one attention call, from what was heard since the call before; which of two is q is seen."""
-    if not heard or isinstance(heard[-1], Rotary):
-        return heard[-1] if heard else None  # type: ignore[return-value]
-    one, other = (turned for turned in (*heard, *heard)[-2:] if isinstance(turned, Turned))
-    seen = one.rotated.transpose(1, 2).to(q)
+    if not heard or not heard[-1].alone:
+        return heard[-1] if heard else None
+    first, other = (*heard, *heard)[-2:]
+    seen = first.q_rotated.to(q)
     if seen.shape[:3] != q.shape[:3] or not torch.equal(seen, q[..., : seen.shape[-1]]):
-        one, other = other, one
-
-    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        turned = [one.function(x.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2) for x in (q, k)]
-        return turned[0], turned[1]
-
-    q_given, k_given, *rotated = (x.transpose(1, 2) for x in (one.x, other.x, one.rotated, other.rotated))
-    return Rotary(both, q_given, k_given, one.cos, one.sin, *rotated)
+        first, other = other, first
+    return replace(first, k=other.q, k_rotated=other.q_rotated)
 
 
 @cache  # reading signatures takes as long as a layer
 def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
     """Names of a file's rotary functions."""
-    found = []
-    for name, value in vars(file).items():
-        if name.startswith("apply_rotary") and callable(value):
-            try:
-                given = inspect.signature(value).parameters
-            except (TypeError, ValueError):
-                continue
-            if all(word in given for word in ("q", "k", "cos", "sin")) or list(given)[1:] == ["sin", "cos"]:
-                found.append(name)
-    return tuple(found)
+    functions = {name: value for name, value in vars(file).items() if name.startswith("apply_rotary")}
+    given = {name: list(inspect.signature(value).parameters) for name, value in functions.items() if callable(value)}
+    return tuple(
+        name for name, names in given.items() if {"q", "k", "cos", "sin"} <= set(names) or names[1:] == ["sin", "cos"]
+    )
 
 
 @contextmanager
-def record_rotary(files: Iterable[ModuleType]) -> Iterator[list[Rotary | Turned]]:
+def swapped(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes, ``(object, name, value)``, for the duration of a ``with`` block."""
+    before = [(thing, name, vars(thing).get(name, _CLASS)) for thing, name, _ in values]
+    try:
+        for thing, name, value in values:
+            setattr(thing, name, value)
+        yield
+    finally:
+        for thing, name, value in before:
+            delattr(thing, name) if value is _CLASS else setattr(thing, name, value)
+
+
+@contextmanager
+def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
     """Listen to the rotary functions of some modelling files for the duration of a ``with`` block.
 
     What each was given is added to a list; the attention call of the same layer takes the last of it (`heard_rotary`).
     """
-    heard: list[Rotary | Turned] = []
-    replaced = [(file, name, getattr(file, name)) for file in files for name in _rotary_functions(file)]
-    try:
-        for file, name, function in replaced:
-            setattr(file, name, _listen(function, heard))
+    heard: deque[Rotary] = deque(maxlen=2)  # of layers that are not shown too
+    functions = [(file, name) for file in files for name in _rotary_functions(file)]
+    with swapped(*((file, name, _listen(getattr(file, name), heard)) for file, name in functions)):
         yield heard
-    finally:
-        for file, name, function in replaced:
-            setattr(file, name, function)
 
 
-def _listen(function: Callable[..., Any], heard: list[Rotary | Turned]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
+def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
+    parameters = inspect.signature(function).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+
+    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        turned = [function(x.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2) for x in (q, k)]
+        return turned[0], turned[1]
 
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        named = dict(zip(parameters, args, strict=False)) | kwargs
+        given = {name: named[name] if name in named else defaults[name] for name in parameters}
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
-        if "q" not in given:
-            heard.append(Turned(function, next(iter(given.values())), given["cos"], given["sin"], rotated))
-            return rotated
-        # unsqueeze_dim 2 means positions before heads: turn to heads before positions
-        heads_first = given.get("unsqueeze_dim", 1) == 1
-        vectors = (given["q"], given["k"], *rotated)
-        q, k, *turned = vectors if heads_first else (x.transpose(1, 2) for x in vectors)
-        heard.append(Rotary(function, q, k, given["cos"], given["sin"], *turned))
+        alone, x = "q" not in given, next(iter(given.values()))
+        vectors = (x, x, rotated, rotated) if alone else (x, given["k"], *rotated)
+        # positions before heads, or unsqueeze_dim 2, which means the same: turn to heads before positions
+        if alone or given.get("unsqueeze_dim", 1) != 1:
+            vectors = tuple(x.transpose(1, 2) for x in vectors)
+        q, k, q_rotated, k_rotated = vectors
+        turn = both if alone else function
+        heard.append(Rotary(turn, q, k, given["cos"], given["sin"], q_rotated, k_rotated, alone))
         return rotated
 
     return rotate
@@ -215,11 +210,6 @@ def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
             if isinstance(part.get("rope_type"), str):
                 yield part
             todo.extend(part.values())
-
-
-def rotary_types(config: Any) -> set[str]:
-    """The rotary types a config names."""
-    return {settings["rope_type"] for settings in rotary_settings(config)}
 
 
 @contextmanager
@@ -237,21 +227,11 @@ def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
             _forget_lengths(module)
 
 
-@contextmanager
 def other_forwards(
     modules: Sequence[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Modules run what ``wrap`` makes of their forward, for the duration of a ``with`` block."""
-    before = [vars(module).get("forward") for module in modules]  # a model split over devices has its own there
-    try:
-        for module in modules:
-            module.forward = wraps(module.forward)(wrap(module, module.forward))
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            vars(module).pop("forward", None)
-            if own is not None:
-                module.forward = own
+) -> AbstractContextManager[None]:
+    """Let modules run what ``wrap`` makes of their forward, for the duration of a ``with`` block."""
+    return swapped(*((part, "forward", wraps(part.forward)(wrap(part, part.forward))) for part in modules))
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -269,11 +249,11 @@ def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., 
         tables: list[Tensor] = []
         ends = position_ids.amax(-1)
         for end in ends.unique():  # from short to long: what dynamic RoPE keeps is then outgrown each time
-            own = ends == end
-            for i, table in enumerate(rotate(x[own], position_ids[own], *args, **kwargs)):
+            rows = ends == end
+            for i, table in enumerate(rotate(x[rows], position_ids[rows], *args, **kwargs)):
                 if i == len(tables):
                     tables.append(table.new_empty((len(ends), *table.shape[1:])))
-                tables[i][own] = table
+                tables[i][rows] = table
         return tuple(tables)
 
     return rotate_rows

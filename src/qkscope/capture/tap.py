@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +26,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkscope.attention import AttentionRows, soft
-from qkscope.capture.own_code import Seen, additive, own_attention, watched
-from qkscope.capture.spaces import Rotary, Turned, depends_on_length, heard_rotary, record_rotary, rows_rotate_alone
+from qkscope.capture import spaces
+from qkscope.capture.layers import modules_of
+from qkscope.capture.own_code import additive, own_attention, watched
+from qkscope.capture.spaces import Rotary, swapped
 from qkscope.errors import BadInput
 
 SERVED = ("sdpa", "eager")
@@ -64,17 +68,9 @@ def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
             hook.remove()
 
 
-@contextmanager
-def evaluated(parts: Sequence[nn.Module]) -> Iterator[None]:
+def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Eval mode for the duration of a ``with`` block: no dropout. Each module's own mode is put back."""
-    training = [part for part in parts if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True
+    return swapped(*((part, "training", False) for part in parts if part.training))
 
 
 @dataclass
@@ -90,15 +86,15 @@ class Call:
     """
 
     module: nn.Module
-    layer: int
     q: Float[Tensor, "b h s d"]
     k: Float[Tensor, "b g t d"]
     v: Float[Tensor, "b g t e"]
     mask: Tensor | None
     scale: float
-    softcap: float | None
-    sinks: Float[Tensor, "h"] | None
     causal: bool
+    softcap: float | None = None
+    sinks: Float[Tensor, "h"] | None = None
+    layer: int = -1  # numbered when it is shown
     biases: tuple[str, ...] = ()
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
@@ -133,8 +129,8 @@ class Call:
         q, k = self.q[batch, head, query].float(), self.k[:, head // group][batch].float()
         bias = mask[:, head if mask.shape[1] > 1 else 0]
         if head in self.set_logits:  # what was set by hand becomes part of the bias
-            own = self.cap(self.scale * torch.einsum("rd,rtd->rt", q, k))
-            bias = overlay(bias, self.set_logits[head][batch, query] - own)
+            computed = self.cap(self.scale * torch.einsum("rd,rtd->rt", q, k))
+            bias = overlay(bias, self.set_logits[head][batch, query] - computed)
         return AttentionRows(
             q[:, None],
             k[:, None],
@@ -144,21 +140,23 @@ class Call:
             rest=None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1),
         )
 
-    def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
-        """The whole attention pattern of some query heads, from this record, in float32."""
+    def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
+        """What the softmax of some query heads is given, from this record, in float32; -inf hides a key."""
         batch, _, queries, _ = self.q.shape
         index = torch.tensor(heads, device=self.q.device)
         logits = self.cap(self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2))
-        every = torch.arange(queries, device=self.q.device)
-        mask = self.mask_rows(
-            torch.arange(batch, device=every.device).repeat_interleave(queries), every.repeat(batch)
-        ).unflatten(0, (batch, queries))
-        mask = mask.transpose(1, 2)  # [b, m, s, t]
+        row, query = torch.cartesian_prod(*(torch.arange(n, device=index.device) for n in (batch, queries))).unbind(1)
+        mask = self.mask_rows(row, query).unflatten(0, (batch, queries)).transpose(1, 2)  # [b, m, s, t]
         logits = logits + (mask if mask.shape[1] == 1 else mask[:, index])
         for head in self.set_logits.keys() & set(heads):
             slot = heads.index(head)
             logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
-        sink = None if self.sinks is None else self.sinks.float()[index].view(1, -1, 1).expand(batch, -1, queries)
+        return logits
+
+    def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
+        """The whole attention pattern of some query heads, from this record, in float32."""
+        logits = self.logits(heads)
+        sink = None if self.sinks is None else self.sinks.float()[heads].view(1, -1, 1).expand(logits.shape[:3])
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
         return soft(logits, sink).nan_to_num()
 
@@ -176,28 +174,21 @@ def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float
     return torch.where(others.isnan() | (logits == -torch.inf), logits, others)
 
 
-_FILES: dict[type, ModuleType] = {}  # every attention call asks
-
-
-def modelling_file(module: nn.Module) -> ModuleType:
+@cache  # every attention call asks
+def modelling_file(kind: type) -> ModuleType:
     """The file that defines a layer's attention; a subclass elsewhere leads to its parent's file."""
-    kind = type(module)
-    if kind not in _FILES:
-        files = [sys.modules[parent.__module__] for parent in kind.__mro__]
-        _FILES[kind] = next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
-    return _FILES[kind]
+    files = [sys.modules[parent.__module__] for parent in kind.__mro__]
+    return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
 
 
 def _delegate(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    file = modelling_file(module)
-    if implementation == "eager":
-        if not hasattr(file, "eager_attention_forward"):
-            raise BadInput(
-                f"{type(module).__name__} has no eager attention function to delegate to: load with attn=sdpa."
-            )
-        return file.eager_attention_forward
-    # a modelling file may hold its own instance of the interface, with its own version of sdpa
-    return getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
+    file = modelling_file(type(module))  # type: ignore[arg-type]
+    if implementation != "eager":
+        # a modelling file may hold its own instance of the interface, with its own version of sdpa
+        return getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
+    if not hasattr(file, "eager_attention_forward"):
+        raise BadInput(f"{type(module).__name__} has no eager attention function to delegate to: load with attn=sdpa.")
+    return file.eager_attention_forward
 
 
 def _read(module: nn.Module, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -205,19 +196,17 @@ def _read(module: nn.Module, implementation: str, args: tuple[Any, ...], kwargs:
     scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
-    causal = implementation == "sdpa" and mask is None and bool(is_causal) and q.shape[2] > 1
     return Call(
-        module=module,
-        layer=-1,  # numbered when it is shown
-        q=q,
-        k=k,
-        v=v,
-        mask=mask,
+        module,
+        q,
+        k,
+        v,
+        mask,
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
+        causal=implementation == "sdpa" and mask is None and bool(is_causal) and q.shape[2] > 1,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        causal=causal,
         biases=tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor)),
     )
 
@@ -237,13 +226,13 @@ class Anatomy:
         """Its modules, configs that name an attention function, modelling files, modules that rotate by the prompt's
         length, and attention with code of its own.
         """
-        parts = list(model.modules())
+        parts = modules_of(model)
         configs = [part.config for part in parts if hasattr(part, "config")]
         return cls(
             parts,
             {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
-            frozenset(map(modelling_file, {type(part): part for part in parts}.values())),
-            tuple(part for part in parts if depends_on_length(part)),
+            frozenset(map(modelling_file, set(map(type, parts)))),
+            tuple(part for part in parts if spaces.depends_on_length(part)),
             tuple(own_attention(model)),
         )
 
@@ -279,30 +268,28 @@ def tap(
         The part of it that runs, where that is a block of a model that ran just before.
     """
     called: list[int] = []
-    parts = list((within or model).modules())
+    parts = modules_of(within or model)
     if within is None and anatomy is not None and parts != anatomy.parts:
         raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
     with ExitStack() as stack:
         stack.enter_context(evaluated(parts))
-        stack.enter_context(rows_rotate_alone(anatomy.by_length))
-        heard: list[Rotary | Turned] = stack.enter_context(record_rotary(anatomy.files)) if rotary else []
+        stack.enter_context(spaces.rows_rotate_alone(anatomy.by_length))
+        heard: deque[Rotary] = stack.enter_context(spaces.record_rotary(anatomy.files)) if rotary else deque()
 
         def show(call: Call) -> None:
             call.layer = len(called) if layers is None else layers[id(call.module)]
             called.append(call.layer)
-            call.rotary = heard_rotary(heard, call.q)  # none in a layer without rotation
+            call.rotary = spaces.heard_rotary(heard, call.q)  # none in a layer without rotation
             heard.clear()
             for visit in visits:
                 visit(call)
 
-        def passes(module: nn.Module) -> bool:
-            return layers is not None and id(module) not in layers
-
         if anatomy.own:
-            stack.enter_context(_watch(anatomy.own, show, passes))
+            modules = [module for module in anatomy.own if layers is None or id(module) in layers]
+            stack.enter_context(watched(modules, lambda run, **fields: _serve(Call(**fields), show, run)))
         else:
-            stack.enter_context(_interface(model, anatomy.configs, show, passes))
+            stack.enter_context(_interface(model, anatomy.configs, show, layers))
         expected = list((layers or {}).values())  # in the order in which they are called
         try:
             yield called
@@ -327,54 +314,45 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
     return output
 
 
-def _watch(
-    own: Sequence[nn.Module], show: Callable[[Call], None], passes: Callable[[nn.Module], bool]
-) -> AbstractContextManager[None]:
-    """Show the attention of modules that have code of their own."""
-
-    def serve(seen: Seen, run: Callable[[], Tensor]) -> Tensor:
-        call = Call(softcap=None, sinks=None, layer=-1, **vars(seen))
-        show(call)
-        return _edited(call, run().transpose(1, 2)).transpose(1, 2)
-
-    return watched([module for module in own if not passes(module)], serve)
+def _serve(call: Call, show: Callable[[Call], None], run: Callable[[], Tensor]) -> Tensor:
+    """Show an attention that a module computed itself."""
+    show(call)
+    return _edited(call, run().transpose(1, 2)).transpose(1, 2)
 
 
 @contextmanager
 def _interface(
-    model: Any, configs: dict[int, Any], show: Callable[[Call], None], passes: Callable[[nn.Module], bool]
+    model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Mapping[int, int] | None
 ) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
-    name = _Name(f"qkscope_{next(_numbers)}")
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        args = query, key, value, attention_mask
         implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
         run = _delegate(module, implementation)
-        if passes(module):
-            return run(module, query, key, value, attention_mask, **kwargs)
-        call = _read(module, implementation, (query, key, value, attention_mask), kwargs)
+        if layers is not None and id(module) not in layers:
+            return run(module, *args, **kwargs)
+        call = _read(module, implementation, args, kwargs)
         show(call)
-        output, weights = run(module, query, key, value, attention_mask, **kwargs)
+        output, weights = run(module, *args, **kwargs)
         return _edited(call, output), weights
 
-    masks = ALL_MASK_ATTENTION_FUNCTIONS
     implementation = before[id(model.config)]
     if implementation.startswith("qkscope_"):
         raise BadInput("this model is being watched already: let the other thread, or the block around it, end first.")
     if implementation not in SERVED:
         raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
+    name = _Name(f"qkscope_{next(_numbers)}")
     name.implementation = implementation
+    functions, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
     try:
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+        functions.register(name, attention)
         masks.register(name, masks[implementation])
-        for config in configs.values():
-            config._attn_implementation_internal = name
-        yield
+        with swapped(*((config, "_attn_implementation_internal", name) for config in configs.values())):
+            yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-        for interface in (ALL_ATTENTION_FUNCTIONS, masks):
+        for interface in (functions, masks):
             interface._global_mapping.pop(name, None)

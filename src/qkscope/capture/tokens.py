@@ -34,14 +34,14 @@ def token_vectors(scope: Scope, ids: Int[Tensor, " n"]) -> list[Float[Tensor, "n
 
     Examples
     --------
-    >>> [tuple(found.shape) for found in token_vectors(Scope.load("nano:mixed"), torch.arange(5))]
+    >>> [tuple(vectors.shape) for vectors in token_vectors(Scope.load("nano:mixed"), torch.arange(5))]
     [(5, 96), (5, 96)]
     """
     embedding = scope.model.get_input_embeddings()
-    found = [embedding(ids.to(embedding.weight.device)).float().cpu()]
+    embedded = [embedding(ids.to(embedding.weight.device)).float().cpu()]
     layers = sorted(scope.facts.layer_of.items(), key=lambda item: item[1])
     if len(layers) < 2:
-        return found
+        return embedded
     number, second = layers[1]
     module = next(part for part in scope.model.modules() if id(part) == number)
     given: list[Tensor] = []
@@ -58,7 +58,7 @@ def token_vectors(scope: Scope, ids: Int[Tensor, " n"]) -> list[Float[Tensor, "n
         for some in ids.split(_AT_ONCE):
             twice = pad_rows(list(some[:, None].expand(-1, 2)), 0, "right", scope.facts.takes_positions)
             scope.watch({name: value.to(scope.device) for name, value in twice.items()}, visit)
-    return [*found, torch.cat(given)]
+    return [*embedded, torch.cat(given)]
 
 
 def token_texts(scope: Scope, ids: Sequence[int]) -> list[str]:

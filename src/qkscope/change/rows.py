@@ -74,50 +74,45 @@ class Rerun:
         query : the token that asks.
         rows : changes.
         """
-        if self._alone is None:
-            own = self.scope.facts.takes_positions and not self.scope.is_changed  # those are of whole prompts
-            self._alone = own and self._agrees(query)
-        made = [
-            (self._run if self._alone else self._run_whole)(query, rows[start : start + _AT_ONCE])
-            for start in range(0, len(rows), _AT_ONCE)
-        ]
+        parts = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+        # changes of a `with` block are of whole prompts
+        alone = self._alone is not False and self.scope.facts.takes_positions and not self.scope.is_changed
+        made = []
+        for part in parts:
+            found = self._run(query, part) if alone else None
+            alone = self._alone = found is not None
+            made.append(self._run_whole(query, part) if found is None else found)
         return Changed(torch.cat([one.attention for one in made]), torch.cat([one.logits for one in made]))
 
-    def _agrees(self, query: int) -> bool:
-        """Whether the token alone, after the others' keys and values, asks with the queries it asked with."""
-        worst = 0.0
+    def _run(self, query: int, rows: Sequence[Row | None]) -> Changed | None:
+        """The token alone after the others' keys and values, and once unchanged beside it.
 
-        def compare(call: Call) -> None:
-            nonlocal worst
-            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, query].float()
-            worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
-
-        try:
-            self._run(query, [None], compare)
-        except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
-            return False
-        return worst < _AGREES
-
-    def _run(self, query: int, rows: Sequence[Row | None], *visits: object) -> Changed:
-        size, kept = len(rows), dict[int, Tensor]()
+        None where that does not ask with the queries it asked with.
+        """
+        size, kept, worst = len(rows) + 1, dict[int, Tensor](), 0.0
         columns = slice(query, query + 1)
         inputs = {
             name: value[:, columns].expand(size, -1) for name, value in self.inputs.items() if name != "attention_mask"
         }
 
         def visit(call: Call) -> None:
+            nonlocal worst
             base = self.calls[call.layer]
-            for compare in visits:
-                compare(call)  # type: ignore[operator]
+            mine, theirs = call.q[-1, :, 0].float(), base.q[0, :, query].float()
+            worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
             at = torch.tensor([query], device=call.q.device)
             mask = base.mask_rows(torch.zeros_like(at), at)[0, :, : query + 1]
             kept[call.layer], call.output = _attend(call, base, mask, rows)
 
         at = Places(*(torch.arange(size), torch.zeros(size, dtype=torch.long)), *[torch.zeros(size, 0).long()] * 2)
         at = replace(at, key_mask=at.key_mask.bool()).to(self.scope.device)
-        logits = self.scope.watch(inputs, visit, logits_at=at)
+        try:
+            logits = self.scope.watch(inputs, visit, logits_at=at)
+        except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
+            return None
         assert logits is not None
-        return Changed(torch.cat([kept[layer] for layer in sorted(kept)], dim=1).cpu(), logits.cpu())
+        attention = torch.cat([kept[layer] for layer in sorted(kept)], dim=1)
+        return Changed(attention[:-1].cpu(), logits[:-1].cpu()) if worst < _AGREES else None
 
     def _run_whole(self, query: int, rows: Sequence[Row | None]) -> Changed:
         """The same with the whole prompt, as many times as there are changes."""

@@ -1,4 +1,8 @@
-"""Whole heads taken out of the running model, and what the parts beside them put out, held where it was.
+"""Batches run again with edits: what comes before the first edit is computed once, and many changes run together.
+
+Everything below the first layer that a change touches is the same in all of them: its last block's output is noted in
+the unchanged run, and handed on instead of running those blocks. Where a model does not give its own logits again in
+this way (later layers read more than the stream), all of it runs.
 
 A head that is taken out puts out another vector at every token, for all that read it (`Edit.outputs`), and every later
 layer follows. With MLPs held at what they put out before, their answers to the head stay, which is no state that the
@@ -7,16 +11,112 @@ model knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from qkscope.capture.encode import Encoding
+from qkscope.capture.gather import Picker
+from qkscope.capture.layers import place_of
+from qkscope.capture.patch import Edit, Patch
+from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
+from qkscope.capture.spaces import other_forwards
 from qkscope.capture.tap import Call, cleared
+from qkscope.heads import Head
+
+_TOKENS = 2**13  # run together
+_AGREES = 1e-4  # of the largest logit: how far a run from the middle may be from a whole one
+_FROM_THE_MIDDLE: WeakKeyDictionary[Scope, dict[int, bool]] = WeakKeyDictionary()  # by first layer, once it was tried
+
+
+class Batch:
+    """A batch that was run, ready to be run again with edits of later layers.
+
+    Parameters
+    ----------
+    scope : the model.
+    encoded : the batch.
+    heads : whose queries and keys are read, next to the logits.
+    first : the first layer that any change touches.
+    places : where to look; those of the batch, if not given.
+    """
+
+    def __init__(
+        self, scope: Scope, encoded: Encoding, heads: Sequence[Head], first: int, places: Places | None = None
+    ) -> None:
+        self.scope, self.encoded, self.first = scope, encoded.at(places), first
+        self._skipped: list[nn.Module] = []
+        names = {scope.facts.layer_of.get(id(module)): name for name, module in scope.model.named_modules()}
+        place = place_of(scope.model, names[first])
+        tried = _FROM_THE_MIDDLE.setdefault(scope, {})
+        if place is not None and tried.get(first, True) and not scope.is_changed:
+            self._skipped = list(place[0])[: place[1]]
+        with noted(self._skipped[-1:]) as left:
+            (self.before,) = self._runs([[]], heads, 0)
+        self._left = next(iter(left.values()), None)
+        if self._skipped and first not in tried:
+            tried[first] = self._agrees()
+            self._skipped = self._skipped if tried[first] else []
+
+    def _agrees(self) -> bool:
+        """Whether a run from the middle gives the same logits."""
+        try:
+            again = self.run([[]], self.before.heads[:1])[0].logits
+        except Exception:  # a layer that misses what those before it left may fail in any way
+            return False
+        whole = self.before.logits
+        assert whole is not None
+        return again is not None and bool((whole - again).abs().max() <= _AGREES * whole.abs().max())
+
+    def run(
+        self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], held: Mapping[nn.Module, Any] | None = None
+    ) -> list[Capture]:
+        """The batch once more for each change: its edits, all at once.
+
+        Parameters
+        ----------
+        changes : edits of layers from the first on.
+        heads : that are read then.
+        held : by module, what it put out in the unchanged run and puts out again.
+        """
+        step = max(_TOKENS // self.encoded.inputs["input_ids"].numel(), 1)
+        found: list[Capture] = []
+        for start in range(0, len(changes), step):
+            some = changes[start : start + step]
+            outputs = {part: _repeated(out, len(some)) for part, out in (held or {}).items()}
+            left = _repeated(self._left, len(some))
+            with held_at(outputs), other_forwards(self._skipped, lambda *_, left=left: lambda *_, **__: left):
+                found += self._runs(some, heads, self.first if self._skipped else 0)
+        return found
+
+    def _runs(self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], first: int) -> list[Capture]:
+        scope, count, batch = self.scope, len(changes), self.encoded
+        size = len(batch.inputs["input_ids"])
+        inputs = {name: _repeated(value, count) for name, value in batch.inputs.items()}
+        fields = {name: _repeated(value, count) for name, value in vars(batch.places).items()}
+        starts = torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
+        places = Places(**fields | {"row": fields["row"] + starts})
+        edits = [replace(edit, row=edit.row + i * size) for i, own in enumerate(changes) for edit in own]
+        patch = Patch(edits, scope)
+        picker = Picker(scope.facts, heads, places, stop=False, own_keys=patch.own_keys)
+        logits = scope.watch(inputs, patch.visit, picker.visit, logits_at=places, first=first)
+        labels = {name: _repeated(value, count) for name, value in batch.labels.items()}
+        every = picker.finish(_repeated(batch.example, count), labels, logits)
+        return [every.of_rows(rows) for rows in torch.arange(len(every), device=every.example.device).chunk(count)]
+
+
+def _repeated(value: Any, count: int) -> Any:
+    """The rows of a tensor, or of each of several, one set after the other."""
+    if isinstance(value, tuple | list):
+        return type(value)(_repeated(part, count) for part in value)
+    return value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
 
 
 @contextmanager
@@ -28,7 +128,7 @@ def noted(parts: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
 
 
 @contextmanager
-def held(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
+def held_at(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
     """Let modules put out what they put out before, during a run."""
     with cleared([part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()]):
         yield

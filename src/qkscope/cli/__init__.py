@@ -1,9 +1,9 @@
-"""The command line: a thin shell. Each verb checks its input, calls one function, prints a table or JSON.
+"""The command line: a thin shell over functions. A command is made from a function's signature and docstring.
 
-Nothing heavy is imported until a verb needs it, so that ``qkscope --help`` answers at once. Bad input is one sentence
-on stderr and exit code 2. In reading order: `shell` (the app, options that verbs share, how results are printed),
-`views` (what a verb shows of its tables), `layout` (a table as lines of text), then the verbs by their subject:
-`asking`, `contrasts`, `tracing`, `discovery`, `weights`, `pages`, `toys`, `papers`, and `demo` (the main job).
+Nothing heavy is imported until a verb runs, so that ``qkscope --help`` answers at once. Bad input is one sentence on
+stderr and exit code 2. In reading order: `verbs` (commands from signatures), `begin` (verbs that the command line alone
+has, and the next command of each), `shell` (the app, and how results are printed), `views` (which rows and columns, and
+how they are fitted into a line). Verbs of other distributions join by entry points (`shell.Verbs`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+import qkscope.cli.verbs  # noqa: F401  (commands register themselves)
 from qkscope import __version__
-from qkscope.cli import asking, contrasts, discovery, pages, papers, toys, tracing, weights  # noqa: F401  (verbs register themselves)
 from qkscope.cli.shell import app
 from qkscope.errors import BadInput, Terminated, check_name_length
 from qkscope.runs.progress import clear, plain_text
@@ -53,7 +53,8 @@ def main() -> None:
             printing.flush()
             if not printing.failed or ended.code:
                 raise
-            typer.echo(f"qkscope: not all could be printed ({printing.failed}); what --out names is written.", err=True)
+            written = "; what --out names is written" if "--out" in sys.argv else ""
+            typer.echo(f"qkscope: not all could be printed ({printing.failed}){written}.", err=True)
             sys.exit(1)
         typer.echo("qkscope: stopped.", err=True)
         sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
@@ -103,23 +104,20 @@ def _listen_to_ourselves() -> None:
         warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])
     logging.getLogger("qkscope").setLevel(logging.INFO)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_Plain("%(message)s"))
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Lines on stderr, each below what was there: the line that is written over goes first."""
+    """Lines on stderr, each below what was there: the line that is written over goes first.
+
+    What is logged may quote a folder or a model: nothing in it steers the terminal.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         clear()
         super().emit(record)
 
-
-class _Plain(logging.Formatter):
-    """What is logged may quote a folder or a model: nothing in it steers the terminal."""
-
     def format(self, record: logging.LogRecord) -> str:
-        return plain_text(super().format(record))
+        return plain_text(record.getMessage())
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

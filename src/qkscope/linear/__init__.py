@@ -4,11 +4,12 @@ What comes in: a `Scope` and a batch. What goes out: a `Run`, in which queries, 
 split among writers. Its files, in reading order:
 
 - ``layer``: one layer's own code, its norms frozen; autograd gives its linear part
-- ``run``: what one forward leaves at chosen places; writers pushed up, directions pulled down
+- ``closed``: layers of the usual form in a few products, checked against the model's own vectors
+- ``recorded``: what one forward leaves at chosen places, and heads' vectors there
+- ``run``: the same walked through its blocks: writers pushed up, directions pulled down
 - ``reader``: some heads of a model, and forwards recorded as runs
 - ``many``: relative logits of many heads at once, split among writers
 - ``neurons``: an MLP's neurons as writers
 - ``direct``: what writers add to the next token's logits by themselves
 - ``weights``: W_Q and W_K of heads, norms folded in, by the same gradient
-- ``check``: whether parts sum to the whole
 """

@@ -26,7 +26,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
 
 Kind = Literal["q", "k", "v"]
-_AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
+AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
 _ROOM = 2**26  # numbers that gradients of several directions may take at once
 
 
@@ -58,7 +58,6 @@ class Layer:
         self.at = self.row[:, None], self.columns
         self._jacobians: dict[tuple[Kind, int], Tensor] = {}
         self.x, self._vectors = self._found()
-        self.constants = self._at_zero()
 
     # ------------------------------------------------------------------ the layer's own code
 
@@ -67,8 +66,10 @@ class Layer:
         with torch.enable_grad():
             return x, self._push(x, self.row, self.columns, frozen=True)
 
+    @cached_property
     @torch.no_grad()
-    def _at_zero(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
+    def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
+        """What no stream decides: every head's vectors of a stream of 0."""
         return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True))
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
@@ -76,7 +77,7 @@ class Layer:
         self.norms.unit(unbiased)
         self._jacobians.clear()
         self.x, self._vectors = self._made()
-        self.constants = self._at_zero()
+        vars(self).pop("constants", None)
 
     def reads(self, kind: Kind) -> bool:
         """Whether its vectors are made of the stream at all; some layers read keys of another."""
@@ -100,7 +101,7 @@ class Layer:
 
     def _agrees(self, mine: Float[Tensor, "n p h d"], kind: Kind) -> bool:
         whole = getattr(self.true, kind)
-        true, close = whole.transpose(1, 2)[self.at].float(), max(_AGREES, 4 * torch.finfo(whole.dtype).eps)
+        true, close = whole.transpose(1, 2)[self.at].float(), max(AGREES, 4 * torch.finfo(whole.dtype).eps)
         return mine.shape == true.shape and bool((mine - true).abs().max() <= close * true.abs().max())
 
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:

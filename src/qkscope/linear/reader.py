@@ -6,9 +6,9 @@ forward. What no token decides (biases of any kind) is the writer `BIAS`, always
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkscope.capture.blocks import Heads, Part, read_blocks
 from qkscope.capture.encode import Encoding
-from qkscope.capture.gather import Picker, index_on, layout_of
+from qkscope.capture.gather import index_on, layout_of
 from qkscope.capture.inputs import input_device, short_inputs
 from qkscope.capture.norms import Frozen, Norm, take_apart
 from qkscope.capture.pick import Places
@@ -24,9 +24,28 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
-from qkscope.linear.layer import stream_of
+from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.neurons import last_modules
 from qkscope.linear.run import KINDS, Run, Side
+from qkscope.linear.weights import Called, Form, form_of, recorded
+
+_LATE = 2**19  # tokens times layers that a GPU keeps whole until the forward is over
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _once(method: Callable[Concatenate[Reader, P], T]) -> Callable[Concatenate[Reader, P], T]:
+    """Keep what a method says of a layer: a model's weights do not change while it is read."""
+
+    @wraps(method)
+    def ask(self: Reader, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = method.__name__, *args
+        if key not in self._said:
+            self._said[key] = method(self, *args, **kwargs)
+        return self._said[key]
+
+    return ask
 
 
 class Reader:
@@ -36,6 +55,10 @@ class Reader:
     ----------
     scope : the model.
     heads : whose queries and keys are split.
+
+    Attributes
+    ----------
+    waits : whether the device waits for its orders (a GPU): a call costs more than what it does, so that few are made.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
@@ -44,22 +67,21 @@ class Reader:
         _refuse_quantised(scope)
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self._norms: dict[nn.Module, Norm] = {}
-        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._speaks: dict[int, bool] = {}
-        self._short: Run | None = None
-        self._writers: dict[int, list[str]] = {}
-        self._heads: dict[int, list[str]] = {}
+        self._said: dict[Any, Any] = {}
+        self._late = True
+        self.waits = input_device(scope.model).type != "cpu"
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
         self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
         self.columns = {head: column for column, head in enumerate(self.heads)}
 
+    @property
+    def together(self) -> int:
+        """Layers in one product."""
+        return 64 if self.waits else 4
+
+    @_once
     def writers(self, layer: int) -> list[str]:
         """Names of all that write before a layer, in the order of every split, `BIAS` last."""
-        if layer not in self._writers:
-            self._writers[layer] = self._names(layer)
-        return self._writers[layer]
-
-    def _names(self, layer: int) -> list[str]:
         names = [EMBEDDING]
         for before, block in enumerate(self.blocks[:layer]):
             for node in block.walk():
@@ -69,11 +91,10 @@ class Reader:
                     names.append(self.part_name(before, node.module))
         return [*names, BIAS]
 
+    @_once
     def head_names(self, layer: int) -> list[str]:
         """Names of the heads of a layer."""
-        if layer not in self._heads:
-            self._heads[layer] = [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
-        return self._heads[layer]
+        return [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
 
     def part_name(self, layer: int, module: nn.Module) -> str:
         """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""
@@ -90,40 +111,78 @@ class Reader:
             self._norms[norm] = take_apart(norm, like)
         return self._norms[norm]
 
+    @_once
     def speaks(self, bias: Tensor) -> bool:
         """Whether a bias is anything but 0, asked once: every question to a GPU waits for all it has to do."""
-        if id(bias) not in self._speaks:
-            self._speaks[id(bias)] = bool(bias.any())
-        return self._speaks[id(bias)]
+        return bool(bias.any())
 
     @cached_property
     def last(self) -> dict[nn.Module, list[nn.Module]]:
         """By part that has neurons, its last matrix and what stands behind it."""
         return last_modules(self.scope.model, self.blocks)
 
+    @cached_property
+    def _called(self) -> dict[int, Called]:
+        return recorded(self.scope, max(self.scope.facts.layer_of.values()))
+
+    @_once
+    def form(self, layer: int) -> Form | None:
+        """A layer's closed form; None where it has none."""
+        if self.scope.facts.anatomy.own and "pre_rope" in self.scope.facts.layers[layer].refusals:
+            return None
+        try:
+            form = form_of(self.scope, layer, self._called[layer])
+        except Exception:  # a layer asked so may fail in any way: then its own code is asked instead
+            return None
+        return form if len(form.norms) < 2 else None
+
+    def reject(self, layers: Iterable[int]) -> None:
+        """Ask the own code of some layers from now on."""
+        self._said |= {("form", layer): None for layer in layers}
+
+    @_once
+    def matrices(
+        self, kind: Kind, own: tuple[tuple[int, int], ...]
+    ) -> tuple[Float[Tensor, "h d e"], Float[Tensor, "h d"], Float[Tensor, "h d"], Float[Tensor, " l"] | None]:
+        """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds under its root."""
+        device, found, eps = input_device(self.scope.model), [], []
+        for layer in dict.fromkeys(layer for layer, _ in own):
+            form, heads = self.form(layer), [index for other, index in own if other == layer]
+            assert form is not None
+            found.append((*form.matrices(kind, heads), form.offsets[kind][heads]))
+            eps += [norm.eps for norm in form.norms]
+        W, a, c = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
+        return W, a, c, torch.tensor(eps, device=device) if eps else None
+
+    @_once
     @torch.no_grad()
     def output_weights(self, layer: int) -> tuple[Float[Tensor, "h d e"], Float[Tensor, " d"]]:
         """W_O of each head of a layer, and its bias, found by asking it."""
-        if layer not in self._outputs:
-            module = self.blocks[layer].output
-            assert module is not None
-            weight = next(module.parameters())
-            width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-            zero = module(torch.zeros(1, width, dtype=weight.dtype, device=weight.device))[0].float()
-            W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
-            heads = self.scope.facts.layers[layer].n_heads
-            self._outputs[layer] = W.unflatten(0, (heads, -1)).mT.contiguous(), zero
-        return self._outputs[layer]
+        module = self.blocks[layer].output
+        assert module is not None
+        weight = next(module.parameters())
+        width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+        zero = module(torch.zeros(1, width, dtype=weight.dtype, device=weight.device))[0].float()
+        W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
+        return W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1)).mT.contiguous(), zero
+
+    @_once
+    def stacked_outputs(self, layers: tuple[int, ...]) -> Float[Tensor, "l h d e"]:
+        """W_O of the heads of several layers."""
+        device = input_device(self.scope.model)
+        return torch.stack([self.output_weights(layer)[0].to(device) for layer in layers])
+
+    @cached_property
+    def _short(self) -> Run:
+        row = torch.zeros(1, dtype=torch.long, device=input_device(self.scope.model))
+        places = Places(row, row + 1, row[:, None] + 2, row[:, None] == 0)
+        return self.record(short_inputs(self.scope.model, (7,)), places)
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """What a head reads of the stream at one token of a short prompt, of length 1.
 
         Rotation and norms differ from token to token; parts of different tokens are compared in one frame.
         """
-        if self._short is None:
-            inputs = short_inputs(self.scope.model, (7,))
-            row = torch.zeros(1, dtype=torch.long, device=input_device(self.scope.model))
-            self._short = self.record(inputs, Places(row, row + 1, row[:, None] + 2, row[:, None] == 0))
         run, kind = self._short, KINDS[side]
         J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
@@ -133,8 +192,9 @@ class Reader:
         self,
         inputs: dict[str, Tensor],
         places: Places,
-        *visits: Callable[[Call], None],
+        *,
         deep: bool = False,
+        last: int | None = None,
         layers: Sequence[int] = (),
         logits: bool = False,
         neurons: bool = False,
@@ -147,37 +207,37 @@ class Reader:
         ----------
         inputs : of the model.
         places : where to look.
-        visits : who else sees each attention call.
         deep : whether every layer can be asked, not only those of the heads: what their writers read, and why.
+        last : layer whose writers are asked about, where the model runs on to its logits; by default any.
         layers : others whose input is kept.
         logits : whether to run the whole model, with next-token logits at the queries.
         neurons : whether to keep what the last matrix of every MLP is given.
         """
         keys = places.keys.masked_fill(~places.key_mask, 0)
         run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
-        rows, mask = len(next(iter(inputs.values()))), inputs.get("attention_mask")
-        last = len(self.blocks) - 1 if logits else max(self.layers)
-        kept = set(range(max(self.layers) + 1)) if deep else {*self.layers, *layers}
+        rows = len(next(iter(inputs.values())))
+        deepest = max(self.layers) if last is None else last
+        end = len(self.blocks) - 1 if logits else deepest
+        kept = set(range(deepest + 1)) if deep else {*self.layers, *layers}
         last_of = self.last if neurons else {}
-        pickers: list[Picker] = []
+
+        versions: list[tuple[Tensor, int]] = []
+        tokens = inputs["input_ids"].numel() if "input_ids" in inputs else _LATE
+        late = self.waits and self._late and tokens * (end + 1) <= _LATE and not torch.is_inference_mode_enabled()
 
         def pick(value: Tensor) -> Tensor:
             value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
+            if late:
+                versions.append((value, value._version))
+                return value
             return value[run.row.to(value.device)[:, None], run.columns.to(value.device)]
 
         def take(call: Call) -> None:
-            if call.layer in kept:
+            if call.layer in kept or logits:
                 run.calls[call.layer] = call
                 call.rotary = call.rotary and call.rotary.slim()
-            if deep:  # one prompt: every row is made from its call
-                if call.layer == last and not logits:
-                    raise Stop
-                return
-            if not pickers:  # how many tokens an image has is seen here
-                seen = torch.ones(rows, call.k.shape[2], device=places.row.device) if mask is None else mask
-                everywhere = Places.everywhere(places.row, places.query, seen)
-                pickers.append(Picker(self.scope.facts, self.heads, everywhere, "post_rope", stop=not logits))
-            pickers[0].visit(call)
+            if call.layer == end and not logits:
+                raise Stop
 
         def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if layer == 0 or not deep or layer in layers:
@@ -204,30 +264,35 @@ class Reader:
         with cleared(hooks):
             if logits:
                 hooks.append(self.blocks[-1].module.register_forward_hook(leaving))
-            for layer, block in enumerate(self.blocks[: last + 1]):
+            for layer, block in enumerate(self.blocks[: end + 1]):
                 if layer == 0 or layer in kept:
                     hooks.append(block.module.register_forward_pre_hook(partial(entering, layer), with_kwargs=True))
-                if layer < last or logits:
+                if layer < end or logits:
+                    hooks += [norm.register_forward_pre_hook(partial(giving, run.given, norm)) for norm in block.norms]
+                if (layer < end or logits) and (last is None or layer <= last):
                     if block.output is not None:
                         hooks.append(block.output.register_forward_pre_hook(partial(giving, run.heads, layer)))
-                    hooks += [norm.register_forward_pre_hook(partial(giving, run.given, norm)) for norm in block.norms]
                     hooks += [module.register_forward_hook(putting_out) for module in block.parts]
                     for part in last_of.keys() & block.parts:
                         hooks.append(last_of[part][0].register_forward_pre_hook(partial(giving, run.neurons, part)))
-            run.logits = self.scope.watch(inputs, *visits, take, rotary=True, logits_at=places if logits else None)
-        if pickers:
-            run.captured = pickers[0].finish(places.row, {})
-        run.in_full()
+            shown = None if logits else {*kept, end}
+            run.logits = self.scope.watch(inputs, take, rotary=True, logits_at=places if logits else None, only=shown)
+        if any(value._version != version for value, version in versions):  # its blocks add in place
+            self._late = False
+            options: Any = {"deep": deep, "last": last, "layers": layers, "logits": logits, "neurons": neurons}
+            return self.record(inputs, places, **options)
+        run.in_full(late)
         return run
 
-    def record_prompt(self, encoded: Encoding, query: int | None = None) -> Run:
+    def record_prompt(self, encoded: Encoding) -> Run:
         """Run one prompt with every token of it as a key, and keep every layer."""
         ids = encoded.inputs["input_ids"]
         if len(ids) != 1 or not bool(encoded.inputs["attention_mask"].all()):
             raise BadInput(f"one prompt is followed down its writers, but got {len(ids)}.")
-        row = encoded.places.row[:1]
-        at = encoded.places.query[:1] if query is None else torch.full_like(row, query)
-        return self.record(encoded.inputs, Places.everywhere(row, at, encoded.inputs["attention_mask"]), deep=True)
+        at = encoded.places
+        return self.record(
+            encoded.inputs, Places.everywhere(at.row[:1], at.query[:1], encoded.inputs["attention_mask"]), deep=True
+        )
 
 
 def _refuse_quantised(scope: Scope) -> None:

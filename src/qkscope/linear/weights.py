@@ -116,7 +116,7 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
         ) from error
 
 
-class _Called(NamedTuple):
+class Called(NamedTuple):
     """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
 
     block: nn.Module
@@ -128,25 +128,25 @@ class _Called(NamedTuple):
 def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     layers = scope.facts.layers
     layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in layers), tuple(wanted))
-    called = _recorded(scope, max(layout.plans))
+    called = recorded(scope, max(layout.plans))
     stream = stream_of(*called[wanted[0].layer].given)
     counts: dict[Kind, int] = {"q": len(wanted), "k": max(layout.kv_of_head) + 1}
     shape = layers[wanted[0].layer].d_head, stream.shape[-1] + 1
     W = {kind: torch.empty(count, *shape, device=stream.device) for kind, count in counts.items()}
     c = {kind: torch.empty_like(value[..., 0]) for kind, value in W.items()}
     for number, plan in layout.plans.items():
-        layer, offsets, before = _unit(scope, number, called[number])
+        form = form_of(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
-            W[kind][slots] = _matrices(layer, kind, heads, before).to(stream.device)
-            c[kind][slots] = offsets[kind][heads].to(stream.device)
+            W[kind][slots] = _without_constants(form, *form.matrices(kind, heads)).to(stream.device)
+            c[kind][slots] = form.offsets[kind][heads].to(stream.device)
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c["q"])
     kv_of_head = torch.tensor(layout.kv_of_head, device=stream.device)
     return HeadWeights(tuple(wanted), W["q"], W["k"], kv_of_head, scale, c["q"], c["k"])
 
 
 @torch.no_grad()
-def _recorded(scope: Scope, last: int) -> dict[int, _Called]:
+def recorded(scope: Scope, last: int) -> dict[int, Called]:
     """How each layer up to the last one wanted is called with two tokens."""
     names = {id(module): name for name, module in scope.model.named_modules()}
     given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -175,14 +175,46 @@ def _recorded(scope: Scope, last: int) -> dict[int, _Called]:
         if stream_of(*given[block]).ndim > 3:  # several streams: the attention is given one vector that is made of them
             block = call.module
         norm, _ = made.get(id(stream_of(*given[block])), (None, None))
-        found[layer] = _Called(block, given[block], call, norm)
+        found[layer] = Called(block, given[block], call, norm)
     return found
 
 
-def _unit(
-    scope: Scope, number: int, called: _Called
-) -> tuple[Layer, dict[Kind, Float[Tensor, "h d_head"]], Norm | None]:
-    """A layer at the first token as ``W x̂``, the offsets c, and the norm before it where its own code has none."""
+@dataclass(frozen=True)
+class Form:
+    """One layer's vectors at the first token with every norm's scalar at 1, ``W x + a + c``.
+
+    Attributes
+    ----------
+    layer : its own code, with scalars of 1.
+    offsets : by kind, QK-norm's own bias c.
+    norms : those that stand between the stream and the vectors.
+    before : the norm whose output enters, where the layer's own code has none.
+    qk_normed : whether QK-norm leaves a scalar for each token and head.
+    """
+
+    layer: Layer
+    offsets: dict[Kind, Float[Tensor, "h d_head"]]
+    norms: list[Norm]
+    before: Norm | None
+    qk_normed: bool
+
+    @property
+    def centres(self) -> bool:
+        """Whether the norm before W subtracts the mean."""
+        return any(norm.centres for norm in self.norms)
+
+    def matrices(
+        self, kind: Kind, heads: Sequence[int]
+    ) -> tuple[Float[Tensor, "n d_head d_model"], Float[Tensor, "n d_head"]]:
+        """W and a of some heads."""
+        a = self.layer.constants[kind][0, 0, list(heads)]
+        width = a.shape[-1]
+        basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
+        return self.layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1), a
+
+
+def form_of(scope: Scope, number: int, called: Called) -> Form:
+    """Ask a layer for its form, or refuse it with the reason."""
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
     ends = (0, stream.shape[1] - 1)
     layer, last = (Layer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends)
@@ -213,8 +245,9 @@ def _unit(
             offsets[kind],
             rounding,
         )
-    before = None if called.before is None or set(layer.norms.ran) - qk_norms else take_apart(called.before, stream)
-    return layer, offsets, before
+    norms = [take_apart(norm, stream) for norm in layer.norms.ran if norm not in qk_norms]
+    before = None if called.before is None or norms else take_apart(called.before, stream)
+    return Form(layer, offsets, norms, before, bool(qk_norms))
 
 
 def _check_form(
@@ -236,19 +269,16 @@ def _check_form(
         raise BadInput(f"{what} are scaled unevenly after the rotation, so no weight matrix stands before it.")
 
 
-def _matrices(
-    layer: Layer, kind: Kind, heads: Sequence[int], before: Norm | None
+def _without_constants(
+    form: Form, J: Float[Tensor, "n d_head d_model"], a: Float[Tensor, "n d_head"]
 ) -> Float[Tensor, "n d_head d_model+1"]:
-    """W of some heads, less what it reads of the part of its input that is the same for every token.
+    """W, less what it reads of the part of its input that is the same for every token, and a behind it.
 
     Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x`` is the same for all
     tokens, ``n = 1/gain``. No token can say what is read along n, so it moves to the constant.
     """
-    a = layer.constants[kind][0, 0, list(heads)]
-    width = a.shape[-1]
-    basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
-    J = layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1)
-    if before is not None and layer.block is layer.true.module:  # its norm stands outside
+    before = form.before
+    if before is not None and form.layer.block is form.layer.true.module:  # its norm stands outside
         J, a = before.centred(J * before.gain), a + J @ before.bias
     elif before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
         normal = (1 / before.gain).to(J)

@@ -50,7 +50,6 @@ def split_query(
     q: Float[Tensor, "*n d"], bases: Mapping[str, Float[Tensor, "d r"]], split: Split = "sequential"
 ) -> dict[str, Float[Tensor, "*n d"]]:
     """Parts of the query, one per feature in the order given, and the residual; they sum to ``q``."""
-    _check_features(q, bases)
     if split == "sequential":
         parts = _split_in_order(q, bases, list(bases))
     elif split == "average":
@@ -61,11 +60,9 @@ def split_query(
             )
         orders = [_split_in_order(q, bases, list(order)) for order in permutations(bases)]
         parts = {name: torch.stack([one[name] for one in orders]).mean(dim=0) for name in bases}
-    elif split == "oblique":
+    else:
         projectors = oblique_projectors(list(bases.values()))[0] if bases else []
         parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
-    else:
-        raise BadInput(f"split is sequential, average or oblique, but got {split!r}.")
     parts[RESIDUAL] = q - sum(parts[name] for name in bases)
     return parts
 
@@ -99,16 +96,6 @@ def attribute_logits(
     parts = {name: scale * (k @ part[..., None])[..., 0] for name, part in queries.items()}
     overlap = {(a, b): float(principal_cosines(bases[a], bases[b])[0]) for a, b in combinations(bases, 2)}
     return Attribution(scale * (k @ q[..., None])[..., 0], parts, split, overlap)
-
-
-def _check_features(q: Tensor, bases: Mapping[str, Tensor]) -> None:
-    if RESIDUAL in bases:
-        raise BadInput(f"a feature cannot be called {RESIDUAL!r}: that is the name of what is left over.")
-    for name, basis in bases.items():
-        if basis.ndim != 2 or basis.shape[0] != q.shape[-1]:
-            raise BadInput(
-                f"feature {name!r} should have a basis of shape ({q.shape[-1]}, rank), but has {tuple(basis.shape)}."
-            )
 
 
 def split_rows(

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
@@ -145,8 +146,6 @@ def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float |
 
     ``size`` is that of the numbers the matrix is a difference of: what is below their rounding counts as 0.
     """
-    if not 0 < energy <= 1:
-        raise BadInput(f"energy is a share between 0 and 1, but got {energy}.")
     s = torch.where(s > ROUNDING * torch.as_tensor(size, dtype=s.dtype, device=s.device), s, torch.zeros_like(s))
     held = s.to(torch.float64).square().cumsum(dim=-1)
     total = held[..., -1:]
@@ -191,18 +190,6 @@ def thin_svd(
     >>> u.shape, s.shape
     (torch.Size([3, 20, 4]), torch.Size([3, 4]))
     """
-    if kv_of_head is None and w_q.shape[:-1] != w_k.shape[:-1]:
-        raise BadInput(
-            "query and key weights should agree in all but the last size, but have shapes "
-            f"{tuple(w_q.shape)} and {tuple(w_k.shape)}."
-        )
-    if kv_of_head is not None and (w_q.shape[:-2], w_q.shape[-2]) != (kv_of_head.shape, w_k.shape[-2]):
-        raise BadInput(
-            f"kv_of_head names the key weights of each head, but it has shape {tuple(kv_of_head.shape)} and "
-            f"they have {tuple(w_q.shape)} and {tuple(w_k.shape)}."
-        )
-    if kv_of_head is not None and not bool(((kv_of_head >= 0) & (kv_of_head < len(w_k))).all()):
-        raise BadInput(f"kv_of_head counts key weights from 0 to {len(w_k) - 1}, but holds {kv_of_head.tolist()}.")
     q_1, r_1 = _qr(w_q)
     q_2, r_2 = _qr(w_k)
     if kv_of_head is not None:
@@ -263,24 +250,17 @@ class Projector(NamedTuple):
     @classmethod
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
         """One per head, padded with zero columns to a common rank."""
-        if len(projectors) == 1:
-            return cls(*(factor[None] for factor in projectors[0]))
         width = max(p.left.shape[-1] for p in projectors)
         return cls(
-            *(torch.stack([_padded(factor, width) for factor in factors]) for factors in zip(*projectors, strict=True))
+            *(
+                torch.stack([pad(factor, (0, width - factor.shape[-1])) for factor in factors])
+                for factors in zip(*projectors, strict=True)
+            )
         )
-
-
-def _padded(factor: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(factor, (0, width - factor.shape[-1]))
 
 
 def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) -> Float[Tensor, "*n m"]:
     """Cosines of the principal angles between the spans of two orthonormal bases, largest first."""
-    if a.shape[-2] != b.shape[-2]:
-        raise BadInput(
-            f"subspaces of different spaces have no angle: one has d_head {a.shape[-2]}, the other {b.shape[-2]}."
-        )
     return torch.linalg.svdvals(a.mT @ b.to(a)).clamp_max(1.0)
 
 
@@ -294,7 +274,6 @@ def principal_angles(a: Float[Tensor, "d r"], b: Float[Tensor, "d s"]) -> Float[
 
 def joint_basis(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d r_joint"]:
     """Orthonormal basis of the sum of several subspaces; shared directions count once."""
-    _check_bases(bases)
     u, s, _ = torch.linalg.svd(torch.cat(list(bases), dim=-1).to(torch.float64), full_matrices=False)
     return u[:, s > _DEPENDENT * s[0]]
 
@@ -305,7 +284,6 @@ def oblique_projectors(bases: Sequence[Float[Tensor, "d r"]]) -> tuple[list[Proj
     They act on their own subspace as the identity and annihilate the others, so they sum to a projector onto the joint
     span. They need independent subspaces; the condition number says how close to dependent these are (1: orthogonal).
     """
-    _check_bases(bases)
     whole = torch.cat(list(bases), dim=-1).to(torch.float64)
     s = torch.linalg.svdvals(whole)
     if whole.shape[1] > whole.shape[0] or s[-1] <= _DEPENDENT * s[0]:
@@ -321,16 +299,5 @@ def oblique_projectors(bases: Sequence[Float[Tensor, "d r"]]) -> tuple[list[Proj
 
 def random_bases(d: int, rank: int, draws: int, seed: int) -> Float[Tensor, "draws d r"]:
     """Orthonormal bases of uniformly random subspaces."""
-    if not 1 <= rank <= d:
-        raise BadInput(f"a random subspace of rank {rank} does not fit into {d} dimensions.")
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(draws, d, rank, generator=generator, dtype=torch.float64))[0]
-
-
-def _check_bases(bases: Sequence[Tensor]) -> None:
-    if not bases:
-        raise BadInput("no subspace was given: name at least one.")
-    if len({basis.shape[-2] for basis in bases}) > 1:
-        raise BadInput(
-            f"subspaces of different heads cannot be joined: their widths are {[b.shape[-2] for b in bases]}."
-        )

@@ -14,9 +14,9 @@ sees alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -24,16 +24,16 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.kinds import Share, checked_call
+from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NullKind, Statistic, false_discovery, head_p_values
+from qkscope.maths.significance import NULL_KINDS, NullKind, Statistic, false_discovery, head_p_values
 from qkscope.maths.sums import Center, centred_delta
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
-_AS_IT_IS: Center = "none"
+LEVEL = 0.05  # of the tests
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 
@@ -43,7 +43,6 @@ class RankTest:
     """Components of one ΔC tested in order against null replicates."""
 
     rank: int
-    p_values: tuple[float, ...]  # one per component tested: the last one failed, unless all dimensions passed
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]  # 95% quantile of the null's largest singular value, at the same stage
     statistics: tuple[Statistic, ...] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
@@ -52,7 +51,7 @@ class RankTest:
 def rank_above(
     delta: Float[Tensor, "d d"],
     nulls: Float[Tensor, "r d d"],
-    alpha: float = 0.05,
+    alpha: float = LEVEL,
     max_rank: int | None = None,
     size: float = 0.0,
 ) -> RankTest:
@@ -64,7 +63,7 @@ def rank_above(
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
     least = ROUNDING * max(float(s[0]), size)
-    p_values, medians, highs = [], [], []
+    medians, highs = [], []
     statistics: tuple[Statistic, ...] = ()
     turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
     rank = limit
@@ -76,18 +75,18 @@ def rank_above(
             norms = rest.flatten(1).norm(dim=1)
             statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
         reached = largest >= s[j] - 1e-12 * max(float(s[0]), size)
-        p_values.append((1 + int(reached.sum())) / (len(nulls) + 1) if float(s[j]) > least else 1.0)
+        p_value = (1 + int(reached.sum())) / (len(nulls) + 1) if float(s[j]) > least else 1.0
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
-        if p_values[-1] > alpha:
+        if p_value > alpha:
             rank = j
             break
-    return RankTest(rank, tuple(p_values), tuple(medians), tuple(highs), statistics)
+    return RankTest(rank, tuple(medians), tuple(highs), statistics)
 
 
 @dataclass(frozen=True)
 class Controls:
-    """What stands beside a rank; ``p_*`` are of the whole matrix, ``q_*`` after false-discovery control over heads.
+    """What stands beside a rank; ``p_*`` are of the whole matrix.
 
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
     directions: ``null_rank`` where it is ``none``, else ``interaction_rank`` (`detected`). ``cv_rank`` is that matrix's
@@ -103,8 +102,6 @@ class Controls:
     mean_dominance: float
     p_difference: float
     p_interaction: float
-    q_difference: float
-    q_interaction: float
     verdict: Verdict
     center: Center
     spectrum: tuple[float, ...]
@@ -139,68 +136,6 @@ class Controls:
         ]
         return [*said, *([self.reason] if self.reason else [])]
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Controls:
-        """Controls that a manifest holds; refuses what another version of qkscope wrote."""
-        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        try:
-            return cls(**plain)
-        except TypeError:
-            raise BadInput(
-                "these controls were written by another version of qkscope: fit the subspace again."
-            ) from None
-
-
-@dataclass(frozen=True)
-class _Tests:
-    """The two tests of one head, and what goes with them."""
-
-    row: int  # of the sums
-    difference: RankTest
-    interaction: RankTest
-    beyond_scale: tuple[Statistic, ...]  # of what the interaction is without what rows' own scale makes of a mean
-
-
-class _Contrast:
-    """A contrast's matrices of all heads, as it is and centred, and what goes with them; worked out once."""
-
-    def __init__(self, moments: Moments, name: str, center: Center) -> None:
-        self.moments, self.name, self.center = moments, name, center
-        self.centred: Center = "query" if center == "none" else center
-        self.deltas = {c: moments.delta(name, c) for c in dict.fromkeys((_AS_IT_IS, self.centred))}
-        self.sizes, self.pairs = moments.sizes(name).tolist(), moments.count(name).tolist()
-        self.dominance = mean_dominance(moments, name).tolist()
-        self.units = moments.unit_count(name)[0]
-        self.null = self._difference_null()
-
-    def _difference_null(self) -> NullKind:
-        kinds: tuple[NullKind, ...] = ("label_permutation", "sign_flip")
-        for kind in kinds:
-            if kind in self.moments.nulls:
-                return kind
-        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
-        mean_part = (self.moments.delta(self.name, "query") - self.deltas[_AS_IT_IS]).abs().amax(dim=(1, 2))
-        small = all(part <= ROUNDING * size for part, size in zip(mean_part.tolist(), self.sizes, strict=True))
-        if "interaction" in self.moments.nulls and small:
-            return "interaction"
-        raise BadInput(
-            "controls need sign_flip or label_permutation replicates: ask for them when the moments are made."
-        )
-
-    def tests(self, head: Head, alpha: float) -> _Tests:
-        """Both tests of one head."""
-        row = self.moments.heads.index(head)
-        size, limit = self.sizes[row], _most_tested(self.units)
-        fixed, under_null = self.moments.interaction_nulls(self.name, head, self.centred)
-        centred = self.deltas[self.centred][row]
-        depends = rank_above(centred, under_null, alpha, limit, size)
-        beyond = rank_above(centred - fixed, under_null - fixed, alpha, 1, size).statistics
-        if self.null == "interaction":
-            return _Tests(row, depends, depends, beyond)
-        under_null = self.moments.null_deltas(self.null, self.name, head)
-        differs = rank_above(self.deltas[_AS_IT_IS][row], under_null, alpha, limit, size)
-        return _Tests(row, differs, depends, beyond)
-
 
 @checked_call
 def run_controls(
@@ -209,7 +144,6 @@ def run_controls(
     heads: Sequence[Head | str] | None = None,
     *,
     center: Center = "none",
-    alpha: Share = 0.05,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
@@ -225,69 +159,86 @@ def run_controls(
     contrast : its name.
     heads : all that carry replicates by default.
     center : of the matrix whose spectrum and directions are shown.
-    alpha : the level of the tests.
     """
-    chosen = moments.null_heads if heads is None else [Head.parse(head) for head in heads]
-    if not chosen or "interaction" not in moments.nulls:
-        raise BadInput(
-            "controls need interaction replicates: make the moments with nulls=('sign_flip', 'interaction')."
-        )
-    whole = _Contrast(moments, contrast, center)
-    tests = [whole.tests(head, alpha) for head in chosen]
-    floor = max(0.5 ** max(whole.units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
-    # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
+    chosen = moments.heads if heads is None else [Head.parse(head) for head in heads]
+    rows = [moments.heads.index(head) for head in chosen]
+    null, centred = _difference_null(moments, contrast), _centred(center)
+    deltas = {c: moments.delta(contrast, c) for c in ("none", centred)}
+    sizes, units = moments.sizes(contrast).tolist(), moments.unit_count(contrast)[0]
+    dominance, pairs = mean_dominance(moments, contrast).tolist(), moments.count(contrast).tolist()
+    differences, interactions, beyond_scale = [], [], []
+    for head, row in zip(chosen, rows, strict=True):
+        limit, size = _most_tested(units), sizes[row]
+        fixed, replicates = moments.interaction_nulls(contrast, head, centred)
+        interactions.append(rank_above(deltas[centred][row], replicates, max_rank=limit, size=size))
+        # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
+        beyond_scale.append(rank_above(deltas[centred][row] - fixed, replicates - fixed, max_rank=1, size=size))
+        if null != "interaction":
+            replicates = moments.null_deltas(null, contrast, head)
+            differences.append(rank_above(deltas["none"][row], replicates, max_rank=limit, size=size))
+    differences = differences or interactions
+    floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
     depends, beyond, differs = (
-        head_p_values(statistics, floor)
-        for statistics in (
-            [one.interaction.statistics for one in tests],
-            [one.beyond_scale for one in tests],
-            [one.difference.statistics for one in tests],
-        )
+        head_p_values([test.statistics for test in tests], floor) for tests in (interactions, beyond_scale, differences)
     )
     p_interaction = list(map(max, depends, beyond))
-    p_difference = p_interaction if whole.null == "interaction" else differs
+    p_difference = p_interaction if null == "interaction" else differs
     q_difference, q_interaction = false_discovery(p_difference), false_discovery(p_interaction)
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
-    folded = whole.centred if whole.null == "interaction" else center
-    cv_ranks = cross_validated_rank(moments, contrast, folded, [one.row for one in tests])
+    cv_ranks = cross_validated_rank(moments, contrast, centred if null == "interaction" else center, rows)
     controls = {}
-    for i, (head, one) in enumerate(zip(chosen, tests, strict=True)):
-        differs_here, depends_here = q_difference[i] <= alpha, q_interaction[i] <= alpha
+    for i, (head, row, difference, interaction) in enumerate(zip(chosen, rows, differences, interactions, strict=True)):
+        differs_here, depends_here = q_difference[i] <= LEVEL, q_interaction[i] <= LEVEL
         # what is only rounding needs no test to be nothing
         verdict = _verdict(
             differs_here,
             depends_here,
-            bool(one.difference.statistics) and _hopeless(p_difference, i, floor, alpha),
-            bool(one.interaction.statistics) and _hopeless(p_interaction, i, floor, alpha),
+            bool(difference.statistics) and _hopeless(p_difference, i, floor),
+            bool(interaction.statistics) and _hopeless(p_interaction, i, floor),
             center != "none",
         )
-        spectra = {c: torch.linalg.svdvals(deltas[one.row]) for c, deltas in whole.deltas.items()}
-        size, (positive, negative) = whole.sizes[one.row], whole.pairs[one.row]
-        shown = one.difference if center == "none" else one.interaction
+        spectra = {c: torch.linalg.svdvals(delta[row]) for c, delta in deltas.items()}
+        shown = difference if center == "none" else interaction
         controls[head] = Controls(
-            energy_rank=int(energy_rank(spectra[_AS_IT_IS], size=size)),
-            null_rank=max(one.difference.rank, 1) if differs_here else 0,
-            centred_energy_rank=int(energy_rank(spectra[whole.centred], size=size)),
-            interaction_rank=max(one.interaction.rank, 1) if depends_here else 0,
+            energy_rank=int(energy_rank(spectra["none"], size=sizes[row])),
+            null_rank=max(difference.rank, 1) if differs_here else 0,
+            centred_energy_rank=int(energy_rank(spectra[centred], size=sizes[row])),
+            interaction_rank=max(interaction.rank, 1) if depends_here else 0,
             cv_rank=cv_ranks[i],
-            mean_dominance=whole.dominance[one.row],
+            mean_dominance=dominance[row],
             p_difference=p_difference[i],
             p_interaction=p_interaction[i],
-            q_difference=q_difference[i],
-            q_interaction=q_interaction[i],
             verdict=verdict,
             center=center,
             spectrum=tuple(spectra[center].tolist()),
             null_median=shown.null_median,
             null_high=shown.null_high,
-            positive_pairs=positive,
-            negative_pairs=negative,
-            units=whole.units,
+            positive_pairs=pairs[row][0],
+            negative_pairs=pairs[row][1],
+            units=units,
             replicates=moments.replicates,
-            null=whole.null,
-            reason=_reason(whole, len(chosen), floor) if verdict == "untested" else "",
+            null=null,
+            reason=_reason(units, moments.replicates, len(chosen), floor) if verdict == "untested" else "",
         )
     return controls
+
+
+def _centred(center: Center) -> Center:
+    """The centring of the interaction's matrix."""
+    return "query" if center == "none" else center
+
+
+def _difference_null(moments: Moments, contrast: str) -> NullKind:
+    """The null of a difference: the one that was carried besides the interaction's."""
+    others: list[NullKind] = [kind for kind in moments.nulls if kind != "interaction"]
+    if "interaction" in moments.nulls:
+        if others:
+            return max(others, key=NULL_KINDS.index)  # labels dealt, where signs were flipped besides
+        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
+        mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
+        if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()):
+            return "interaction"
+    raise BadInput("controls need null replicates: make the moments with nulls=('sign_flip', 'interaction').")
 
 
 def _most_tested(units: int) -> int:
@@ -295,9 +246,9 @@ def _most_tested(units: int) -> int:
     return max(units // 4, 1)
 
 
-def _hopeless(p_values: Sequence[float], i: int, floor: float, alpha: float) -> bool:
+def _hopeless(p_values: Sequence[float], i: int, floor: float) -> bool:
     """Whether this head would not be called either if it were as far above its null as can be."""
-    return false_discovery([floor if j == i else p for j, p in enumerate(p_values)])[i] > alpha
+    return false_discovery([floor if j == i else p for j, p in enumerate(p_values)])[i] > LEVEL
 
 
 def _verdict(differs: bool, depends: bool, no_difference: bool, no_interaction: bool, centred: bool) -> Verdict:
@@ -309,11 +260,11 @@ def _verdict(differs: bool, depends: bool, no_difference: bool, no_interaction: 
     return "interaction" if depends else "untested" if no_interaction else "mean only"
 
 
-def _reason(whole: _Contrast, heads: int, floor: float) -> str:
+def _reason(units: int, replicates: int, heads: int, floor: float) -> str:
     many = f" for {heads} heads at once" if heads > 1 else ""
-    if 0.5 ** max(whole.units - 1, 0) >= floor:
-        return f"untested: {whole.units} independent units (different words, or prompts) are too few{many}"
-    return f"untested: {whole.moments.replicates} replicates are too few{many}"
+    if 0.5 ** max(units - 1, 0) >= floor:
+        return f"untested: {units} independent units (different words, or prompts) are too few{many}"
+    return f"untested: {replicates} replicates are too few{many}"
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,6 +36,7 @@ NULLS = ("rotated", "random", "features", "tokens")
 SIZES = (1, 2, 5, 10, 20, 50)
 """How many of the largest pairs are taken together."""
 _RIDGE = 1e-8
+_TENSORS = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold")
 
 
 @checked_class
@@ -49,9 +50,8 @@ class Dictionary:
     encoder : what each feature is read off with, as columns.
     layer : the layer whose input it describes; what leaves layer 17 enters layer 18.
     decoder_bias, encoder_bias : 0 by default.
-    activation : ``relu``, ``topk`` (with ``k``), ``jumprelu`` (with ``threshold``).
-    k : how many features are active in a token.
-    threshold : what each feature must exceed to be active.
+    k : how many features are active in a token (top-k); any number by default (relu).
+    threshold : what each feature must exceed to be active (JumpReLU).
     apply_b_dec_to_input : whether the decoder's bias is taken off before encoding.
     normalize_activations : ``none``, ``constant_norm_rescale`` (to the length √d), ``layer_norm``; undone behind the
         decoder.
@@ -68,13 +68,11 @@ class Dictionary:
     tensor([[0]])
     """
 
-    comes_from = "as qk.Dictionary.load gives"
     decoder: Float[Tensor, "f d"]
     encoder: Float[Tensor, "d f"]
     layer: Natural
     decoder_bias: Float[Tensor, " d"] | None = None
     encoder_bias: Float[Tensor, " f"] | None = None
-    activation: Literal["relu", "topk", "jumprelu"] = "relu"
     k: Count | None = None
     threshold: Float[Tensor, " f"] | None = None
     apply_b_dec_to_input: bool = True
@@ -84,9 +82,8 @@ class Dictionary:
 
     def __post_init__(self) -> None:
         features, width = self.decoder.shape
-        shapes = {"decoder": (features, width), "encoder": (width, features), "decoder_bias": (width,),
-                  "encoder_bias": (features,), "threshold": (features,)}  # fmt: skip
-        for name, shape in shapes.items():
+        shapes = ((features, width), (width, features), (width,), (features,), (features,))
+        for name, shape in zip(_TENSORS, shapes, strict=True):
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != shape:
                 raise BadInput(
@@ -95,15 +92,11 @@ class Dictionary:
                 )
             if value is not None and not bool(value.isfinite().all()):
                 raise BadInput(f"{name} of {self.name} holds values that are not finite: the dictionary is damaged.")
-        if (self.activation == "topk") != (self.k is not None):
-            raise BadInput(f"{self.name} codes with {self.activation}: k is for topk, which needs it.")
         if self.k is not None and self.k > features:
             raise BadInput(f"{self.name} has {features} features, of which {self.k} cannot be active.")
-        if (self.activation == "jumprelu") != (self.threshold is not None):
-            raise BadInput(f"{self.name} codes with {self.activation}: a threshold is for jumprelu, which needs it.")
 
     def __repr__(self) -> str:
-        how = f"top {self.k}" if self.k is not None else self.activation
+        how = f"top {self.k}" if self.k is not None else "relu" if self.threshold is None else "jumprelu"
         features, width = self.decoder.shape
         return f"Dictionary({features:,} features of width {width} entering layer {self.layer}, {how})"
 
@@ -123,10 +116,12 @@ class Dictionary:
     def fingerprint(self) -> str:
         """A hash of all that makes its codes."""
         digest = hashlib.sha256(repr((self, self.apply_b_dec_to_input, self.normalize_activations)).encode())
-        for value in (self.decoder, self.encoder, self.decoder_bias, self.encoder_bias, self.threshold):
-            if value is not None:
-                digest.update(value.detach().cpu().float().contiguous().numpy().tobytes())
+        for value in self._tensors().values():
+            digest.update(value.detach().cpu().float().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> Dictionary:
         """The same in float32 on a device.
@@ -135,9 +130,7 @@ class Dictionary:
         ----------
         device : as torch names it.
         """
-        names = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold")
-        there = {name: getattr(self, name) for name in names}
-        return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in there.items() if v is not None})
+        return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in self._tensors().items()})
 
     def code(self, x: Float[Tensor, "*b d"], turn: Float[Tensor, "d d"] | None = None) -> Coded:
         """Which features are active in tokens, and how much of each.
@@ -223,8 +216,6 @@ def null_code(
     if kind == "features":
         order = torch.randperm(features, generator=generator).to(coded.ids.device)
         return coded._replace(ids=torch.where(coded.ids >= 0, order[coded.ids.clamp_min(0)], -1))
-    if kind != "tokens":
-        raise BadInput(f"there is no null {kind!r}: there is {', '.join(NULLS)}.")
     order = torch.arange(x.shape[1]).repeat(len(x), 1)
     for row, used in enumerate(torch.ones(x.shape[:2], dtype=torch.bool) if there is None else there.cpu()):
         places = used.nonzero()[:, 0]

@@ -10,7 +10,7 @@ is what it adds to the logit of the keys that get attention, above the logit of 
 
     Σ (E_attention − E_uniform)[block] / Σ (E_attention − E_uniform)[logit]
 
-Blocks sum to 1, as nothing is left out. Sums stream: batches, shards and machines add up.
+Blocks sum to 1, as nothing is left out. Sums stream: batches, pieces and machines add up.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
     "cov_qk": cov_qk,
 }
 """What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys."""
+SHOWN = ("feature", "random", *BASELINES)
+"""The kinds that are compared with each other in every table, downstream too, and printed."""
 
 
 def joint(features: Sequence[Bases]) -> list[Float[Tensor, "d r"]]:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.errors import BadInput, check_device
+from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, checked_class
 from qkscope.maths import significance
@@ -31,22 +31,12 @@ SIGNS = ("positive", "negative")
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
 
 
-class _Layout(NamedTuple):
-    """The heads of a batch: their rows in the sums, their key heads, which key head each reads, and null rows."""
-
-    where: list[int]
-    key_heads: list[tuple[int, int]]
-    kv_of_head: list[int]
-    nulled: list[tuple[int, int]]  # (column of the batch, row of the null sums)
-
-
 class _Rows(NamedTuple):
     """A batch of one contrast: augmented queries, keys and their labels, the label-weighted sums of each row's keys."""
 
     queries: Float[Tensor, "b h a"]
     keys: Float[Tensor, "b g k d"]
     labels: Int[Tensor, "b k"]
-    weights: Float[Tensor, "b k"] | None
     sums: Float[Tensor, "b g 2 a"]
 
 
@@ -61,9 +51,8 @@ class Moments(Accumulator):
     d_head : width of queries and keys.
     group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
     nulls : the nulls to carry replicates for (see `qkscope.maths.significance`); with them, the sums are also kept in
-        folds of units, for cross-validation.
-    null_heads : the heads that carry them; all by default. Each costs ``2 · replicates · (d_head + 1)² · 8`` bytes
-        per contrast, and as much again where labels are dealt besides.
+        folds of units, for cross-validation. Each head costs ``2 · replicates · (d_head + 1)² · 8`` bytes per
+        contrast, and as much again where labels are dealt besides.
     replicates, seed : how many draws of each null, and their seed.
     about : what the sums were made from (model, weights hash, tokenizer, …); kept in the file, compared on merge.
     device : where the sums are kept, which is where batches come from.
@@ -89,7 +78,6 @@ class Moments(Accumulator):
         *,
         group_size: Count = 1,
         nulls: Sequence[NullKind] = (),
-        null_heads: str | Sequence[Head | str] | None = None,
         replicates: Count = 199,
         seed: int = 0,
         about: Mapping[str, Any] | None = None,
@@ -98,17 +86,10 @@ class Moments(Accumulator):
         self.heads = parse_heads(heads)
         self.contrasts, self.nulls = list(contrasts), list(nulls)
         self.d_head, self.group_size, self.replicates, self.seed = d_head, group_size, replicates, seed
-        self.null_heads = (self.heads if null_heads is None else parse_heads(null_heads)) if nulls else []
         self.about = dict(about or {})
-        if not self.contrasts or len(set(self.contrasts)) < len(self.contrasts):
-            raise BadInput(f"a contrast needs a name of its own, but got {self.contrasts}.")
-        for head in self.null_heads:
-            if head not in self.heads:
-                raise BadInput(f"null replicates were asked for {head}, which is not among the accumulated heads.")
-        device = device if str(device) == "meta" else check_device(device)
-
-        self.key_heads = list(dict.fromkeys(self._key_head(i) for i in range(len(self.heads))))
-        self._layouts: dict[int | None, _Layout] = {}
+        readers = [(head.layer, head.kv(group_size)) for head in self.heads]
+        self.key_heads = list(dict.fromkeys(readers))
+        self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
         h, a = len(self.heads), d_head + 1
 
         def zeros(*shape: int) -> dict[str, Tensor]:
@@ -118,9 +99,7 @@ class Moments(Accumulator):
         self.null_sums: dict[tuple[str, str], Tensor] = {
             (kind, contrast): tensor
             for kind in significance.carried(self.nulls)
-            for contrast, tensor in zeros(
-                len(self.null_heads), a, replicates, 2, a + (kind == significance.FLIPS)
-            ).items()
+            for contrast, tensor in zeros(h, a, replicates, 2, a + (kind == significance.FLIPS)).items()
         }
         # Beside the nulls: Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has.
         self.scales = zeros(h, a, 2) if self.nulls else {}
@@ -132,23 +111,6 @@ class Moments(Accumulator):
         where = f"{', '.join(self.contrasts)} at {len(self.heads)} heads of width {self.d_head}"
         return f"Moments({where}: {plus:g} + and {minus:g} − pairs)"
 
-    def _key_head(self, i: int) -> tuple[int, int]:
-        return self.heads[i].layer, self.heads[i].kv(self.group_size)
-
-    def _layout(self, layer: int | None) -> _Layout:
-        """Which heads and key heads a batch of this layer (or of all) brings; worked out once."""
-        if layer not in self._layouts:
-            where = [i for i, head in enumerate(self.heads) if layer is None or head.layer == layer]
-            if not where:
-                layers = sorted({head.layer for head in self.heads})
-                raise BadInput(f"no head of layer {layer} is accumulated here: the layers are {layers}.")
-            key_heads = [g for g in self.key_heads if layer is None or g[0] == layer]
-            place = {key_head: g for g, key_head in enumerate(key_heads)}
-            null_rows = {head: row for row, head in enumerate(self.null_heads)}
-            nulled = [(n, null_rows[self.heads[i]]) for n, i in enumerate(where) if self.heads[i] in null_rows]
-            self._layouts[layer] = _Layout(where, key_heads, [place[self._key_head(i)] for i in where], nulled)
-        return self._layouts[layer]
-
     # ------------------------------------------------------------------ data in
 
     def update(
@@ -157,106 +119,76 @@ class Moments(Accumulator):
         k: Float[Tensor, "b g k d"],
         labels: Mapping[str, Int[Tensor, "b k"]],
         *,
-        weights: Float[Tensor, "b k"] | None = None,
         prompts: Int[Tensor, " b"] | None = None,
-        layer: int | None = None,
     ) -> None:
         """Add one batch of rows: a query and its labelled keys.
 
         Parameters
         ----------
-        q : queries, one column per accumulated head (of ``layer``, where one is given), in the order of ``heads``.
+        q : queries, one column per accumulated head, in the order of ``heads``.
         k : keys, once per key head, in the order of ``key_heads``; slots with label 0 are ignored.
         labels : for each contrast, +1, −1 or 0 per key. A contrast left out gets nothing from this batch.
-        weights : weight of each (query, key) pair; 1 by default.
         prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
-            share a word or are copies. Needed when nulls are carried; unique over all shards.
-        layer : the layer these queries and keys come from, when a batch brings one layer at a time.
+            share a word or are copies. Needed when nulls are carried; unique over all pieces.
         """
-        layout = self._layout(layer)
-        self._check_batch(layout, q, k, labels, weights, prompts)
+        self._check_batch(q, k, labels, prompts)
         queries, keys = augmented(q), k.to(torch.float64)
-        weights = None if weights is None else weights.to(keys.device)
         for contrast, label in labels.items():
             label = label.to(keys.device)
-            if weights is not None:  # a pair without weight takes no part, nor does it in the nulls
-                label = label.masked_fill(weights == 0, 0)
-            own, sums = keys, significance.key_sums(significance.signed_weights(label, weights), keys)
+            labelled, sums = keys, significance.key_sums(significance.by_sign(label), keys)
             if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
                 # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out), elsewhere not.
-                own = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
-                self._check_finite(layout, q, own, prompts)
-                sums = significance.key_sums(significance.signed_weights(label, weights), own)
-            rows = _Rows(queries, own, label, weights, sums)
-            add_outer(self.sums[contrast], layout.where, queries, rows.sums.flatten(2), layout.kv_of_head)
+                labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
+                self._check_finite(q, labelled, prompts)
+                sums = significance.key_sums(significance.by_sign(label), labelled)
+            rows = _Rows(queries, labelled, label, sums)
+            add_outer(self.sums[contrast], queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.nulls:
-                self._add_folds(contrast, layout, rows, prompts.to(keys.device))
-                self._add_nulls(contrast, layout, rows, prompts.to(keys.device))
+                self._add_folds(contrast, rows, prompts.to(keys.device))
+                self._add_nulls(contrast, rows, prompts.to(keys.device))
 
-    def _check_batch(
-        self,
-        layout: _Layout,
-        q: Tensor,
-        k: Tensor,
-        labels: Mapping[str, Tensor],
-        weights: Tensor | None,
-        prompts: Tensor | None,
-    ) -> None:
+    def _check_batch(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], prompts: Tensor | None) -> None:
         """Refuse a batch that does not fit these sums."""
         b, slots = q.shape[0], k.shape[2]
-        check_shape("queries", q, (b, len(layout.where), self.d_head), "rows, heads, d_head")
-        check_shape("keys", k, (b, len(layout.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
+        check_shape("queries", q, (b, len(self.heads), self.d_head), "rows, heads, d_head")
+        check_shape("keys", k, (b, len(self.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
         for contrast, label in labels.items():
             self._sums_of(contrast)
             check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
             if bool((label.abs() > 1).any()):
-                raise BadInput(f"labels of {contrast!r} are 1, -1 or 0: put what a pair weighs into weights.")
-        if weights is not None:
-            check_shape("weights", weights, (b, slots), "rows, keys")
-            if bool((weights < 0).any()) or not bool(torch.isfinite(weights).all()):
-                raise BadInput("pair weights must be finite and not negative: put the sign into the labels.")
-        if prompts is not None:
-            check_shape("prompts", prompts, (b,), "rows")
-        elif self.nulls:
+                raise BadInput(f"labels of {contrast!r} are 1, -1 or 0.")
+        if prompts is None and self.nulls:
             raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
 
-    def _check_finite(self, layout: _Layout, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
+    def _check_finite(self, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
         for side, vectors in (("query", q), ("key", keys)):
-            bad = (~torch.isfinite(vectors)).any(dim=-1).nonzero()
-            if len(bad):
-                row, column, *slot = bad[0].tolist()
-                reader = column if side == "query" else layout.kv_of_head.index(column)
+            for row, column, *slot in (~torch.isfinite(vectors)).any(dim=-1).nonzero()[:1].tolist():
+                head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
                 example = row if prompts is None else int(prompts[row])
-                place = f", key {slot[0]}" if slot else ""
                 raise BadInput(
-                    f"the {side} of {self.heads[layout.where[reader]]} at example {example}{place} is NaN or infinite: "
-                    "check the model's dtype (float16 can overflow; try bfloat16 or float32)."
+                    f"the {side} of {head} at example {example}{f', key {slot[0]}' if slot else ''} is NaN or infinite:"
+                    " check the model's dtype (float16 can overflow; try bfloat16 or float32)."
                 )
 
-    def _add_folds(self, contrast: str, layout: _Layout, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
+    def _add_folds(self, contrast: str, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
         scale = significance.row_scale(rows.sums)[..., 0]
-        self.scales[contrast][layout.where] += torch.einsum("bha,bhs->has", rows.queries, scale[:, layout.kv_of_head])
-        # a batch of one layer counts as the share of the heads that it brings
-        share = torch.full_like(unit, len(layout.where) / len(self.heads), dtype=torch.float64)
-        self.units[contrast].index_add_(0, significance.bucket_of(unit), share)
+        self.scales[contrast] += torch.einsum("bha,bhs->has", rows.queries, scale[:, self._kv_of_head])
+        self.units[contrast].index_add_(0, significance.bucket_of(unit), torch.ones_like(unit, dtype=torch.float64))
         fold = significance.fold_of(unit)
-        for own in fold.unique().tolist():
-            some = (fold == own).nonzero()[:, 0]
+        for number in fold.unique().tolist():
+            some = fold == number
             keys = rows.sums[some].flatten(2)
-            add_outer(self.folds[contrast][own], layout.where, rows.queries[some], keys, layout.kv_of_head)
+            add_outer(self.folds[contrast][number], rows.queries[some], keys, self._kv_of_head)
 
-    def _add_nulls(self, contrast: str, layout: _Layout, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
-        if not layout.nulled:
-            return
+    def _add_nulls(self, contrast: str, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
         each = rows.sums[0].numel() * self.replicates * rows.sums.element_size()
         for some in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
-            part = _Rows(*(None if x is None else x[some] for x in rows))  # type: ignore[arg-type]
+            part = _Rows(*(x[some] for x in rows))
             for kind in significance.carried(self.nulls):
                 drawn = significance.replicate_sums(kind, self.seed, self.replicates, *part[1:], unit[some])
                 state = self.null_sums[kind, contrast]
-                for n, row in layout.nulled:  # a head at a time: all heads' replicates at once would not fit in memory
-                    own = drawn[:, layout.kv_of_head[n], None].flatten(2)
-                    add_outer(state, [row], part.queries[:, n : n + 1], own, [0])
+                for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
+                    add_outer(state[n : n + 1], part.queries[:, n : n + 1], drawn[:, g, None].flatten(2), [0])
 
     # ------------------------------------------------------------------ results out
 
@@ -268,16 +200,6 @@ class Moments(Accumulator):
         contrast : its name.
         """
         return self._sums_of(contrast)[:, -1, :, -1]
-
-    def means(self, contrast: str) -> tuple[Float[Tensor, "h 2 d"], Float[Tensor, "h 2 d"]]:
-        """Mean query and mean key of + and of −.
-
-        Parameters
-        ----------
-        contrast : its name.
-        """
-        sums, count = self._filled(contrast), self.count(contrast)[..., None]
-        return sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
 
     def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
         """ΔC of every head, rows in query space and columns in key space.
@@ -313,16 +235,16 @@ class Moments(Accumulator):
         center : as in `delta`; those of ``interaction`` are query-centred where it is ``"none"``.
         """
         head = Head.parse(head)
-        if kind not in self.nulls or head not in self.null_heads:
+        if kind not in self.nulls or head not in self.heads:
             raise BadInput(f"no {kind} replicates were carried for {head}: ask for them when the moments are made.")
         if kind == "interaction":
             return self.interaction_nulls(contrast, head, center)[1]
-        observed, null_row = self._filled(contrast)[self.heads.index(head)], self.null_heads.index(head)
+        observed, row = self._filled(contrast), self.heads.index(head)
         if kind == "label_permutation":
-            return centred_delta(self.null_sums[significance.DEALS, contrast][null_row].transpose(0, 1), center)
+            return centred_delta(self.null_sums[significance.DEALS, contrast][row].transpose(0, 1), center)
         # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
-        drawn = self.null_sums[significance.FLIPS, contrast][null_row].transpose(0, 1)
-        return centred_delta(drawn[..., :-1], center, reference=observed[None])
+        drawn = self.null_sums[significance.FLIPS, contrast][row].transpose(0, 1)
+        return centred_delta(drawn[..., :-1], center, reference=observed[row][None])
 
     def interaction_nulls(
         self, contrast: str, head: Head | str, center: Center = "query"
@@ -334,9 +256,9 @@ class Moments(Accumulator):
         contrast, head : whose replicates.
         center : as in `delta`, where ``"none"`` is ``"query"``.
         """
-        row, null_row = self.heads.index(Head.parse(head)), self.null_heads.index(Head.parse(head))
+        row = self.heads.index(Head.parse(head))
         whole = torch.cat([self._filled(contrast)[row], self.scales[contrast][row][..., None]], dim=-1)
-        drawn = self.null_sums[significance.FLIPS, contrast][null_row].transpose(0, 1)
+        drawn = self.null_sums[significance.FLIPS, contrast][row].transpose(0, 1)
         units = max(self.unit_count(contrast)[1], 2.0)
         return significance.interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
 
@@ -368,8 +290,8 @@ class Moments(Accumulator):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
-        own = {(name, c): x for name in ("scales", "folds", "units") for c, x in getattr(self, name).items()}
-        state = {("sums", c): x for c, x in self.sums.items()} | self.null_sums | own
+        named = {"sums": self.sums, "scales": self.scales, "folds": self.folds, "units": self.units}
+        state = {(name, c): x for name, by_contrast in named.items() for c, x in by_contrast.items()} | self.null_sums
         return {f"{name}/{contrast}": tensor for (name, contrast), tensor in state.items()}
 
     def manifest(self) -> dict[str, Any]:
@@ -380,7 +302,6 @@ class Moments(Accumulator):
             "d_head": self.d_head,
             "group_size": self.group_size,
             "nulls": self.nulls,
-            "null_heads": [str(head) for head in self.null_heads],
             "replicates": self.replicates,
             "seed": self.seed,
             "about": json.loads(json.dumps(self.about)),

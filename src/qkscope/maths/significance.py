@@ -33,7 +33,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import draw_bits, draw_signs
-from qkscope.errors import BadInput
 from qkscope.maths.sums import Center, centred_delta
 
 NullKind = Literal["sign_flip", "label_permutation", "interaction"]
@@ -56,7 +55,7 @@ def fold_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
 
 
 def bucket_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Where a unit is counted: counts of buckets add up over shards, and do not grow with the data."""
+    """Where a unit is counted: counts of buckets add up over pieces, and do not grow with the data."""
     return draw_bits(units).remainder(BUCKETS)
 
 
@@ -68,10 +67,9 @@ def count_units(rows: Float[Tensor, " n"]) -> tuple[int, float]:
     return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
 
 
-def signed_weights(labels: Int[Tensor, "*r b k"], weights: Float[Tensor, "b k"] | None) -> Float[Tensor, "*r b 2 k"]:
+def by_sign(labels: Int[Tensor, "*r b k"]) -> Float[Tensor, "*r b 2 k"]:
     """Weight of each key in the + sum and in the − sum."""
-    both = torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
-    return both if weights is None else both * weights.to(torch.float64)[:, None, :]
+    return torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
 
 
 def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g s d+1"]:
@@ -100,7 +98,6 @@ def replicate_sums(
     count: int,
     keys: Float[Tensor, "b g k d"],
     labels: Int[Tensor, "b k"],
-    weights: Float[Tensor, "b k"] | None,
     sums: Float[Tensor, "b g 2 a"],
     prompts: Int[Tensor, " b"],
 ) -> Float[Tensor, "b g r 2 x"]:
@@ -113,7 +110,7 @@ def replicate_sums(
         signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
         return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
     stream = NULL_KINDS.index("label_permutation")
-    dealt = signed_weights(_deal_labels(labels, prompts, seed, stream, replicate), weights)
+    dealt = by_sign(_deal_labels(labels, prompts, seed, stream, replicate))
     return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
 
 
@@ -197,10 +194,6 @@ def clustered_bootstrap(
     All columns share the resamples, so the interval of a difference of columns is a paired one. Of one prompt there is
     nothing to resample: its interval is NaN, not a point.
     """
-    if len(values) == 0 or len(values) != len(prompts):
-        raise BadInput(
-            f"an interval needs one prompt per value, but got {len(values)} values and {len(prompts)} prompts."
-        )
     flat = values.reshape(len(values), -1).to(torch.float64)
     _, cluster = prompts.unique(return_inverse=True)
     clusters = int(cluster.max()) + 1
@@ -260,8 +253,6 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     >>> [round(x, 3) for x in wilson(8, 10)]
     [0.49, 0.943]
     """
-    if not 0 <= hits <= n or n < 1:
-        raise BadInput(f"{hits} hits in {n} trials is no proportion.")
     share, shrink = hits / n, 1 + z * z / n
     middle = (share + z * z / (2 * n)) / shrink
     half = z * ((share * (1 - share) + z * z / (4 * n)) / n) ** 0.5 / shrink

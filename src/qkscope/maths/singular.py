@@ -75,8 +75,6 @@ class SingularBasis:
     torch.Size([24, 24])
     """
 
-    comes_from = "as singular_basis gives"
-
     heads: tuple[Head, ...]
     U: Float[Tensor, "h d m"]
     S: Float[Tensor, "h m"]

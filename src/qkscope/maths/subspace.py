@@ -54,7 +54,6 @@ class Subspace:
     tensor([1., 1., 0.])
     """
 
-    comes_from = "as fit['lexical', 'L18H6'] gives"
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
     V: Float[Tensor, "d m"]
@@ -67,11 +66,9 @@ class Subspace:
 
     def __post_init__(self) -> None:
         where = f" for {self.head}" if self.head else ""
-        shapes = [tuple(x.shape) for x in (self.U, self.S, self.V)]
-        if shapes[0] != shapes[2] or shapes[0][1:] != shapes[1]:
-            raise BadInput(
-                f"U, S and V have shapes {', '.join(map(str, shapes))}{where}: U and V are (d, m), and S is (m)."
-            )
+        if not self.U.shape == self.V.shape == (len(self.U), len(self.S)):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (self.U, self.S, self.V))
+            raise BadInput(f"U, S and V{where} should be [d, m], [m] and [d, m], but are {shapes}.")
         for name, x in (("U", self.U), ("V", self.V)):
             off = (x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max() if x.numel() else 0.0
             if not float(off) <= _ORTHONORMAL:
@@ -79,14 +76,12 @@ class Subspace:
                     f"the columns of {name} are not orthonormal{where} (off by {float(off):.2g}): make them so with"
                     " torch.linalg.qr, or fit with Subspace.from_delta."
                 )
-        if not bool((self.S.isfinite() & (self.S >= 0)).all()) or bool(
+        if not bool(((self.S >= 0) & self.S.isfinite()).all()) or bool(
             (self.S.diff() > _ORTHONORMAL * self.S[:1]).any()
         ):
             raise BadInput(f"singular values{where} are finite, at least 0 and in falling order: give S so.")
-        if self.rank < 1:
-            raise BadInput(f"rank must be at least 1, but is {self.rank}{where}: there is no subspace to speak of.")
-        if self.rank > len(self.S):
-            raise BadInput(f"rank {self.rank} is more than the {len(self.S)} dimensions of the head{where}.")
+        if not 1 <= self.rank <= len(self.S):
+            raise BadInput(f"rank {self.rank} is not between 1 and the {len(self.S)} dimensions of the head{where}.")
 
     def __repr__(self) -> str:
         verdict = "" if self.controls is None else f", {self.controls.verdict}"
@@ -102,7 +97,6 @@ class Subspace:
         delta: Float[Tensor, "d d"],
         rank: Rank = "energy",
         *,
-        energy: float = 0.99,
         head: Head | str | None = None,
         contrast: str = "",
         controls: Controls | None = None,
@@ -114,12 +108,11 @@ class Subspace:
         ----------
         delta : rows in query space, columns in key space.
         rank : ``"energy"`` (the paper's rule), what is detected (``"null"``), or a number.
-        energy : share of the squared singular values to keep.
         head, contrast, controls, about : kept with it.
         """
         u, s, v = checked_svd(delta)
-        cut = rank_of(s, rank, controls, energy=energy)
-        return cls(u, s, v, cut, None if head is None else Head.parse(head), contrast, controls, dict(about or {}))
+        owner = None if head is None else Head.parse(head)
+        return cls(u, s, v, rank_of(s, rank, controls), owner, contrast, controls, dict(about or {}))
 
     @classmethod
     def from_deltas(
@@ -146,16 +139,14 @@ class Subspace:
         sizes : of the numbers that each ΔC is a difference of: what is below their rounding is no direction.
         cov_k : covariance of each head's keys.
         """
-        if len(deltas) != len(heads):
-            raise BadInput(f"{len(heads)} heads were named for {len(deltas)} matrices.")
         u, s, v = checked_svd(deltas)
-        found = {}
+        subspaces = {}
         for i, head in enumerate(heads):
-            own = (controls or {}).get(head)
-            cut = max(rank_of(s[i], rank, own, size=0.0 if sizes is None else float(sizes[i])), least)
+            control, size = (controls or {}).get(head), 0.0 if sizes is None else float(sizes[i])
+            cut = max(rank_of(s[i], rank, control, size), least)
             keys = None if cov_k is None else cov_k[i]
-            found[head] = cls(u[i], s[i], v[i], cut, head, contrast, own, dict(about or {}), keys)
-        return found
+            subspaces[head] = cls(u[i], s[i], v[i], cut, head, contrast, control, dict(about or {}), keys)
+        return subspaces
 
     # ------------------------------------------------------------------ geometry
 
@@ -191,10 +182,6 @@ class Subspace:
         x : queries or keys of the head.
         side : which of the two they are.
         """
-        if x.shape[-1:] != (self.d_head,):
-            raise BadInput(
-                f"vectors of this feature have {self.d_head} entries, but these have shape {tuple(x.shape)}."
-            )
         return x @ self.basis(side).to(x)
 
     def project(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n d"]:
@@ -317,18 +304,18 @@ class Subspace:
         """
         tensors, manifest = read_tensors(path, "subspace", expect)
         given: dict[str, Any] = {**tensors, **manifest}
-        head, controls = manifest["head"], manifest["controls"]
-        given["head"] = None if head is None else Head.parse(head)
-        given["controls"] = None if controls is None else Controls.from_json(controls)
+        if given["head"] is not None:
+            given["head"] = Head.parse(given["head"])
+        if given["controls"] is not None:
+            plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given["controls"].items()}
+            given["controls"] = Controls(**plain)
         return cls(**given)
 
 
-def rank_of(
-    s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, *, energy: float = 0.99, size: float = 0.0
-) -> int:
+def rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
     """Where singular values are cut: at a share of their energy, at what the controls detected, or where told."""
     if rule == "energy":
-        return int(energy_rank(s, energy, size=size))
+        return int(energy_rank(s, size=size))
     if rule == "null":
         if controls is None:
             raise BadInput("a rank above the null needs controls: run them first, or cut by energy.")

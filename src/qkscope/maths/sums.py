@@ -1,4 +1,4 @@
-"""Sums that stream: batches, shards and machines add up to the same numbers, whatever their order (to rounding).
+"""Sums that stream: batches, pieces and machines add up to the same numbers, whatever their order (to rounding).
 
 An accumulator is tensors that grow by addition, and a manifest that says what they are sums of. All else follows:
 merging adds, a copy is filled, a file holds both, and what a file's manifest promises is compared with what it holds
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -20,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_class
-from qkscope.runs.store import check_shapes, read_tensors, write_tensors
+from qkscope.kinds import came, checked_class
+from qkscope.runs.store import check_shapes, read_tensors, tensor_bytes, write_tensors
 
 Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
 
@@ -31,7 +32,6 @@ class Accumulator(ABC):
     """What streaming sums have in common. A subclass says `tensors` and `manifest`, and is made with ``device=``."""
 
     kind: ClassVar[str]  # of its files
-    comes_from = "sums of the same job"
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -93,16 +93,17 @@ class Accumulator(ABC):
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 raise BadInput(
-                    f"sums of different jobs cannot be merged: {name} is {_short(mine.get(name))} in one and "
-                    f"{_short(theirs.get(name))} in the other."
+                    f"sums of different jobs cannot be merged: {name} is {came(mine.get(name))} in one and "
+                    f"{came(theirs.get(name))} in the other."
                 )
 
     def copy(self) -> Self:
         """An independent copy."""
-        twin = self.from_manifest(self.manifest(), next(iter(self.tensors().values())).device)
-        for mine, theirs in zip(twin.tensors().values(), self.tensors().values(), strict=True):
-            mine.copy_(theirs)
-        return twin
+        return deepcopy(self)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file that `load` reads."""
+        return tensor_bytes(self.kind, self.tensors(), self.manifest())
 
     def save(self, path: str | Path) -> None:
         """Write sums and manifest to one safetensors file.
@@ -114,21 +115,19 @@ class Accumulator(ABC):
         write_tensors(path, self.kind, self.tensors(), self.manifest())
 
     @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Self:
+    def load(
+        cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
         """Read a file that `save` wrote.
 
         Parameters
         ----------
         path : the file.
         expect : the parts of its manifest's ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
+        device : where the sums are kept.
         """
         tensors, manifest = read_tensors(path, cls.kind, expect)
-        return cls.from_tensors(manifest, tensors, path)
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = str(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+        return cls.from_tensors(manifest, tensors, path, device)
 
 
 class Covariance(Accumulator):
@@ -147,13 +146,9 @@ class Covariance(Accumulator):
     def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
         self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
 
-    def update(self, x: Float[Tensor, "n c d"], keep: Tensor | None = None) -> None:
-        """Add n vectors per column; ``keep`` (n, bool) leaves padding out."""
-        check_shape("vectors", x, (len(x), len(self.sums), self.sums.shape[1] - 1), "vectors, columns, d_head")
-        self.add(augmented((x if keep is None else x[keep]).transpose(0, 1)))
-
-    def add(self, rows: Float[Tensor, "c n a"]) -> None:
-        """Add vectors that have their 1 already."""
+    def update(self, x: Float[Tensor, "n c d"]) -> None:
+        """Add n vectors per column."""
+        rows = augmented(x.transpose(0, 1))
         self.sums.baddbmm_(rows.mT, rows)
 
     def matrix(self) -> Float[Tensor, "c d d"]:
@@ -187,24 +182,17 @@ def augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
 
 
 def add_outer(
-    state: Float[Tensor, "n a *x"],
-    where: list[int],
-    queries: Float[Tensor, "b h a"],
-    keys: Float[Tensor, "b g x"],
-    kv_of_head: list[int],
+    state: Float[Tensor, "h a *x"], queries: Float[Tensor, "b h a"], keys: Float[Tensor, "b g x"], kv_of_head: list[int]
 ) -> None:
-    """``state[where[h]] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place where the heads are neighbours."""
-    heads, groups = len(where), keys.shape[1]
-    flat, first = state.flatten(2), where[0]
-    neighbours = where == list(range(first, first + heads))
-    size = heads // groups
-    if neighbours and kv_of_head == [h // size for h in range(heads)]:
+    """``state[h] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place."""
+    heads, groups = len(kv_of_head), keys.shape[1]
+    flat, size = state.flatten(2), heads // groups
+    if kv_of_head == [h // size for h in range(heads)]:
         # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
         stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
-        flat[first : first + heads].view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
-        return
-    product = queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
-    flat[where] += product
+        flat.view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+    else:
+        flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
 
 
 def centred_delta(

@@ -155,8 +155,7 @@ class SwapRows:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
         if not sham:
             return swap_attention(self.rows, self.orig, self.target, projector)
-        if self.others is None:
-            raise BadInput("a sham swap needs two further keys in every row.")
+        assert self.others is not None
         return swap_attention(self.rows, *self.others, projector, read=(self.orig, self.target))
 
     def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> list[dict[str, Any]]:
@@ -231,7 +230,6 @@ def swap_attention(
     projector : factors of shape (h, d, r), or (draws, h, d, r) for many subspaces of the same rank at once.
     read : the slots whose attention is reported, where they are not the swapped ones (a sham swap).
     """
-    _check_slots(rows, orig, target)
     left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
     difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
     scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
@@ -249,39 +247,28 @@ def swap_attention(
     def pick(values: Tensor, slot: Tensor) -> Tensor:
         return (values * slot).sum(dim=-1)
 
-    orig_after, target_after, flipped, flipped_named, moved = [], [], [], [], []
-    first = rows.largest(before)
+    first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
     for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
         change = up[..., None] * is_orig + down[..., None] * is_target
-        moved.append((pick(change, at_target) - pick(change, at_orig)) / 2)
         after = rows.attention(before + change)
-        orig_after.append(pick(after, at_orig))
-        target_after.append(pick(after, at_target))
-        flipped.append((first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None]))
-        flipped_named.append((attention.argmax(-1) == watched[:, None]) & (after.argmax(-1) == wanted[:, None]))
+        flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
+        flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])
+        moved = (pick(change, at_target) - pick(change, at_orig)) / 2
+        drawn.append((pick(after, at_orig), pick(after, at_target), flipped, flipped_named, moved))
+    orig_after, target_after, *flips, moved = map(torch.stack, zip(*drawn, strict=True))
     rank = projector.rank
     return SwapEffect(
         orig_before=pick(attention, at_orig),
         target_before=pick(attention, at_target),
-        orig_after=torch.stack(orig_after),
-        target_after=torch.stack(target_after),
-        flipped=torch.stack(flipped),
-        flipped_named=torch.stack(flipped_named),
+        orig_after=orig_after,
+        target_after=target_after,
+        flipped=flips[0],
+        flipped_named=flips[1],
         rank=rank[0] if rank.ndim == 2 else rank,
         d_head=rows.d_head,
         gap=pick(before, at_orig) - pick(before, at_target),
-        moved=torch.stack(moved),
+        moved=moved,
     )
-
-
-def _check_slots(rows: AttentionRows, orig: Tensor, target: Tensor) -> None:
-    slots = rows.k.shape[2]
-    for name, chosen in (("orig", orig), ("target", target)):
-        if chosen.shape != (len(rows.q),) or bool((chosen < 0).any()) or bool((chosen >= slots).any()):
-            values = f"shape {tuple(chosen.shape)}, values {chosen.unique().tolist()[:8]}"
-            raise BadInput(f"{name} should name one of {slots} keys for each of {len(rows.q)} rows, but has {values}.")
-    if bool((orig == target).any()):
-        raise BadInput("a key cannot be swapped with itself: target must differ from orig in every row.")
 
 
 def draw_targets(

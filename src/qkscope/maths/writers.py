@@ -47,48 +47,14 @@ def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
 
 
 def cancelling(values: Float[Tensor, " c"], total: float) -> float:
-    """How many times over writers give the logit, their signs left out: 1 where none speaks against another.
+    """How many times over writers give the logit, their signs left out: 1 where no share is negative.
 
-    At 3 those who speak against it take back half of what the others give.
+    At 3 the negative shares take back half of what the positive ones give.
 
     >>> cancelling(torch.tensor([4.0, -2.0]), 2.0)
     3.0
     """
     return float(values.abs().sum()) / abs(total) if total else float("inf")
-
-
-@dataclass(frozen=True)
-class WriterSplit:
-    """Queries and keys of one head, split among c writers, as the dot product sees them.
-
-    Parameters
-    ----------
-    q, k : parts of the query, and of every key.
-    weights : of the keys, 0 in padded slots.
-    scale : factor on q·k.
-    projector : put between query and key, to look inside a feature; none by default.
-    """
-
-    q: Float[Tensor, "n c d"]
-    k: Float[Tensor, "n c k d"]
-    weights: Float[Tensor, "n k"]
-    scale: float
-    projector: Float[Tensor, "d d"] | None = None
-
-    def _sides(self) -> tuple[Float[Tensor, "n c d"], Float[Tensor, "n c d"]]:
-        """The parts of the query through the projector, and those of the weighted keys."""
-        q = self.q if self.projector is None else self.q @ self.projector.to(self.q)
-        return q * self.scale, torch.einsum("nk,nckd->ncd", self.weights.to(self.k), self.k)
-
-    def marginals(self) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
-        """What each writer of the query, and each writer of the keys, gives to the relative logit; both sum to it."""
-        q, k = self._sides()
-        return torch.einsum("ncd,nd->nc", q, k.sum(1)), torch.einsum("nd,ncd->nc", q.sum(1), k)
-
-    def pairs(self) -> Float[Tensor, "n c c"]:
-        """The same for each pair of a query writer and a key writer."""
-        q, k = self._sides()
-        return q @ k.mT
 
 
 @dataclass(frozen=True)
@@ -186,7 +152,7 @@ class EdgeRows:
     named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
     first : column of each prompt's first token.
     dq, dk : what each writer's part is, less what it is replaced by.
-    projector : as in `WriterSplit`, for the relative logit alone.
+    projector : put between query and key, to look inside a feature; for the relative logit alone.
     """
 
     rows: AttentionRows

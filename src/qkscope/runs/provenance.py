@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import MANIFEST, read_json
+from qkscope.runs.folder import MANIFEST, check_unchanged, read_json
 from qkscope.runs.store import read_manifest
 
-MADE = ("command", "versions", "threads")
-"""What a job's file says besides the job: two shards may differ in it."""
 _FIRST = ("model", "revision", "weights", "tokenizer", "dtype", "seed")
 
 
@@ -58,12 +57,24 @@ def made(path: str | Path, *, load: Callable[[str, str | None], Any] | None = No
         scope = load(model, revision)
         now |= {"weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
     order = [name for name in _FIRST if name in asked] + [name for name in asked if name not in _FIRST]
-    there = {"command": found.get("command"), **{name: asked[name] for name in order}, **compared}
+    command = re.sub(r" --part \S+", "", found.get("command") or "") or None  # a part alone makes no run
+    files = found.get("files") or {}
+    if files:
+        compared["files"], now["files"] = len(files), sum(_is_unchanged(Path(path), name, found) for name in files)
+    there = {"command": command, **{name: asked[name] for name in order}, **compared}
     return [
         {"what": what, "there": value, "here": now.get(what), "same": value == now[what] if what in now else None}
         for what, value in there.items()
         if value is not None
     ]
+
+
+def _is_unchanged(folder: Path, name: str, manifest: dict[str, Any]) -> bool:
+    try:
+        check_unchanged(folder, name, manifest)
+    except BadInput:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

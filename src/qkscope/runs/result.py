@@ -46,7 +46,6 @@ class Result:
     <Result demo | heads (1) | L1H0 is right in half of them.>
     """
 
-    comes_from = "as the verbs return"
     main = ""  # the name of the table that answers; the first one where none is named
 
     experiment: str
@@ -123,7 +122,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """What a notebook shows. The page is a room below this one, so it is found by name."""
-        return str(import_module("qkscope.page.report").widget_html(self))
+        return str(import_module("qkscope.show.page").widget_html(self))
 
     @classmethod
     def read(cls, folder: str | Path) -> Result:

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import Interval, Natural, checked_call
+from qkscope.kinds import Interval, Natural, Seed, checked_call
 from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, made, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
@@ -42,7 +42,7 @@ FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", 
 def binding(
     entities: Annotated[int, Interval(ge=2, le=20)] = 9,
     form: Form = "list",
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     lexical: Literal["same_query", "own_query"] = "same_query",
     words: Sequence[str] = OBJECTS,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import Count, checked_call
+from qkscope.kinds import Count, Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import CATEGORIES, FIVE
 
@@ -35,7 +35,7 @@ _FIND = ("", "", ", ", " Find the {}.")  # as in the paper; not in FORMS, whose 
 def filter_task(
     categories: int | Sequence[str] = 5,
     form: Form = "list",
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     items: Count = 5,
     words: Mapping[str, Sequence[str]] = CATEGORIES,

@@ -18,7 +18,7 @@ from itertools import count
 
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Draft, Example
-from qkscope.kinds import checked_call
+from qkscope.kinds import Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, made, pools
 from qkscope.tasks.words import EVENTS
 
@@ -27,7 +27,7 @@ YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
 
 @checked_call
 def greater_than(
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     events: Sequence[str] = EVENTS,
     centuries: Sequence[str] = ("11", "12", "13", "14", "15", "16", "17", "18"),

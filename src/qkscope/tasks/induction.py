@@ -16,13 +16,13 @@ from itertools import count
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import checked_call
+from qkscope.kinds import Seed, checked_call
 from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import OBJECTS
 
 
 @checked_call
-def induction(length: int = 8, seed: int = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
+def induction(length: int = 8, seed: Seed = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
     """Make the induction task.
 
     Parameters

@@ -20,7 +20,7 @@ from typing import Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import checked_call
+from qkscope.kinds import Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
 from qkscope.tasks.words import NAMES, PLACES, THINGS
 
@@ -42,7 +42,7 @@ _SINGLE = {"io": "Andrew", "subject": "Simon", "place": "restaurant", "thing": "
 @checked_call
 def ioi(
     form: Order = "both",
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     templates: Sequence[str] = TEMPLATES,
     names: Sequence[str] = NAMES,

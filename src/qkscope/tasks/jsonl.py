@@ -20,25 +20,69 @@ Lines with the same prompt are copies: they are never of different uses, and cou
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from annotated_types import MinLen
+from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
 from qkscope.errors import BadInput
-from qkscope.examples import Answers, Example, Key, Span, find_span
-from qkscope.kinds import checked_call
-from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, checked_name
+from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
+from qkscope.kinds import Seed, came, checked_call
+from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use
 from qkscope.tasks.texts import read_plain
 
 log = logging.getLogger(__name__)
 
-_FIELDS = {"prompt", "query", "keys", "group", "use", "answers"}
-_SAID: set[tuple[str, str]] = set()
+_STRICT = {"extra": "forbid", "strict": True}
+Text = Annotated[str, MinLen(1)]
+Texts = Text | Annotated[list[Text], MinLen(1)]
+
+
+class PieceSchema(TypedDict):
+    """A piece of the prompt, by its text or by its span."""
+
+    text: NotRequired[Text]
+    span: NotRequired[tuple[int, int]]
+
+
+class KeySchema(PieceSchema):
+    """A piece that the query may attend to."""
+
+    labels: NotRequired[dict[Text, Literal[-1, 0, 1]]]
+
+
+class AnswersSchema(TypedDict):
+    """What the model may go on with."""
+
+    right: Texts
+    wrong: Texts
+
+
+class LineSchema(TypedDict):
+    """One line of the file."""
+
+    prompt: Text
+    keys: Annotated[list[KeySchema], MinLen(1)]
+    query: NotRequired[Text | PieceSchema | None]
+    group: NotRequired[str | int | None]
+    use: NotRequired[Use | None]
+    answers: NotRequired[AnswersSchema | None]
+
+
+@cache
+def _reader() -> Any:
+    from pydantic import TypeAdapter
+
+    for schema in (PieceSchema, KeySchema, AnswersSchema, LineSchema):
+        schema.__pydantic_config__ = _STRICT  # type: ignore[union-attr]
+    return TypeAdapter(LineSchema)
 
 
 @dataclass(frozen=True)
@@ -48,12 +92,12 @@ class _Line:
     group: str | None
     use: Use | None
 
-    def signs(self, contrast: str) -> set[int]:
+    def signs(self, contrast: str) -> set[Sign]:
         return {key.label(contrast) for key in self.example.keys} - {0}
 
 
 @checked_call
-def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat: bool = False) -> Task:
+def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", chat: bool = False) -> Task:
     """Read a task from a file; every line is checked, and an error names the line.
 
     Parameters
@@ -76,7 +120,8 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
     path = Path(path)
     lines = _lines(path)
     read = [_line(text, number, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
-    _need(read, f"{path} holds no examples: write one JSON object per line.")
+    if not read:
+        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
     names = list(dict.fromkeys(name for line in read for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
     groups = _groups(read, contrasts)
@@ -95,17 +140,18 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
         least = 1 if use == "fit" else 2
-        found = [
+        drawn = [
             tuple(line.example for line in group if len(line.signs(contrast)) >= least)
             for name, group in units.items()
             if uses[name] == use
         ]
-        own = [unit for unit in found if unit]
-        needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
-        _need(own, f"{path} has no example for {use} with {needed}: add lines, or set their use.")
-        if n > len(own):
-            _say_once(f"{path} holds {len(own)} examples to {use}, fewer than {n}: taking all.", digest)
-        return own[:n]
+        drawn = [unit for unit in drawn if unit]
+        if not drawn:
+            needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
+            raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
+        if n > len(drawn):
+            _say_once(f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest)
+        return drawn[:n]
 
     paired = {name: _paired(name, groups.values()) for name in contrasts}
     made = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
@@ -114,11 +160,10 @@ def from_jsonl(path: str | Path, *, seed: int = 0, center: Center = "none", chat
     return Task("jsonl", made, draw, seed, chat, asked, tuple(notes), first)
 
 
+@cache
 def _say_once(sentence: str, about: str) -> None:
     """Warn, unless this process has said the same of the same file: one command may read a file several times."""
-    if (sentence, about) not in _SAID:
-        _SAID.add((sentence, about))
-        log.warning("%s", sentence)
+    log.warning("%s", sentence)
 
 
 def _digest(text: str) -> str:
@@ -132,10 +177,10 @@ def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_
     """The lines by group; a line of its own gets a name that no group can have: groups are named by text."""
     groups: dict[str, list[_Line]] = {}
     for number, line in enumerate(read):
-        own = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
-        same, where = not own or own[0].use == line.use, line.example.where
-        _need(same, f"{where} has another use than its group {line.group!r}: give them the same.")
-        own.append(replace(line, example=_with_answer(line.example, contrasts)))
+        group = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
+        if group and group[0].use != line.use:
+            raise BadInput(f"{line.example.where} has another use than its group {line.group!r}: give them the same.")
+        group.append(replace(line, example=_with_answer(line.example, contrasts)))
     return groups
 
 
@@ -211,8 +256,6 @@ def _begins(example: Example) -> bool:
 
 def _lines(path: Path) -> list[str]:
     """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
-    shown = str(path).encode("utf-8", "backslashreplace").decode()
-    _need(shown == str(path), f"the name of {shown} is not UTF-8: rename the file.")
     try:
         text = read_plain(path, "a file with one JSON object per line").decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -221,114 +264,36 @@ def _lines(path: Path) -> list[str]:
     return re.split(r"\r\n|\n|\r", text)
 
 
-def _need(holds: object, sentence: str) -> None:
-    if not holds:
-        raise BadInput(sentence)
+def _line(text: str, number: int, where: str) -> _Line:
+    from pydantic import ValidationError
 
-
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Say where in the file it was that something was refused."""
     try:
-        yield
+        line: LineSchema = _reader().validate_json(text)
+        group = line.get("group")
+        return _Line(number, _example(line, where), None if group is None else str(group), line.get("use"))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
+        raise BadInput(f"{place}: {wrong['msg']}, but got {came(wrong['input'])}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
 
 
-def _line(text: str, number: int, where: str) -> _Line:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            _need(name not in found, f"{where} names {name[:80]!r} twice in one object: keep one.")
-            found[name] = value
-        return found
-
-    try:
-        return _parsed(json.loads(text, object_pairs_hook=unique), number, where)
-    except BadInput:
-        raise
-    except RecursionError:
-        raise BadInput(f"{where} is nested too deeply: write one flat object per line.") from None
-    except ValueError:  # not only JSONDecodeError: a number of 5,000 digits is one too
-        raise BadInput(f"{where} is not JSON: write one object per line.") from None
+def _example(line: LineSchema, where: str) -> Example:
+    prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
+    keys = [Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"]]
+    spans = Counter(key.span for key in keys)
+    for span in (span for span, count in spans.items() if count > 1):
+        raise BadInput(f"{prompt[slice(*span)]!r} is named twice as a key: name each piece once.")
+    if not any(sign for key in keys for sign in key.labels.values()):
+        raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
+    queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+    sides = [] if answers is None else [answers["right"], answers["wrong"]]
+    said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
+    return Example(prompt, queries=queries, keys=tuple(keys), answers=Answers(*said) if said else None, where=where)
 
 
-def _parsed(data: Any, number: int, where: str) -> _Line:
-    _need(isinstance(data, dict), f'{where} is not a JSON object: write {{"prompt": …, "keys": […]}}.')
-    if unknown := sorted(set(data) - _FIELDS):
-        fields = ", ".join(sorted(_FIELDS))
-        raise BadInput(f"{where} has a field {unknown[0][:80]!r}: the fields are {fields}.")
-    prompt, listed, query = data.get("prompt"), data.get("keys"), data.get("query")
-    use, group, answers = data.get("use"), data.get("group"), data.get("answers")
-    _need(isinstance(prompt, str) and prompt, f"{where} needs a prompt: a text that is not empty.")
-    whole = not any("\ud800" <= character <= "\udfff" for character in prompt)
-    _need(whole, f"{where} has half a surrogate pair in its prompt, which no tokenizer reads: take it out.")
-    _need(isinstance(listed, list) and listed, f"{where} needs keys: a list of pieces of the prompt with their labels.")
-    keys = [_key(prompt, key, f"{where}, key {i}") for i, key in enumerate(listed, 1)]
-    seen: dict[Span, int] = {}
-    for i, key in enumerate(keys, 1):
-        same = seen.setdefault(key.span, i)
-        _need(same == i, f"{where}, key {i} is key {same} again: name each piece once.")
-    labelled = any(sign for key in keys for sign in key.labels.values())
-    _need(labelled, f"{where} labels no key: give at least one key a label of 1 or -1.")
-    _need(use is None or use in USES, f"{where} has use {_short(use)}: it is one of {', '.join(USES)}.")
-    fine = group is None or type(group) in (str, int)
-    _need(fine, f"{where} has group {_short(group)}: name it by a text or a number.")
-    fine = not isinstance(query, dict) or not set(query) - {"text", "span"}
-    _need(fine, f"{where}, query should be a text, or an object with text or span.")
-    example = Example(
-        text=prompt,
-        queries=() if query is None else (_span(prompt, query, f"{where}, query"),),
-        keys=tuple(keys),
-        answers=None if answers is None else _answers(answers, where),
-        where=where,
-    )
-    return _Line(number, example, None if group is None else str(group), use)
-
-
-def _answers(data: Any, where: str) -> Answers:
-    sides: list[tuple[str, ...]] = []
-    for side in ("right", "wrong"):
-        value = data.get(side) if isinstance(data, dict) else None
-        listed: Any = [value] if isinstance(value, str) else value
-        fine = isinstance(listed, list) and listed and all(isinstance(text, str) and text for text in listed)
-        _need(fine, f'{where} needs answers like {{"right": " is", "wrong": [" are"]}}, but has {_short(data)}.')
-        sides.append(tuple(dict.fromkeys(listed)))
-    _need(len(data) == len(sides), f"{where} has answers that are neither right nor wrong: name these two.")
-    with _at(where):
-        return Answers(*sides)
-
-
-def _key(prompt: str, data: Any, where: str) -> Key:
-    fine = isinstance(data, dict) and not set(data) - {"text", "span", "labels"}
-    _need(fine, f"{where} should be an object with text or span, and labels.")
-    labels = data.get("labels", {})
-    fine = isinstance(labels, dict) and all(type(v) is int and v in (-1, 0, 1) for v in labels.values())
-    _need(fine, f"{where} needs labels of 1, -1 or 0 by contrast, but has {_short(labels)}.")
-    with _at(where):
-        named = {checked_name(name): sign for name, sign in labels.items()}
-    return Key(_span(prompt, data, where), named)
-
-
-def _span(prompt: str, data: Any, where: str) -> Span:
-    data = {"text": data} if isinstance(data, str) else data
-    fine = isinstance(data, dict) and ("text" in data) != ("span" in data)
-    _need(fine, f"{where} should name either its text or its span [start, stop].")
-    if "text" in data:
-        piece = data["text"]
-        _need(isinstance(piece, str) and piece, f"{where} has an empty text: name the piece of the prompt.")
-        try:
-            return find_span(prompt, piece)
-        except BadInput as error:
-            says, often, _ = str(error).partition(": mark it by its offsets")  # advice for those who write Python
-            raise BadInput(f"{where}: {says}" + (': name it by "span": [start, stop].' if often else "")) from None
-    span = data["span"]
-    fine = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
-    fine = fine and 0 <= span[0] < span[1] <= len(prompt)
-    _need(fine, f"{where} has span {_short(span, 40)}, which is not in the prompt of {len(prompt)} characters.")
-    return span[0], span[1]
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    shown = json.dumps(value)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+def _span(prompt: str, piece: PieceSchema) -> Span:
+    if len({"text", "span"} & set(piece)) != 1:
+        raise BadInput("a key or query names either its text or its span [start, stop].")
+    return piece["span"] if "span" in piece else find_span(prompt, piece["text"])

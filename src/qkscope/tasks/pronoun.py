@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from qkscope.examples import Answers, Draft, Example
-from qkscope.kinds import checked_call
+from qkscope.kinds import Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, made, pools
 from qkscope.tasks.words import MEN, PEOPLE, WOMEN
 
@@ -24,7 +24,7 @@ PRONOUNS = (" he", " she")  # of the men and of the women
 
 @checked_call
 def pronoun(
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     men: Sequence[str] = MEN,
     women: Sequence[str] = WOMEN,

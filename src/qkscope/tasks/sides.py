@@ -1,10 +1,10 @@
 """Sides of a text that share no text: to choose on, to fit on, to test on.
 
 Text that came to be once must not stand on two sides. So documents that share much text (a tenth or more of the runs of
-eight tokens of the smaller one) are one group, a group goes to one side by lot, and a passage that still shares a run
-with another side is left out. Grouping by any shared run would not do: "Changed in version 3." and the like tie three
-quarters of Python's topics together, and a greeting ties a folder of addresses. In the end no eight tokens in a row
-stand on two sides, which is checked every time.
+eight tokens of the smaller one) are one group, each group is assigned to a side at random, and a passage that still
+shares a run with another side is left out. Grouping by any shared run would not do: "Changed in version 3." and the
+like tie three quarters of Python's topics together, and a greeting ties a folder of addresses. In the end no eight
+tokens in a row stand on two sides, which is checked every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.errors import BadInput
-from qkscope.kinds import Count, checked_call
+from qkscope.kinds import Count, Seed, checked_call
 from qkscope.tasks.task import seeded
 from qkscope.tasks.texts import Document
 
@@ -65,7 +65,7 @@ def split(
     encode: Callable[[str], Sequence[int]],
     sides: Mapping[str, float] = SIDES,
     length: Count = LENGTH,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> dict[str, tuple[Passage, ...]]:
     """Passages by side, with no eight tokens in a row on two of them.
 
@@ -198,7 +198,7 @@ def _groups(texts: Sequence[Tensor]) -> list[int]:
 
 
 def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> dict[int, str]:
-    """The side of each group: large ones first, by lot among the sides that have room, in proportion to it."""
+    """The side of each group: large ones first, drawn at random among the sides that have room, in proportion to it."""
     total = sum(sizes.values()) / sum(sides.values())
     whole = {side: share * total for side, share in sides.items()}
     room, drawn = dict(whole), dict[int, str]()

@@ -2,8 +2,7 @@
 
 The three uses draw their words from disjoint pools, so that nothing a head or a subspace was chosen on is tested on.
 What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual copy. A unit is the random unit of
-every null and interval. Units by the million are held a window at a time (`LazyUnits`): what reads them takes a
-window's units in any order, then the next's, and memory does not grow with their number.
+every null and interval.
 
 A task of ours is `made` of its contrasts and a walk: a generator that draws one unit after the other, without end.
 """
@@ -14,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -27,10 +26,8 @@ Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query", "both"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
-Unit = Annotated[tuple[Example, ...], "a unit (as task.test(512) gives)"]
-UnitsToTest = Annotated[Sequence[Unit], "a list of units (as task.test(512) gives)"]
-WINDOW = 8192
-"""How many units are held at once."""
+Unit = tuple[Example, ...]
+UnitsToTest = Sequence[Unit]
 
 
 @checked_class
@@ -88,8 +85,6 @@ class Task:
     >>> len(task.test(2)), len(task.fit("lexical", 1)[0])
     (2, 2)
     """
-
-    comes_from = "as tasks.binding() or tasks.from_jsonl(file) makes"
 
     name: str
     contrasts: Mapping[str, Contrast]
@@ -157,44 +152,10 @@ def made(
 
     def draw(use: Use, contrast: str, n: int) -> Sequence[Unit]:
         drawn = shared[0] if contrast in shared else contrast
-        units = LazyUnits(lambda: walk(seeded(seed, name, *address, use, drawn), use, contrast), n)
-        return list(units) if n <= WINDOW else units
+        return list(islice(walk(seeded(seed, name, *address, use, drawn), use, contrast), n))
 
     plain: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
     return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key)
-
-
-T = TypeVar("T")
-
-
-class LazyUnits(Sequence[T], Generic[T]):
-    """Units of which one window is in memory: going forward draws on, going back draws again from the start."""
-
-    def __init__(self, walk: Callable[[], Iterator[T]], n: int) -> None:
-        self._walk, self._n = walk, n
-        self._rest, self._held, self._window = walk(), list[T](), -1
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __iter__(self) -> Iterator[T]:
-        return islice(self._walk(), self._n)
-
-    @overload
-    def __getitem__(self, i: int) -> T: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[T]: ...
-    def __getitem__(self, i: int | slice) -> T | list[T]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(self._n)[i]]
-        window, place = divmod(range(self._n)[i], WINDOW)
-        if window < self._window:
-            self._rest, self._window = self._walk(), -1
-        while self._window < window:
-            self._held = []  # the one before goes first
-            self._held = list(islice(self._rest, WINDOW))
-            self._window += 1
-        return self._held[place]
 
 
 def seeded(*address: object) -> random.Random:

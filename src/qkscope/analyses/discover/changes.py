@@ -110,7 +110,7 @@ class _One:
         self.back = BACK[factor]
 
     def places(self, count: int) -> list[_Place]:
-        """Queries by lot, with the key that the head attends to most among those far enough off."""
+        """Random queries, with the key that the head attends to most among those far enough off."""
         study, seed = self.study, self.study.options.seed
         long = [i for i, passage in enumerate(study.tested) if len(passage.ids) > 2 * FIRST + _APART + _FARTHER]
         if not long:

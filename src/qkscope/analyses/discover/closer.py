@@ -63,7 +63,7 @@ class Rows:
     softcap: float | None = None
 
     def swaps(self, head: Head) -> SwapRows:
-        """The most attended key against one drawn by lot, in the query's frame."""
+        """The most attended key against one drawn at random, in the query's frame."""
         q, keys, rest, bias = (torch.cat(parts)[:, None] for parts in (self.q, self.keys, self.rest, self.bias))
         cap = None if self.softcap is None else torch.tensor([self.softcap])
         rows = AttentionRows(q, keys, torch.tensor([self.scale]), softcap=cap, bias=bias, rest=rest)
@@ -71,7 +71,7 @@ class Rows:
         return SwapRows(rows, first, first + 1, torch.cat(self.group), [head])
 
     def covariances(self) -> tuple[Float[Tensor, "1 d d"], Float[Tensor, "1 d d"]]:
-        """Of queries, and of keys drawn by lot."""
+        """Of queries, and of keys drawn at random."""
         return torch.cat(self.q).T.cov()[None].double(), torch.cat(self.keys)[:, 1].T.cov()[None].double()
 
 
@@ -140,11 +140,11 @@ def look_closer(
         def take(call: Call, plan: Plan, batch: Batch = batch, sight: Sight = sight) -> None:
             seen = attend(text, call, plan, sight.kept)
             rows.scale, rows.softcap = call.scale, None if call.softcap is None else float(call.softcap)
-            drawn = _drawn(batch, sight.asked, options.seed).to(seen.q.device)  # [n, 3]: row, query, key by lot
+            drawn = _drawn(batch, sight.asked, options.seed).to(seen.q.device)  # [n, 3]: row, query, random key
             row, query, lot = drawn.unbind(1)
             top = seen.attention.argmax(dim=-1)[:, 0]
             named = torch.stack([top[row, query], lot], dim=1)
-            # a window may hide the key drawn by lot, or everything
+            # a window may hide the random key, or everything
             seen_both = seen.kept[row[:, None], 0, query[:, None], named].all(dim=1)
             used = seen_both & (named[:, 0] != named[:, 1])
             row, query, named = row[used], query[used], named[used]
@@ -167,7 +167,7 @@ def look_closer(
 
 
 def _drawn(batch: Batch, asked: Tensor, seed: int) -> Tensor:
-    """A few queries of each passage, and a key before each, by lot."""
+    """A few queries of each passage, and a key before each, drawn at random."""
     found = []
     for i, number in enumerate(batch.numbers.tolist()):
         generator = torch.Generator().manual_seed(derived_seed(seed, "swapped", number))

@@ -8,10 +8,10 @@ words are tested on than were fitted on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +28,14 @@ from qkscope.analyses.swap import SIZES
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths import methods
 from qkscope.maths.factors import MEAN
 from qkscope.maths.singular import SingularBasis
 from qkscope.maths.swap import Condition, Method
-from qkscope.runs.job import Job
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
+from qkscope.runs.verb import current_work, verb
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Task, Unit
 from qkscope.tasks.texts import text_hash
@@ -52,7 +52,7 @@ class Discovery(Result):
     main = "heads"
 
 
-@checked_call
+@verb("discover")
 def discover(
     scope: Scope,
     source: Texts | Task,
@@ -65,9 +65,9 @@ def discover(
     sizes: Sequence[Count] = SIZES,
     draws: Count = 20,
     batch_size: int = 16,
-    seed: int = 0,
+    seed: Seed = 0,
+    out: str | Path | None = None,
     progress: bool | None = None,
-    job: Job | None = None,
 ) -> Discovery:
     """Find what some heads match on, and test it.
 
@@ -84,8 +84,8 @@ def discover(
     draws : random subspaces beside each swap.
     batch_size : passages per batch.
     seed : of every draw.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
-    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Examples
     --------
@@ -95,10 +95,9 @@ def discover(
     >>> found.tables["heads"][0]["name"]
     'after a copy'
     """
-    start = time.perf_counter()
     options = Options(n, test, length, batch_size, seed, progress)
     chosen = tuple(scope.check(head) for head in parse_heads(heads))
-    sizes, job = [k for k in sizes if k <= scope.d_head], job or Job()
+    sizes, job = [k for k in sizes if k <= scope.d_head], current_work()
     if isinstance(source, Task):
         of: dict[str, Any] = {"task": source.name, "asked": dict(source.asked), "task_seed": source.seed}
         sides = _prompts(scope, source, options)
@@ -123,7 +122,6 @@ def discover(
         tables=tables,
         arrays=arrays,
         seed=seed,
-        seconds=time.perf_counter() - start,
         **made_with(scope, space="query_frame", **of, **study.counted()),
     )
 

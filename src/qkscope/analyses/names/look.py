@@ -17,7 +17,7 @@ from qkscope.analyses.names.sight import SKIP, Attended, Options, Sight, Text, a
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.maths.factors import FactorFit, FactorSums, block_sums
-from qkscope.runs.job import Job
+from qkscope.runs.work import Stage, Work
 from qkscope.tasks.sides import Passage
 
 OFFSETS = 64  # distances of which curves are kept
@@ -27,7 +27,7 @@ _HELD = {"cpu": 2**22, "gpu": 2**29}  # bytes of a table of logits: what stays i
 
 
 @torch.no_grad()
-def fit_factors(text: Text, passages: Sequence[Passage], job: Job, options: Options) -> FactorFit:
+def fit_factors(text: Text, passages: Sequence[Passage], job: Work, options: Options) -> FactorFit:
     """Every head's query and key factors, fitted on all tokens of some passages but the first of each."""
     readings = text.readings
     sums = FactorSums(readings.names, readings.widths, text.columns, text.d_head, device=text.scope.device)
@@ -47,7 +47,7 @@ def fit_factors(text: Text, passages: Sequence[Passage], job: Job, options: Opti
         text.watch(batch, take)
         sums.see(x)
 
-    job.stream("factors", by_length(passages, options.batch_size), run, options.progress, sums.tensors())
+    job.run([Stage("factors", by_length(passages, options.batch_size), run, sums.tensors())], options.progress)
     return sums.fit()
 
 
@@ -66,7 +66,7 @@ class Looked:
         the query that stands there, and with one that stands at the same place in another document.
     mass : [u, h], queries [u] : attention on tokens other than the first, and number of queries.
     covered, hits, chance : [u, h, r] : queries for which a rule's key is in sight; of those, how often the most
-        attended key is one; how often one drawn by lot would be.
+        attended key is one; how often one drawn at random would be.
     curve : [2, h, o] : the logit by distance, and the part of it that is of the means alone.
     attended, count : [h, o] : attention and number of pairs by distance.
     examples : [h, r, n, 4] : attention, passage, query and key of places where the most attended key keeps the rule.
@@ -112,7 +112,7 @@ class Looked:
 
 @torch.no_grad()
 def look(
-    text: Text, fit: FactorFit, passages: Sequence[Passage], job: Job, options: Options, covariance: bool = False
+    text: Text, fit: FactorFit, passages: Sequence[Passage], job: Work, options: Options, covariance: bool = False
 ) -> Looked:
     """What heads attended to in some passages, by blocks, rules and distances; with covariances if asked for."""
     groups = sorted({passage.group for passage in passages})
@@ -125,7 +125,8 @@ def look(
         text.watch(batch, lambda call, plan: _take(text, fit, sight, call, plan, found))
         _add(found.queries, batch.groups, sight.asked.sum(dim=1))
 
-    job.stream("looked", by_length(passages, options.batch_size), run, options.progress, found.tensors())
+    batches = by_length(passages, options.batch_size)
+    job.run([Stage("looked", batches, run, found.tensors(), merge=_merged)], options.progress)
     return found
 
 
@@ -254,6 +255,14 @@ def _keep_examples(
     merged = torch.cat([examples[slot], fresh], dim=2)
     first = merged[..., 0].topk(EXAMPLES, dim=2).indices
     examples[slot] = merged.gather(2, first[..., None].expand(-1, -1, -1, 4))
+
+
+def _merged(name: str, total: Tensor, piece: Tensor) -> Tensor:
+    """Add a piece of this tensor to its total; of examples, keep those with most attention."""
+    if name != "examples":
+        return total.add_(piece)
+    both = torch.cat([total, piece], dim=2)
+    return both.gather(2, both[..., 0].topk(EXAMPLES, dim=2).indices[..., None].expand(-1, -1, -1, 4))
 
 
 def _add(sums: Float[Tensor, "u *x"], groups: Int[Tensor, " b"], values: Tensor) -> None:

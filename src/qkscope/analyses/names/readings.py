@@ -12,7 +12,7 @@ named there by more than the sham does (docs/names.md).
 Rules that say which key a query should attend to, and how often a head keeps them.
 
 A rule's *coverage* is how often it applies: the share of queries that have such a key in sight. Its *precision* is how
-often, then, the most attended key (the first token aside) is one; *chance* is the same for a key drawn by lot.
+often, then, the most attended key (except the first token) is one; *chance* is the same for a key drawn at random.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def name_row(looked: Looked, own: HeadShares, h: int) -> dict[str, Any]:
         coverage, precision, chance = (rates[rule][column] for column in ("coverage", "precision", "chance"))
         said.append(
             f"Such a key is in sight of {coverage:.0%} of queries; the key with most attention then is one in "
-            f"{precision:.0%} (by lot {chance:.0%})."
+            f"{precision:.0%} (chance {chance:.0%})."
         )
     for pair in blocks[1:2]:
         if own.block(*pair)[0] >= _SECOND:
@@ -177,7 +177,7 @@ def peak(looked: Looked, h: int) -> int:
 
 
 def rule_rates(looked: Looked, h: int, rule: str) -> dict[str, float]:
-    """How often a rule applies, how often the head then keeps it, and how often a key drawn by lot would."""
+    """How often a rule applies, how often the head then keeps it, and how often a random key would."""
     r = list(RULES).index(rule)
     covered = float(looked.covered[:, h, r].sum())
     if not covered:

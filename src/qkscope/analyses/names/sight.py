@@ -188,7 +188,7 @@ def _others(groups: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
 
 
 class Attended(NamedTuple):
-    """What some heads of a layer attend to, first token aside: logits as they are before a soft-cap, with any bias."""
+    """What some heads of a layer attend to, except the first token: logits before a soft-cap, with any bias."""
 
     q: Float[Tensor, "b h t d"]  # as the dot product sees them
     k: Float[Tensor, "b h t d"]

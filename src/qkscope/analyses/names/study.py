@@ -20,7 +20,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.factors import FactorFit
 from qkscope.maths.significance import false_discovery
-from qkscope.runs.job import Job
+from qkscope.runs.work import Work
 from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.texts import Document, python_texts
 
@@ -43,7 +43,7 @@ def documents_of(texts: Texts) -> tuple[Document, ...]:
 
 
 def passages_of(scope: Scope, texts: Texts, options: Options) -> tuple[list[Passage], list[Passage]]:
-    """Passages to fit on and to test on, by lot, from documents that share no text."""
+    """Passages to fit on and to test on, drawn at random from documents that share no text."""
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
@@ -77,7 +77,7 @@ class Study:
         heads: Sequence[Head],
         sides: tuple[Sequence[Passage], Sequence[Passage]],
         options: Options,
-        job: Job,
+        job: Work,
         covariance: bool = False,
         **asked: Any,
     ) -> Study:

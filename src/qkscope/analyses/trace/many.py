@@ -9,16 +9,17 @@ A text comes as passages of bounded length, with one query drawn in each (`text_
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, made_from
-from qkscope.analyses.trace.rows import ATTENDED, answer_signs, sum_errors, true_logit, units_of, words_of
-from qkscope.analyses.trace.tally import Tally, tensors_of, writer_rows
+from qkscope.analyses.prompts import made_from, words_of
+from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tally, answer_signs, named_columns
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
@@ -29,8 +30,7 @@ from qkscope.heads import BIAS, Head
 from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
-from qkscope.maths.writers import cancelling, relative_weights
-from qkscope.runs.job import Job
+from qkscope.maths.writers import relative_weights
 from qkscope.runs.provenance import provenance
 from qkscope.tasks.task import Task, Unit
 from qkscope.tasks.texts import Document, text_hash
@@ -44,12 +44,12 @@ _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Passages, and the number of the text that each is from; a text that is a string already is a passage."""
-    found: list[str] = []
-    text_of: list[int] = []
-    for i, text in enumerate(texts):
-        found += passages(text.text) if isinstance(text, Document) else [str(text)]
-        text_of += [i] * (len(found) - len(text_of))
-    return tuple(found), tuple(text_of)
+    pieces = [
+        (piece, i)
+        for i, text in enumerate(texts)
+        for piece in (passages(text.text) if isinstance(text, Document) else [str(text)])
+    ]
+    return tuple(piece for piece, _ in pieces), tuple(i for _, i in pieces)
 
 
 def passages(text: str) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def passages(text: str) -> tuple[str, ...]:
 
 
 def text_examples(scope: Scope, texts: Sequence[str], seed: int = 0) -> list[Example]:
-    """Passages as token ids with a query drawn by lot in each; what is too short to ask in, or a copy, is left out."""
+    """Passages as token ids with a random query in each; what is too short to ask in, or a copy, is left out."""
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     encoded = scope.tokenizer(list(texts), truncation=True, max_length=_LENGTH, verbose=False)["input_ids"]
@@ -91,111 +91,89 @@ TEXTS = 8  # texts run together: every token's writers are held
 _GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
-def trace_many(
-    scope: Scope,
-    what: Task | Texts,
-    heads: Sequence[Head],
-    n: int,
-    *,
-    seed: int = 0,
-    batch_size: int = TEXTS,
-    progress: bool | None = None,
-    job: Job | None = None,
-) -> dict[str, Any]:
+def trace_many(how: Pass, what: Task | Texts, n: int) -> dict[str, Any]:
     """Fields of a `Trace`: its tables ``heads``, ``writers`` and ``check``."""
-    reader, job = Reader(scope, heads), job or Job()
+    scope = how.reader.scope
     if isinstance(what, Task):
-        units, chat, about, name = what.choose(n), what.chat, made_from(scope, what), what.name
-    elif not what:
-        raise BadInput("there are no texts: give at least one.")
+        units, about, name = what.test(n), made_from(scope, what), what.name
     else:
-        pieces, text_of = cut(what)
-        lot = torch.Generator().manual_seed(derived_seed(seed, "texts"))
-        order = torch.randperm(len(pieces), generator=lot).tolist()[:n]
-        examples = text_examples(scope, [pieces[i] for i in order], seed)
-        examples = [replace(own, cluster=text_of[order[int(own.cluster)]]) for own in examples]
-        if not examples:
-            raise BadInput("no text is long enough to ask in: give longer ones.")
-        units, chat, name = [(example,) for example in examples], False, "text"
+        units, name = [(example,) for example in _drawn_passages(scope, what, n, how.seed)], "text"
         about = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
         about |= {"texts": text_hash(what)}
-    asked = {"heads": [str(h) for h in heads], "seed": seed, "batch_size": batch_size, "chat": chat}
-    job.begin(scope, list(units), verb="trace", **asked)
-    run: Any = {"named": isinstance(what, Task), "chat": chat, "batch_size": batch_size, "progress": progress}
+    asked = {"heads": [str(h) for h in how.reader.heads], "seed": how.seed, "batch_size": how.batch_size}
+    how.job.begin(scope, list(units), verb="trace", chat=how.chat, **asked)
     return {
         "experiment": f"trace/{name}",
-        **told(reader, first_writers(reader, units, job, **run)),
+        **told(how.reader, first_writers(how, units, named=isinstance(what, Task))),
         "model": scope.name,
-        "seed": seed,
+        "seed": how.seed,
         "provenance": provenance(**about, n=len(units)),
     }
 
 
-def first_writers(
-    reader: Reader,
-    units: Sequence[Unit],
-    job: Job,
-    *,
-    named: bool = False,
-    chat: bool = False,
-    batch_size: int = TEXTS,
-    progress: bool | None = None,
-) -> dict[Head, Tally]:
+def _drawn_passages(scope: Scope, texts: Texts, n: int, seed: int) -> list[Example]:
+    """Up to n passages at random, each with the number of its text as cluster."""
+    if not texts:
+        raise BadInput("there are no texts: give at least one.")
+    pieces, text_of = cut(texts)
+    generator = torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
+    examples = text_examples(scope, [pieces[i] for i in order], seed)
+    if not examples:
+        raise BadInput("no text is long enough to ask in: give longer ones.")
+    return [replace(own, cluster=text_of[order[int(own.cluster)]]) for own in examples]
+
+
+def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict[Head, Tally]:
     """What each writer gives to the reader's heads, summed over prompts.
 
     Parameters
     ----------
-    reader : of the heads.
+    how : prompts are run.
     units : prompts of a task, or passages of text with one query each and the number of their text as cluster.
-    job : that has begun; what is done is kept in it.
     named : whether keys are named, as a task does it; otherwise it is the most attended key.
-    chat : whether prompts go into the chat template.
-    batch_size : prompts run together.
-    progress : whether to say how far it is.
     """
+    reader = how.reader
     words = words_of(units) if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
     tallies = {}
     for head in reader.heads:
         writers = (len(reader.writers(head.layer)),)
-        tallies[head] = Tally(words, {"total": (), "attention": (), "query": writers, "key": writers})
+        tallies[head] = Tally(sorted(words), {"total": (), "attention": (), "query": writers, "key": writers})
 
-    def add(indices: list[int]) -> None:
-        encoded = reader.scope.encode([example for i in indices for example in units[i]], chat=chat)
+    def measure(indices: list[int]) -> Any:
+        numbers, encoded = how.encode(units, indices)
         run = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
-        weights, attention = _named(run, encoded) if named else _most_attended(run)
-        own = [words[i] for i in units_of(encoded, units, indices)]
-        made = []
-        for head, by_query, by_key in values_of(run, weights):
+        signs, attention = _named(run, encoded) if named else _most_attended(run)
+        weights, own = relative_weights(signs.flatten(0, 1)).unflatten(0, signs.shape[:2]), [words[i] for i in numbers]
+        given = []
+        every = ((head, q[:, i], k[:, i]) for heads, q, k in values_of(run, weights) for i, head in enumerate(heads))
+        for head, by_query, by_key in every:
             column = reader.columns[head]
-            total, looked = true_logit(run, head, weights[:, column]), attention[:, column]
-            values = {"total": total, "attention": looked, "query": by_query, "key": by_key}
-            made.append((head, values, sum_errors(total, by_query, by_key), (looked >= ATTENDED) | named))
-        for head, values, error, used in made:  # a batch is added whole, or not at all
-            tallies[head].add(own, values, error, used)
+            rows, looked = HeadRows(run, head, signs[:, column]), attention[:, column]
+            rows.marginals = {"query": by_query, "key": by_key}  # those of all heads at once
+            values, error = rows.given()
+            given.append((head, own, {**values, "attention": looked}, error, (looked >= ATTENDED) | named))
+        return given, None
 
-    job.stream("writers", batches_of(units, batch_size), add, progress, tensors_of(tallies))
+    how.add_up("writers", units, measure, tallies, last=True)
     return tallies
 
 
-def _named(run: Run, encoded: Encoding) -> tuple[Tensor, Tensor]:
-    """A task's right keys against its other keys."""
-    heads = run.reader.heads
-    named = run.columns[:, None, 1:].expand(-1, len(heads), -1)
-    check_visible(encoded, heads, run.captured.bias.gather(-1, named), by_some=True)
-    signs = answer_signs(encoded)
-    attention = (run.captured.attention().gather(-1, named) * (signs > 0)[:, None]).sum(-1)
-    return relative_weights(signs)[:, None].expand(-1, len(heads), -1), attention
+def _named(run: Run, encoded: Encoding) -> tuple[Int[Tensor, "n h k"], Float[Tensor, "n h"]]:
+    """A task's right keys against its other keys, and the attention on the right ones."""
+    columns, signs = named_columns(run), answer_signs(encoded)
+    check_visible(encoded, run.reader.heads, run.captured.bias.gather(-1, columns), by_some=True)
+    attention = (run.captured.attention().gather(-1, columns) * (signs > 0)[:, None]).sum(-1)
+    return signs[:, None].expand_as(columns), attention
 
 
-def _most_attended(run: Run) -> tuple[Tensor, Tensor]:
-    """The token with most attention, the first aside, against all others in sight."""
+def _most_attended(run: Run) -> tuple[Int[Tensor, "n h k"], Float[Tensor, "n h"]]:
+    """The token with most attention except the first, against all others in sight."""
     attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
     places = torch.arange(mask.shape[1], device=mask.device)
     seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
     top = attention.masked_fill(~seen, -1).max(-1)
-    signs = -seen.long()
-    signs.scatter_(-1, top.indices[..., None], 1)
-    return relative_weights(signs.flatten(0, 1)).unflatten(0, signs.shape[:2]), top.values
+    return (-seen.long()).scatter(-1, top.indices[..., None], 1), top.values
 
 
 def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
@@ -203,27 +181,18 @@ def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
     heads: list[dict[str, Any]] = []
     writers, check = [], []
     for head, tally in tallies.items():
-        if not tally.rows:
-            heads.append({"head": str(head), "key_writer": None, "key_share": None, "query_writer": None,
-                          "query_share": None, "logit": None, "attention": None, "n": 0})  # fmt: skip
-            continue
-        total = float(tally.mean("total"))
-        rows = writer_rows(head, reader.writers(head.layer), tally.sides(), total, SHOWN + 1, tally.interval)
-        firsts: dict[str, Any] = {}
-        for side in ("key", "query"):
-            own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:SHOWN]
-            writers += own
-            firsts |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
-        heads.append({"head": str(head), **firsts, "logit": total, "attention": float(tally.mean("attention")),
-                      "n": tally.rows})  # fmt: skip
-        cancels = max(cancelling(own, total) for own in tally.sides().values())
-        check.append({"head": str(head), "sum_error": float(tally.error), "logit": total, "cancels": cancels,
-                      "n": tally.rows})  # fmt: skip
-    found = [row for row in heads if row["n"]]
-    common: dict[str, int] = {}
-    for row in found:
-        common[row["key_writer"]] = common.get(row["key_writer"], 0) + 1
-    most = sorted(common.items(), key=lambda item: -item[1])[:3]
-    said = ", ".join(f"{name} of {count}" for name, count in most)
-    answer = f"First key writers of {len(found)} heads, the most frequent: {said}." if found else "No head attends."
+        firsts: dict[str, Any] = dict.fromkeys(("key_writer", "key_share", "query_writer", "query_share"))
+        means: dict[str, Any] = dict.fromkeys(("logit", "attention"))
+        if tally.rows:
+            rows = tally.writer_rows(head, reader.writers(head.layer), SHOWN + 1)
+            for side in ("key", "query"):
+                own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:SHOWN]
+                writers += own
+                firsts |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
+            means = {"logit": float(tally.mean("total")), "attention": float(tally.mean("attention"))}
+            check.append(tally.check_row(head))
+        heads.append({"head": str(head), **firsts, **means, "n": tally.rows})
+    common = Counter(row["key_writer"] for row in heads if row["n"])
+    said = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
+    answer = f"First key writers of {common.total()} heads, the most frequent: {said}." if said else "No head attends."
     return {"answer": answer, "tables": {"heads": heads, "writers": writers, "check": check}}

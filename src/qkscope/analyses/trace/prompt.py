@@ -1,124 +1,306 @@
-"""One prompt: any query token, any key token, some heads; who wrote them, and what cutting them does there.
+"""One head on one prompt: any query token, any key token; who wrote them, and what cutting them does right there.
 
-A prompt is run once for each token that asks, and every head is answered from that run (`Probe`).
+The key's logit is taken against the mean of the others that the query sees, except the first token (or against one
+token). To cut a writer here its part of the stream takes its mean over the prompt's other tokens, the first excepted,
+in this head alone and with its norms frozen; the attention row is then made anew. Random writers of the same layers
+stand beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.prompts import made_with
-from qkscope.analyses.trace.edges import says_cancels
-from qkscope.analyses.trace.features import features_of_prompt, made_by
-from qkscope.analyses.trace.one import Asked, PromptTrace
-from qkscope.analyses.trace.rows import SIDES
-from qkscope.analyses.trace.verdicts import controls_of, named_cut
+from qkscope.analyses.trace.rows import ATTENDED, SIDES, HeadRows, Tally
+from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.attention import soft
+from qkscope.capture.encode import Encoding
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
+from qkscope.capture.tokens import token_texts
+from qkscope.draws import derived_seed
+from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, Writer
-from qkscope.linear.neurons import check_neurons
+from qkscope.heads import Head, Writer, parse_writers
+from qkscope.linear.neurons import first_neurons
 from qkscope.linear.reader import Reader
-from qkscope.linear.run import Run
-from qkscope.maths.dictionaries import Dictionary
-from qkscope.maths.writers import cancelling
+from qkscope.linear.run import Run, Side
+from qkscope.maths.writers import different, draw_alike, first_by
+
+CUTS = (1, 2, 3, 5)
+_SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
 
 
-def trace_prompt(
-    scope: Scope,
-    prompt: str | Example,
-    heads: Sequence[Head],
-    *,
-    query: int | None = None,
-    key: int | None = None,
-    versus: int | None = None,
-    depth: int = 2,
-    projectors: Mapping[Head, Tensor],
-    dictionary: Dictionary | None = None,
-    neurons: bool | Sequence[Writer] = False,
-    chat: bool = False,
-    draws: int = 20,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Fields of a `Trace` of one prompt: split among writers, or among a dictionary's features."""
-    asked, reader = Asked.of(scope, prompt, query, chat), Reader(scope, heads)
-    layers = [] if dictionary is None else [dictionary.layer]
-    run = reader.record(asked.inputs, asked.places, deep=dictionary is None, layers=layers, neurons=bool(neurons))
-    tables: dict[str, list[dict[str, Any]]] = {}
-    said = []
-    for head in heads:
-        one = PromptTrace(run, asked, head, key, versus, projectors.get(head))
-        if dictionary is None:
-            own, sentence = _writers_of(one, depth, draws, seed)
+@dataclass(frozen=True)
+class Question:
+    """A prompt as the model sees it, and the token that asks."""
+
+    encoded: Encoding
+    tokens: list[str]
+    query: int
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model is given."""
+        return self.encoded.inputs
+
+    @property
+    def places(self) -> Places:
+        """The query, with every token of the prompt as a key."""
+        row = self.encoded.places.row[:1]
+        return Places.everywhere(row, torch.full_like(row, self.query), self.inputs["attention_mask"])
+
+    def told(self, prompt: str | Example) -> dict[str, Any]:
+        """What a result says of the prompt."""
+        shown = prompt if isinstance(prompt, str) else prompt.show(2000)
+        return {"prompt": shown, "query": self.query, "tokens": self.tokens}
+
+    @classmethod
+    def of(cls, scope: Scope, prompt: str | Example, query: int | None, chat: bool) -> Question:
+        """The prompt, tokenised; the query is its last token (or the one marked) where none is named."""
+        if isinstance(prompt, Example) and len(prompt.queries) > 1:
+            raise BadInput(f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one.")
+        asked = cls.first_of(scope, scope.encode([prompt], chat=chat))
+        length = len(asked.tokens)
+        place = asked.query if query is None else checked_place(query, length, "query")
+        if length < 2:
+            raise BadInput("the prompt has one token, and a head chooses among several: give a longer one.")
+        if place == 0:
+            raise BadInput("the query is the first token, which sees only itself: name a later one.")
+        return replace(asked, query=place)
+
+    @classmethod
+    def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
+        """The first query of a prompt that is tokenised already."""
+        ids = encoded.inputs["input_ids"][0].tolist()
+        return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
+
+
+def _cut_seed(seed: int, size: int, side: str, draw: int) -> int:
+    return derived_seed(seed, "cut", side, size, draw)
+
+
+def checked_place(place: int, length: int, what: str) -> int:
+    """A place from the start, also where it was counted from the end."""
+    if not -length <= place < length:
+        raise BadInput(f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}.")
+    return place % length
+
+
+class PromptTrace(HeadRows):
+    """One head on one prompt.
+
+    Parameters
+    ----------
+    run : recorded with every token of the prompt as a key.
+    asked : the prompt.
+    head : the head.
+    key, versus : tokens; by default the most attended one besides the first, against all others in sight but the first.
+    projector : put between query and key.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        asked: Question,
+        head: Head,
+        key: int | None = None,
+        versus: int | Sequence[int] | None = None,
+        projector: Float[Tensor, "d d"] | None = None,
+    ) -> None:
+        super().__init__(run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query)
+        self.asked, self.attention = asked, self.rows.attention()[0, 0]
+        self.seen = run.seen(head, asked.query)
+        self.others = [i for i in self.seen if i > 0]
+        if not self.others:
+            raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
+        self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
+        if versus is None:
+            self.against = [i for i in self.others if i != self.key]
         else:
-            own, sentence = features_of_prompt(one, dictionary, draws, seed, alone=len(heads) == 1)
-        if neurons:
-            named = () if isinstance(neurons, bool) else neurons
-            without = check_neurons(run, head, named)
-            own["neurons"] = one.neuron_rows(named)
-            sentence += f" {_said_of_neurons(own['neurons'], without)}"
-        for name, rows in own.items():
-            tables.setdefault(name, []).extend(rows)
-        said.append(sentence)
-    about = {} if dictionary is None else made_by(dictionary, draws)
-    told = {"heads": [str(h) for h in heads], **asked.told(prompt), **about}
-    return {
-        "experiment": "trace/prompt",
-        "answer": " ".join(said),
-        "tables": tables,
-        "seed": seed,
-        **made_with(scope, tokenizer=scope.tokenizer_hash, **told),
-    }
+            self.against = [self._checked(i, "versus") for i in ([versus] if isinstance(versus, int) else versus)]
+            if self.key in self.against:
+                raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
+        self.signs[0, self.against] = -1
+        self.signs[0, self.key] = 1
 
+    def _checked(self, place: int, what: str) -> int:
+        place = checked_place(place, len(self.asked.tokens), what)
+        if place > self.asked.query and place not in self.seen:
+            raise BadInput(
+                f"token {place} stands after the query (token {self.asked.query}), and this model looks back only:"
+                " name an earlier key, or a later query."
+            )
+        if place not in self.seen:
+            raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
+        return place
 
-def _writers_of(one: PromptTrace, depth: int, draws: int, seed: int) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """Tables and the answer of one head."""
-    cuts, drawn = one.cut_rows(draws, seed), one.graph(depth) if one.against else None
-    check = {
-        "head": str(one.head), "sum_error": one.error, "logit": one.total,
-        "cancels": max(cancelling(own, one.total) for own in one.marginals().values()),
-        "query": one.asked.query, "key": one.key, "attention": float(one.attention[one.key]),
-        "first": float(one.attention[0]), "n": 1,
-    }  # fmt: skip
-    return {
-        "writers": one.writer_rows(),
-        "pairs": one.pair_rows(),
-        "cuts": cuts,
-        "graph": [] if drawn is None else drawn.rows,
-        "prompt": [] if drawn is None else drawn.prompt,
-        "tokens": one.token_rows(),
-        "check": [check],
-    }, _said(one, cuts)
+    def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
+        """Of some tokens, the one with most attention in the head's row, or in another."""
+        row = self.attention if row is None else row
+        return max(tokens, key=lambda i: float(row[i]))
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether there was a reader, so that writers can be told apart."""
+        return self.run.reader is not None
 
-def _said(one: PromptTrace, cuts: Sequence[dict[str, Any]]) -> str:
-    if not one.attends:
-        return one.where()
-    marginals, total = one.marginals(), one.total
-    named = {
-        side: " and ".join(
-            f"{one.writers[i]} ({float(marginals[side][i]) / total:.0%})" for i in one.strongest(side, 2)
+    @property
+    def free(self) -> list[int]:
+        """Tokens in sight that are neither the first, the key nor the query."""
+        return [i for i in self.others if i not in (self.key, self.asked.query)]
+
+    def token(self, i: int) -> str:
+        """A token as a sentence names it."""
+        text = self.asked.tokens[i]
+        return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
+
+    @cached_property
+    def total(self) -> float:
+        """The relative logit."""
+        return float(self.logit())
+
+    @property
+    def attends(self) -> bool:
+        """Whether there is any attention to explain."""
+        return float(self.attention[self.key]) >= ATTENDED
+
+    def where(self) -> str:
+        """How much of its attention the head gives to the key, in words."""
+        asking, key = self.asked.tokens[self.asked.query], self.asked.tokens[self.key]
+        share = f"{float(self.attention[self.key]):.0%} of its attention"
+        unseen = ": it does not attend there, so what follows explains a logit and no attention"
+        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key}){'' if self.attends else unseen}."
+
+    # ------------------------------------------------------------------ cuts
+
+    def _at(self, *tokens: int) -> HeadRows:
+        """The query with some tokens alone as keys, to be changed there."""
+        run = self.run.slots([1 + i for i in (self.asked.query, *tokens)])
+        return HeadRows(run, self.head, torch.ones_like(run.columns[:, 1:]))
+
+    @cached_property
+    def _lost(self) -> dict[str, Float[Tensor, "c d"]]:
+        """What each writer's part of the query and of the key is, less its mean over the prompt's other tokens."""
+        mean = self.mean_stream([1 + i for i in self.free or self.others])[:, :, None]
+        rows = self._at(self.key)
+        return {side: rows.lost(side, mean)[0, :, 0] for side in SIDES}
+
+    def away(self, writers: Mapping[str, Sequence[int]]) -> dict[str, Float[Tensor, " d"]]:
+        """By side, what cutting some writers takes from the vector at its place."""
+        return {side: self._lost[side][list(writers.get(side, ()))].sum(0) for side in SIDES}
+
+    def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
+        """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
+        away = self.away(writers)
+        return self.changed({self.key: -away["key"]}, -away["query"])
+
+    def exchanged(self, other: int) -> Float[Tensor, "c 2 d"]:
+        """What the key, and another token's key, gain where a writer's parts of the stream there change places."""
+        rows = self._at(self.key, other)
+        return -rows.lost("key", rows.stream("key").flip(2))[0]
+
+    def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
+        """The attention row with vectors added to some keys, and to the query."""
+        own = self.rows.k[0, 0].clone()
+        for place, vector in keys.items():
+            own[place] += vector
+        return self.attend(self.row_of(own, self.rows.q[0, 0] + query))
+
+    def row_of(self, keys: Float[Tensor, "t d"], query: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
+        """The row's logits with other keys and another query, as the softmax sees them."""
+        return self.rows.logits((keys @ query * self.scale)[None, None].to(self.rows.q))[0, 0]
+
+    def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+        """The attention that logits give."""
+        return soft(logits, None if self.rows.rest is None else self.rows.rest[0, 0])
+
+    def strongest(self, side: Side, size: int) -> list[int]:
+        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
+
+        Those against the key are no reason to look there, and one that gives next to nothing is none either.
+        """
+        values = self.marginals[side][0]
+        first = first_by(values, size, signed=True)
+        least = max(_SECOND * float(values[first[0]]), 0.0) if first else 0.0
+        return [i for i in first if float(values[i]) > least]
+
+    def beside(
+        self,
+        chosen: Mapping[Any, Sequence[int]],
+        effect: Callable[[Mapping[Any, list[int]]], Tensor],
+        draws: int,
+        seed_of: Callable[[str, int], int],
+    ) -> Float[Tensor, " sets"]:
+        """What the different sets do among writers drawn at random, of the kinds and layers of those chosen."""
+        writers = parse_writers(self.writers[:-1])
+        sets = different(
+            {side: draw_alike(own, writers, seed_of(side, draw), FEW) for side, own in chosen.items()}
+            for draw in range(draws)
         )
-        for side in SIDES
-    }
-    said = f"{one.where()} Its key is written by {named['key']}, its query by {named['query']}."
-    said += says_cancels(one.writer_rows())
-    if (cut := named_cut(cuts)) is not None:
-        said += (
-            f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
-            f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
-        )
-    return said
+        return torch.stack([effect(drawn) for drawn in sets])
 
+    def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
+        """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
+        made, before = [], float(self.attention[self.key])
+        for side in ("key", "query", "both"):
+            for size in (size for size in CUTS if size < len(self.writers) - 1):
+                chosen: dict[Any, list[int]] = {
+                    one: self.strongest(one, size) for one in SIDES if side in (one, "both")
+                }
+                if any(len(own) < size for own in chosen.values()):
+                    continue
+                row = self.cut(chosen)
+                seed_of = partial(_cut_seed, seed, size)
+                random = self.beside(chosen, lambda drawn: self.cut(drawn)[self.key], draws, seed_of)
+                after, top = float(row[self.key]), self.most_attended(self.others, row)
+                made.append({
+                    "head": str(self.head), "side": side, "k": size,
+                    "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
+                    "before": before, "after": after, "random": float(random.mean()),
+                    "random_low": float(random.min()), "random_high": float(random.max()), "first": float(row[0]),
+                    "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
+                    "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
+                })  # fmt: skip
+        return made
 
-def _said_of_neurons(rows: Sequence[dict[str, Any]], without: Sequence[Writer]) -> str:
-    first = {side: next(row for row in rows if row["side"] == side) for side in SIDES}
-    told = {side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for side, row in first.items()}
-    missing = f" {', '.join(map(str, without))}: no neurons to name." if without else ""
-    return f"The first neuron of its key is {told['key']}, of its query {told['query']}.{missing}"
+    # ------------------------------------------------------------------ tables
+
+    @cached_property
+    def tally(self) -> Tally:
+        """What the writers give, without pairs."""
+        return Tally.of_prompt(*self.given())
+
+    @property
+    def error(self) -> float:
+        """How far the parts are from summing to the logit, as a share of the largest of them."""
+        return float(self.tally.error)
+
+    def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
+        """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
+        return [
+            {"head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer, "value": value,
+             "share": value / self.total if self.total else None, "position": slot - 1,
+             "token": self.asked.tokens[slot - 1]}
+            for side, asked in self.directions.items()
+            for neuron, value, slot in first_neurons(self.run, asked, named)
+        ]  # fmt: skip
+
+    def token_rows(self) -> list[dict[str, Any]]:
+        """The head's attention to every token it sees, and its logit."""
+        logits = self.rows.k[0, 0] @ self.projected(self.rows.q[0, 0]) * self.scale
+        return [
+            {"head": str(self.head), "position": i, "token": self.asked.tokens[i],
+             "attention": float(self.attention[i]), "logit": float(logits[i])}
+            for i in self.seen
+        ]  # fmt: skip
 
 
 _READERS: WeakKeyDictionary[Scope, tuple[str, Reader]] = WeakKeyDictionary()
@@ -133,13 +315,15 @@ def reader_of(scope: Scope) -> Reader:
 
 
 class Probe:
-    """A prompt that can be asked about.
+    """A prompt that is run once, with one token asking: every head answers from that run.
 
     Parameters
     ----------
     scope : the model.
     prompt : a text, or an example with at most one marked query.
+    query : the token that asks; the last one by default, or the one marked.
     chat : whether it goes into the chat template.
+    last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
 
     Examples
     --------
@@ -148,18 +332,18 @@ class Probe:
     ['jam', ':']
     """
 
-    def __init__(self, scope: Scope, prompt: str | Example, chat: bool = False) -> None:
-        self.scope, self.prompt, self.chat, self.reader = scope, prompt, chat, reader_of(scope)
-        self._runs: dict[int, tuple[Asked, Run]] = {}
+    def __init__(
+        self,
+        scope: Scope,
+        prompt: str | Example,
+        query: int | None = None,
+        chat: bool = False,
+        last: int | None = None,
+    ) -> None:
+        self.scope, self.prompt = scope, prompt
+        self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
+        self.run = self.reader.record(self.asked.inputs, self.asked.places, deep=True, logits=True, last=last)
 
-    def run(self, query: int | None = None) -> tuple[Asked, Run]:
-        """The prompt with one token asking: the last one, where none is named."""
-        asked = Asked.of(self.scope, self.prompt, query, self.chat)
-        if asked.query not in self._runs:
-            self._runs[asked.query] = asked, self.reader.record(asked.inputs, asked.places, deep=True, logits=True)
-        return self._runs[asked.query]
-
-    def head(self, head: str | Head, query: int | None = None, key: int | None = None) -> PromptTrace:
-        """One head, asked from one token about another; see `PromptTrace`."""
-        asked, run = self.run(query)
-        return PromptTrace(run, asked, self.scope.check(head), key)
+    def head(self, head: str | Head, key: int | None = None) -> PromptTrace:
+        """One head, asked about one token; see `PromptTrace`."""
+        return PromptTrace(self.run, self.asked, self.scope.check(head), key)

@@ -1,4 +1,4 @@
-"""Trace: who wrote what a head matched on, and is it so.
+"""Trace: who wrote what a head matched on, with causal tests.
 
 A relative logit (the right keys against the others) is split, exactly, among the writers of the head's query and of its
 keys. The test stands beside it always: their parts are replaced in this head alone, on words that nothing was chosen
@@ -7,52 +7,57 @@ on, beside rivals of the same size.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, check_same_model, made_from, units_hash, with_notes
-from qkscope.analyses.trace.choose import Chosen, choose_writers
-from qkscope.analyses.trace.edges import DRAWS, EdgeTest, whole_heads
-from qkscope.analyses.trace.features import check_dictionary, features_of_task, made_by
-from qkscope.analyses.trace.graph import sources_of, trace_graph
-from qkscope.analyses.trace.many import Texts, trace_many
-from qkscope.analyses.trace.prompt import trace_prompt
-from qkscope.analyses.trace.result import FeatureTrace, NeuronTrace, Trace, trace_fields
-from qkscope.analyses.trace.rows import SIDES, answer_signs, task_rows, words_of
-from qkscope.analyses.trace.tally import Tally, tensors_of
-from qkscope.analyses.trace.verdicts import that_sum
+from qkscope.analyses.prompts import check_same_model, made_with
+from qkscope.analyses.trace.edges import DRAWS
+from qkscope.analyses.trace.features import check_dictionary, features_of_prompt, made_by
+from qkscope.analyses.trace.graph import trace_graph
+from qkscope.analyses.trace.many import TEXTS, Texts, trace_many
+from qkscope.analyses.trace.prompt import PromptTrace, Question
+from qkscope.analyses.trace.rows import Pass, Tables, Tally, join_tables, strongest_pairs
+from qkscope.analyses.trace.task import trace_task
+from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, that_sum
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, parse_writers
-from qkscope.kinds import Count, Natural, checked_call
+from qkscope.heads import Head, Writer, parse_heads, parse_writers
+from qkscope.kinds import Count, Natural, Seed, checked_class
+from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.writers import first_by, relative_weights
-from qkscope.runs.job import Job
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.runs.verb import current_work, verb
 from qkscope.tasks.task import Task
 
-_SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
+
+@checked_class
+@dataclass(frozen=True)
+class Trace(Result):
+    """Writers of queries and keys with the edges cut and kept, neurons, or pairs of a dictionary's features."""
+
+    @property
+    def main(self) -> str:  # type: ignore[override]
+        """The table that answers."""
+        return next((name for name in ("feature_pairs", "neurons") if name in self.tables), "writers")
 
 
-@checked_call
+@verb("trace")
 def trace(
     scope: Scope,
     what: Task | str | Example | Texts,
     head: str | Head | Sequence[str | Head] = "all",
     n: Count = 128,
     *,
-    query: int | None = None,
-    key: int | None = None,
-    versus: int | None = None,
+    query: int | str | None = None,
+    key: int | str | None = None,
+    versus: int | str | None = None,
     depth: Natural = 2,
     feature: Subspace | None = None,
     dictionary: Dictionary | None = None,
@@ -61,10 +66,10 @@ def trace(
     draws: Count = DRAWS,
     chat: bool | None = None,
     batch_size: Count = 32,
-    seed: Natural = 0,
-    shard: tuple[int, int] = (0, 1),
+    seed: Seed = 0,
+    out: str | Path | None = None,
+    part: tuple[int, int] | None = None,
     progress: bool | None = None,
-    job: Job | None = None,
 ) -> Trace:
     """Split what a head matched on among the writers of its query and of its keys, and cut and keep them.
 
@@ -75,8 +80,8 @@ def trace(
         (`qkscope.tasks.texts`; the most attended token of a drawn query against all others but the first).
     head : one head, several, or ``"all"``: of all heads of a task only writers are given, and no edge is cut.
     n : prompts of a task, for choosing and for testing each; passages of texts.
-    query, key : tokens of one prompt, by place, from the end where negative; by default its last token, and the token
-        that the head attends to most besides the first.
+    query, key : tokens of one prompt, by place (from the end where negative) or by text (``" John"``, ``"to#2"``); by
+        default its last token, and the token that the head attends to most besides the first.
     versus : the token that the key is compared with; by default all others that the query sees, but the first.
     depth : how many levels down the graph of one prompt (of a task: of its first) goes.
     feature : look inside this subspace alone: its projector is put between query and key.
@@ -89,9 +94,9 @@ def trace(
     chat : whether a prompt goes into the chat template; a task says so itself.
     batch_size : prompts run together.
     seed : of every draw.
-    shard : ``(i, n)`` takes every n-th batch of the test from the i-th on; `merge_traces` adds them up.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default.
+    part : as in `decompose`, of a task or texts.
     progress : whether to show a bar; if not given, where stderr is a terminal.
-    job : where finished pieces are kept, so that the same call goes on after it was stopped; nowhere by default.
 
     Returns
     -------
@@ -108,59 +113,71 @@ def trace(
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
     ('L0H2', True)
     """
-    start = time.perf_counter()
-    heads, named = _checked_heads(scope, head), head != "all"
-    if shard != (0, 1) and not (named and isinstance(what, Task)):
-        raise BadInput("shards are for a task and heads that are named: leave shard out, or name both.")
-    if not 0 <= shard[0] < shard[1]:
-        raise BadInput(f"a shard is (i, n) with i from 0 to n - 1, but got {shard}.")
-    if feature is not None and not (named and isinstance(what, Task | str | Example)):
-        raise BadInput("a feature is looked into on a task or on a prompt, at a head that is named: name it.")
-    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
-    if neurons and (dictionary is not None or not isinstance(what, str | Example)):
+    named, alone = head != "all", isinstance(what, str | Example)
+    if named:
+        _check_layers(parse_heads(head))
+    if (feature is not None or dictionary is not None) and not (named and (alone or isinstance(what, Task))):
+        raise BadInput("a feature or a dictionary is for a task or a prompt, at heads that are named: name them.")
+    if neurons and (dictionary is not None or not alone):
         raise BadInput("neurons are named of one prompt, and not beside a dictionary: give a prompt alone.")
+    for name, value in {"query": query, "key": key, "versus": versus, "chat": chat}.items():
+        if value is not None and not alone:
+            given = "a task" if isinstance(what, Task) else "texts"
+            raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
+    heads = _checked_heads(scope, head)
     if dictionary is not None:
-        if not named or not isinstance(what, Task | str | Example) or shard != (0, 1):
-            raise BadInput("a dictionary is for a task or a prompt, at heads that are named, in one piece: name them.")
         check_dictionary(scope, heads, dictionary)
-    if not isinstance(what, str | Example):
-        _refuse("a task" if isinstance(what, Task) else "texts", query=query, key=key, versus=versus, chat=chat)
-    own: Any
+    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
     if isinstance(what, str | Example):
-        own = {"query": query, "key": key, "versus": versus, "chat": bool(chat)}
-        own |= {"depth": depth, "draws": draws, "seed": seed, "projectors": projectors, "dictionary": dictionary}
-        own["neurons"] = neurons if isinstance(neurons, bool) else parse_writers(neurons)
-        fields = trace_prompt(scope, what, heads, **own)
-    elif isinstance(what, Task) and named:
-        run = (n, whole, depth, draws, batch_size, seed, shard, progress)
-        fields = _TaskTrace(Reader(scope, heads), what, projectors, dictionary, job or Job(), *run).fields()
+        query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
+        asked = Question.of(scope, what, query, bool(chat))
+        layers = [] if dictionary is None else [dictionary.layer]
+        run = Reader(scope, heads).record(
+            asked.inputs, asked.places, deep=dictionary is None, layers=layers, neurons=bool(neurons)
+        )
+        every = []
+        for one in (PromptTrace(run, asked, h, key, versus, projectors.get(h)) for h in heads):
+            if dictionary is None:
+                own, sentence = _writers_of(one, depth, draws, seed)
+            else:
+                own, sentence = features_of_prompt(one, dictionary, draws, seed, len(heads) == 1)
+            if neurons:
+                wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
+                without = check_neurons(run, one.head, wanted)
+                own["neurons"] = one.neuron_rows(wanted)
+                sentence += _says_neurons(own["neurons"], without)
+            every.append((own, sentence))
+        about = {"heads": [str(h) for h in heads], **asked.told(what)}
+        about |= {} if dictionary is None else made_by(dictionary, draws)
+        fields: dict[str, Any] = {
+            "experiment": "trace/prompt",
+            "answer": " ".join(sentence for _, sentence in every),
+            "tables": join_tables(own for own, _ in every),
+            "seed": seed,
+        }
+        fields |= made_with(scope, tokenizer=scope.tokenizer_hash, **about)
     else:
-        own = {"batch_size": batch_size} if isinstance(what, Task) else {}
-        fields = trace_many(scope, what, heads, n, seed=seed, progress=progress, job=job or Job(), **own)
-    kind = FeatureTrace if dictionary is not None else NeuronTrace if neurons else Trace
-    found: Trace = kind(**fields)
-    return replace(that_sum(found, scope.model.dtype), seconds=time.perf_counter() - start)
+        run_as = (what.chat, batch_size) if isinstance(what, Task) else (False, TEXTS)
+        how = Pass(Reader(scope, heads), *run_as, seed, projectors, (), current_work(), progress)
+        if isinstance(what, Task) and named:
+            fields = trace_task(how, what, n, whole=whole, depth=depth, draws=draws, dictionary=dictionary)
+        else:
+            fields = trace_many(how, what, n)
+    return that_sum(Trace(**fields), scope.model.dtype)
 
 
 def _checked_heads(scope: Scope, head: Any) -> list[Head]:
     heads = [one for one in scope.parse(head) if head != "all" or one.layer > 0]
     if not heads:
         raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
-    check_layers(heads)
     return heads
 
 
-def check_layers(heads: Sequence[Head]) -> None:
+def _check_layers(heads: Sequence[Head]) -> None:
     """Refuse heads that nobody but the embedding writes for."""
     for one in heads:
         if one.layer == 0:
             raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
-
-
-def _refuse(what: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise BadInput(f"{name} is for one prompt, not for {what}: leave it out, or give a prompt.")
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
@@ -179,91 +196,41 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     return basis @ basis.T
 
 
-@dataclass(frozen=True)
-class _TaskTrace:
-    """A trace of a task: whose heads read what, how much of it, and where what is done is kept."""
+def _writers_of(one: PromptTrace, depth: int, draws: int, seed: int) -> tuple[Tables, str]:
+    """Tables and the answer of one head on one prompt."""
+    pairs = strongest_pairs(one.pairs[0])
+    tally, cuts, graph = Tally.of_prompt(*one.given(pairs)), one.cut_rows(draws, seed), trace_graph(one, depth)
+    tables = {
+        "writers": tally.writer_rows(one.head, one.writers),
+        "pairs": tally.pair_rows(one.head, one.writers, pairs),
+        "cuts": cuts,
+        "graph": graph.rows,
+        "prompt": graph.prompt,
+        "tokens": one.token_rows(),
+        "check": [tally.check_row(
+            one.head, query=one.asked.query, key=one.key, attention=float(one.attention[one.key]),
+            first=float(one.attention[0]),
+        )],
+    }  # fmt: skip
+    if not one.attends:
+        return tables, one.where()
+    key, query = (
+        " and ".join(
+            f"{one.writers[i]} ({float(one.marginals[side][0, i]) / one.total:.0%})" for i in one.strongest(side, 2)
+        )
+        for side in ("key", "query")
+    )
+    said = f"{one.where()} Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
+    if (cut := named_cut(cuts)) is not None:
+        said += (
+            f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
+            f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
+        )
+    return tables, said
 
-    reader: Reader
-    task: Task
-    projectors: dict[Head, Tensor]
-    dictionary: Dictionary | None
-    job: Job
-    n: int
-    whole: bool
-    depth: int
-    draws: int
-    batch_size: int
-    seed: int
-    shard: tuple[int, int]
-    progress: bool | None
 
-    def fields(self) -> dict[str, Any]:
-        """Choose on some words, test on others."""
-        reader, task, job = self.reader, self.task, self.job
-        choosing, units = task.choose(self.n), task.test(self.n)
-        asked_of = {
-            "heads": [str(h) for h in reader.heads], "draws": self.draws, "batch_size": self.batch_size,
-            "feature": {str(h): float(p.sum()) for h, p in self.projectors.items()},
-            **({"shard": list(self.shard)} if self.dictionary is None else made_by(self.dictionary, self.draws)),
-        }  # fmt: skip
-        job.begin(reader.scope, [list(choosing), list(units)], verb="trace", seed=self.seed, chat=task.chat, **asked_of)
-        about = {**made_from(reader.scope, task), **asked_of, "n": self.n}
-        own: Any = {"chat": task.chat, "seed": self.seed, "progress": self.progress}
-        more: Any = {"batch_size": self.batch_size, "job": job, **own}
-        if self.dictionary is not None:
-            given = (reader, choosing, units, self.projectors, self.dictionary, self.draws)
-            tables, answer = features_of_task(*given, **more)
-            made = {"tables": tables, "answer": with_notes(answer, about), "provenance": provenance(**about)}
-            return {"experiment": f"trace/{task.name}", "model": about["model"], "seed": self.seed, **made}
-        chosen = choose_writers(reader, choosing, self.projectors, **more)
-        tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], self.seed, self.draws) for h in reader.heads}
-        tallies = self._tested(tests, units)
-        once: dict[str, list[dict[str, Any]]] = {"whole": []}
-        if self.whole and self.shard[0] == 0:
-            for h in reader.heads:
-                run = partial(whole_heads, reader, h, chosen[h], choosing, units, words_of(units), **own)
-                once["whole"] += job.once(f"whole {h}", run)
-        if self.shard[0] == 0:
-            once |= job.once(f"sources {self.depth}", partial(self._sources, units, chosen))
-        about |= {"trace_seed": self.seed, "whole": self.whole, "examples": units_hash([*choosing, *units])}
-        return trace_fields({h: test.asked for h, test in tests.items()}, tallies, once, about, self.seed, task.name)
-
-    def _sources(self, units: Sequence[Any], chosen: Mapping[Head, Chosen]) -> dict[str, list[dict[str, Any]]]:
-        """Which tokens the first writers read, on some prompts; and one prompt's graph."""
-        reader = self.reader
-        made: dict[str, list[dict[str, Any]]] = {"sources": [], "graph": [], "prompt": []}
-        examples = [unit[0] for unit in units[:_SOURCES]]
-        encoded = [reader.scope.encode(examples[i : i + 16], chat=self.task.chat) for i in range(0, len(examples), 16)]
-        batches = [(one, relative_weights(answer_signs(one))) for one in encoded]
-        for head in reader.heads:
-            names, shares = reader.writers(head.layer), chosen[head].scores["share"]
-            writers = {side: [names[i] for i in first_by(shares[side], _FOLLOWED)] for side in SIDES}
-            made["sources"] += sources_of(reader, batches, head, writers)
-            one = reader.scope.encode(examples[:1], chat=self.task.chat)
-            signs, columns = answer_signs(one)[0], one.places.keys[0]
-            right, others = (columns[signs.sign() == sign].tolist() for sign in (1, -1))
-            query = int(one.places.query[0])
-            options: Any = {"others": others, "depth": self.depth, "projector": self.projectors.get(head)}
-            drawn = trace_graph(reader.record_prompt(one), head, query, right[0], **options)
-            made["graph"] += drawn.rows
-            made["prompt"] += drawn.prompt
-        return made
-
-    def _tested(self, tests: Mapping[Head, EdgeTest], units: Sequence[Any]) -> dict[Head, Tally]:
-        words = words_of(units)
-        tallies = {head: test.asked.tally(words) for head, test in tests.items()}
-
-        def add(indices: list[int]) -> None:
-            numbers, rows = task_rows(self.reader, units, indices, self.task.chat, self.projectors)
-            found = [tests[one.head].measure(one, torch.tensor(numbers)) for one in rows]
-            for one, own in zip(rows, found, strict=True):  # a batch is added whole, or not at all
-                tallies[one.head].add([words[i] for i in numbers], *own)
-
-        every = batches_of(units, self.batch_size)
-        index, count = self.shard
-        if len(every) < count:
-            raise BadInput(
-                f"{len(every)} batches cannot be shared among {count}: take fewer shards or smaller batches."
-            )
-        self.job.stream("testing", every[index::count], add, self.progress, tensors_of(tallies))
-        return tallies
+def _says_neurons(rows: Sequence[Mapping[str, Any]], without: Sequence[Writer]) -> str:
+    key, query = (next(row for row in rows if row["side"] == side) for side in ("key", "query"))
+    told = [f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for row in (key, query)]
+    missing = f" {', '.join(map(str, without))}: no neurons to name." if without else ""
+    return f" The first neuron of its key is {told[0]}, of its query {told[1]}.{missing}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.rows import ATTENDED
+from qkscope.heads import BIAS
 from qkscope.runs.result import Result
 
-Traced = TypeVar("Traced", bound=Result)
+R = TypeVar("R", bound=Result)
 
 FEW = 5
 """Different control sets under which nothing is tested."""
-
+CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
 _HALF, _SINGLE = 2e-2, 1e-3  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
 
@@ -37,18 +38,56 @@ def no_sum(head: object, error: float, dtype: object) -> str | None:
     )
 
 
-def that_sum(found: Traced, dtype: object) -> Traced:
+def that_sum(result: R, dtype: object) -> R:
     """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
-    said = {row["head"]: no_sum(row["head"], row["sum_error"], dtype) for row in found.tables["check"]}
+    said = {row["head"]: no_sum(row["head"], row["sum_error"], dtype) for row in result.tables["check"]}
     wrong = {head: why for head, why in said.items() if why is not None}
     if not wrong:
-        return found
+        return result
     kept = {
         name: rows if name in _MEASURED else [row for row in rows if row["head"] not in wrong]
-        for name, rows in found.tables.items()
+        for name, rows in result.tables.items()
     }
     others = "" if len(wrong) == len(said) else f" The tables hold the other {len(said) - len(wrong)} heads."
-    return replace(found, answer=" ".join(wrong.values()) + others, tables=kept)
+    return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
+
+
+def verdict(
+    before: float,
+    after: float,
+    random: Float[Tensor, " sets"],
+    *,
+    attention: float | None = None,
+    vacuous: bool = False,
+) -> str:
+    """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended`` before any change.
+
+    Supported is what takes away more than a quarter of it, and more than any of the random changes; with fewer than
+    `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing could come out otherwise.
+
+    Parameters
+    ----------
+    before, after : what there was to take away, and what is left of it.
+    random : what random changes of the same size leave.
+    attention : on the key, where that is not what is taken away.
+    vacuous : whether the change could show nothing.
+
+    >>> import torch
+    >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
+    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
+    ('supported', 'not here', 'unattended', 'untested')
+    """
+    if (before if attention is None else attention) < ATTENDED:
+        return "unattended"
+    if vacuous:
+        return "vacuous"
+    if len(random) < FEW:
+        return "untested"
+    falls = before - after > 0.25 * before
+    return "supported" if falls and after < float(random.min()) else "not here"
+
+
+# ---------------------------------------------------------------------- sentences that several answers share
 
 
 def says_right(check: Mapping[str, Any]) -> str:
@@ -57,6 +96,25 @@ def says_right(check: Mapping[str, Any]) -> str:
         f"{check['head']} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other"
         f" named keys in {check['accuracy']:.0%} of {check['n']} prompts."
     )
+
+
+def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence for each side of one head's writers whose shares cancel, with a blank before it; none elsewhere."""
+    said = ""
+    for side in ("key", "query"):
+        sizes = sum(abs(row["share"]) for row in rows if row["side"] == side)
+        if sizes > CANCELS:
+            said += (
+                f" Shares of its {side} cancel: without their signs they sum to {sizes:.1f} times the logit, so that"
+                " one share alone says little."
+            )
+    return said
+
+
+def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
+    """The first two writers of one side of one head, biases left out, with their shares."""
+    own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:2]
+    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
 
 
 def named_cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
@@ -74,22 +132,3 @@ def controls_of(row: Mapping[str, Any]) -> str:
 def few_controls(row: Mapping[str, Any]) -> str:
     """Why a cut is untested."""
     return f"different sets of writers like that: {row['sets']}, and {FEW} are needed"
-
-
-def verdict(before: float, after: float, random: Float[Tensor, " sets"]) -> str:
-    """Whether cutting writers took the attention away: ``supported``, ``not here``, or ``unattended`` before any cut.
-
-    Supported is what takes away more than a quarter of it, and more than any of the random cuts; with fewer than
-    `FEW` different ones of these it is ``untested``.
-
-    >>> import torch
-    >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
-    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
-    ('supported', 'not here', 'unattended', 'untested')
-    """
-    if before < ATTENDED:
-        return "unattended"
-    if len(random) < FEW:
-        return "untested"
-    falls = before - after > 0.25 * before
-    return "supported" if falls and after < float(random.min()) else "not here"

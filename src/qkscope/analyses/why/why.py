@@ -1,34 +1,36 @@
 """Why: the question on the door, for any prompt, head and token, without any fit.
 
 The answer in a dozen lines: *where* the head looks, *what matched* (parts of the logit of this token over the others),
-*who wrote it*, *is it so* (cut and swapped on this very prompt, beside random writers), and *what it does* to the next
-token.
+*who wrote it*, *causal tests* (cut and swapped on this very prompt, beside random writers), and *what it does* to the
+next token.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from qkscope.analyses.attribute import features_of
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model, made_with
-from qkscope.analyses.trace.edges import says_cancels
-from qkscope.analyses.trace.one import ATTENDED, PromptTrace
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut, no_sum
-from qkscope.analyses.why.output import Output
-from qkscope.analyses.why.parts import REST, other_token, part_rows, swap_row
+from qkscope.analyses.trace.graph import trace_graph
+from qkscope.analyses.trace.prompt import Probe, PromptTrace
+from qkscope.analyses.trace.rows import ATTENDED
+from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut, no_sum, says_cancels
+from qkscope.analyses.why.parts import REST, Output, part_rows, swap_row
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, Natural, checked_call, checked_class
+from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
+from qkscope.runs.verb import verb
 
 HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
 _LEVEL = 0.1  # a logit that is no higher than the others'
@@ -48,30 +50,32 @@ class Why(Result):
         return "\n".join([self.answer, *(f"  {row['line']}" for row in self.tables.get("said", ()))])
 
 
-@checked_call
+@verb("why")
 def why(
     scope: Scope,
     prompt: str | Example,
     head: str | Head | None = None,
-    query: int | None = None,
-    key: int | None = None,
+    query: int | str | None = None,
+    key: int | str | None = None,
     *,
     features: Fit | Mapping[str, Subspace] | None = None,
     chat: bool = False,
     depth: Natural = 1,
     draws: Count = 20,
-    seed: Natural = 0,
+    seed: Seed = 0,
     split: Split = "sequential",
-    probe: Probe | None = None,
+    out: str | Path | None = None,
 ) -> Why:
-    """Say why a head attended to a token of a prompt.
+    """Say why a head attended to a token: where it looks, what matched, who wrote it, causal tests, what it does.
 
     Parameters
     ----------
     scope : the model.
     prompt : any text.
-    head : the head; without one, those that matter most for the next token are told, a line each.
-    query : the token that asks, by place (from the end where negative); the last one by default.
+    head : like L18H6; without one, those that matter most for the next token are told, a line each (of a fit, its
+        first head is asked).
+    query : the token that asks, by place (from the end where negative) or by its text (``" John"``, ``"to#2"``); the
+        last one by default.
     key : the token attended to; by default the one that the head attends to most besides the first.
     features : a fit, or subspaces of this head by name, to split the logit by as well.
     chat : whether the prompt goes into the chat template.
@@ -79,7 +83,7 @@ def why(
     draws : random writers beside each cut and swap.
     seed : of them.
     split : among features: ``sequential``, ``average`` over all orders, or ``oblique``.
-    probe : of this prompt, where there is one already, so that it is not run again.
+    out : folder for the result and its page; nothing is written by default.
 
     Returns
     -------
@@ -94,17 +98,32 @@ def why(
     >>> found.tables["cuts"][0]["verdict"] in ("supported", "not here", "unattended", "untested")
     True
     """
-    start = time.perf_counter()
-    probe = Probe(scope, prompt, chat) if probe is None else probe
-    asked, run = probe.run(query)
-    output = Output(run, asked)
+    if isinstance(features, Fit):  # asked as it was fitted
+        chat, head = chat or features.chat, features.heads[0] if head is None else head
+    query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
+    last = None if head is None else scope.check(head).layer
+    return answer_probe(Probe(scope, prompt, query, chat, last), head, key, features, depth, draws, seed, split)
+
+
+def answer_probe(
+    probe: Probe,
+    head: str | Head | None = None,
+    key: int | None = None,
+    features: Fit | Mapping[str, Subspace] | None = None,
+    depth: int = 1,
+    draws: int = 20,
+    seed: Seed = 0,
+    split: Split = "sequential",
+) -> Why:
+    """Answer `why` from a prompt that has run: the live page asks many questions of one run."""
+    output = Output(probe.run, probe.asked)
     if head is None:
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
         told = _which_heads(probe, output)
     else:
-        one = probe.head(head, query, key)
-        parts = part_rows(one, _features(one, features, scope), split)
+        one = probe.head(head, key)
+        parts = part_rows(one, _features(one, features, probe.scope), split)
         told = _one_head(one, output, parts, depth, draws, seed)
     answer, lines, tables = told
     return Why(
@@ -112,8 +131,7 @@ def why(
         answer=answer,
         tables={"said": [{"line": line} for line in lines], **tables},
         seed=seed,
-        seconds=time.perf_counter() - start,
-        **made_with(scope, tokenizer=scope.tokenizer_hash, **asked.told(prompt)),
+        **made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt)),
     )
 
 
@@ -139,22 +157,20 @@ def check_space(space: str) -> None:
 def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int) -> Told:
     check = [{"head": str(one.head), "sum_error": one.error, "logit": one.total}]
     pushed = output.rows(one)
-    if (wrong := no_sum(one.head, one.error, one.reader.scope.model.dtype)) is not None:
+    if (wrong := no_sum(one.head, one.error, output.scope.model.dtype)) is not None:
         lines = [_where(one), _does(pushed)]
         return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
-    cuts = one.cut_rows(draws, seed)
-    other = other_token(one)
-    swaps = [swap_row(one, other, draws=draws, seed=seed)] if other is not None and cuts else []
-    drawn = one.graph(depth) if one.against else None
+    cuts, graph = one.cut_rows(draws, seed), trace_graph(one, depth)
+    swaps = [swap_row(one, draws, seed)] if one.free and cuts else []
     tables = {
         "attention": one.token_rows(),
         "parts": parts,
-        "writers": one.writer_rows(),
+        "writers": one.tally.writer_rows(one.head, one.writers),
         "cuts": cuts,
         "swaps": swaps,
         "output": pushed,
-        "graph": [] if drawn is None else drawn.rows,
-        "prompt": [] if drawn is None else drawn.prompt,
+        "graph": graph.rows,
+        "prompt": graph.prompt,
         "check": check,
     }
     lines = [*lines_of(one, parts, cuts, swaps, tables["graph"]), _does(pushed), _legend(one)]
@@ -171,9 +187,9 @@ def lines_of(
     swaps: Sequence[Mapping[str, Any]] = (),
     graph: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """Where the head looks, what matched, who wrote it, and whether it is so."""
-    tested = _is_it_so(cuts, swaps) if one.attends else []
-    return [line for line in (_where(one), _matched(one, parts), _written(one, graph), *tested) if line]
+    """Where the head looks, what matched, who wrote it, and its causal tests."""
+    tested = _causal_tests(cuts, swaps) if one.attends else []
+    return [line for line in (_where(one), _matched(one, parts), _written(graph), *tested) if line]
 
 
 def answer_of(one: PromptTrace, cuts: Sequence[Mapping[str, Any]]) -> str:
@@ -242,45 +258,46 @@ def _matched(one: PromptTrace, parts: Sequence[Mapping[str, Any]]) -> str:
     over = {0: ", with no other token to compare", 1: " over the other token"}.get(
         others, f" over the mean of {others} others"
     )
-    bias = f", and {one.distance:+.1f} for the distance" if abs(one.distance) >= 0.05 else ""
-    split = f"By {'; by '.join(said)}.{says_cancels(one.writer_rows())}"
+    bias = f", and {distance:+.1f} for the distance" if abs(distance := _distance(one)) >= 0.05 else ""
+    split = f"By {'; by '.join(said)}.{says_cancels(one.tally.writer_rows(one.head, one.writers))}"
     return f"What matched: a logit of {one.total:.1f}{over}{bias}. {split}"
+
+
+def _distance(one: PromptTrace) -> float:
+    """What a bias for the distance (ALiBi) adds to the relative logit; 0 where there is none."""
+    assert one.rows.bias is not None
+    bias = one.rows.bias[0, 0]
+    return float(bias.masked_fill(bias == -torch.inf, 0.0) @ one.weights[0].to(bias))
 
 
 def _share(name: str, value: float, one: PromptTrace) -> str:
     return f"{name} {value / one.total:z.0%}" if one.total else f"{name} {value:+.1f}"
 
 
-def _written(one: PromptTrace, graph: Sequence[Mapping[str, Any]]) -> str:
+def _written(graph: Sequence[Mapping[str, Any]]) -> str:
     """Which tokens the first writers of each side read."""
-    rows = {row["id"]: row for row in graph}
     said = []
-    for side in ("key", "query"):
-        for row in [
-            r for r in graph if r["kind"] == "content" and r["side"] == side and r["writer"] not in (None, REST)
-        ]:
-            above = rows.get(row["parent"])
-            read = [r for r in graph if r["parent"] == row["id"] and r["writer"] is None and r["kind"] == "content"]
-            if above is None or above["kind"] != "root" or not read:
-                continue
+    for row in sorted((row for row in graph if row["parent"] == 0), key=lambda row: row["side"] != "key"):
+        read = [r for r in graph if r["parent"] == row["id"] and r["writer"] is None and r["kind"] == "content"]
+        if read:
             token = max(read, key=lambda r: abs(r["share"]))
-            said.append(f"{row['writer']} ({side}) read {token['token']!r} (token {token['position']})")
+            said.append(f"{row['writer']} ({row['side']}) read {token['token']!r} (token {token['position']})")
     return f"Who wrote it: {'; '.join(said)}." if said else ""
 
 
-def _is_it_so(cuts: Sequence[Mapping[str, Any]], swaps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _causal_tests(cuts: Sequence[Mapping[str, Any]], swaps: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for side in ("key", "query"):
         cut = named_cut(cuts, side)
         if cut is not None:
             lines.append(
-                f"Is it so: {cut['writers']} cut from the {side}: {cut['before']:.0%} to {cut['after']:.0%}"
+                f"Causal test: {cut['writers']} cut from the {side}: {cut['before']:.0%} to {cut['after']:.0%}"
                 f" ({controls_of(cut)}: {cut['random_low']:.0%} to {cut['random_high']:.0%}):"
                 f" {cut['verdict']}."
             )
     for row in swaps:
         lines.append(
-            f"Is it so: the same parts of the key exchanged with {row['other_token']!r} (token {row['other']}):"
+            f"Causal test: the same parts of the key exchanged with {row['other_token']!r} (token {row['other']}):"
             f" attention there {row['other_before']:.0%} to {row['other_after']:.0%} ({controls_of(row)}: at most"
             f" {row['random_high']:.0%}): {row['verdict']}."
         )
@@ -301,7 +318,7 @@ def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
     if direct:
         most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
         named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
-        text += f"; from this key, straight to the logits: {named}"
+        text += f"; direct effect on the logits from this key: {named}"
     return text + "."
 
 
@@ -310,26 +327,24 @@ def _does(pushed: Sequence[Mapping[str, Any]]) -> str:
 
 def _which_heads(probe: Probe, output: Output) -> Told:
     best = int(output.logits.argmax())
-    rows: list[dict[str, Any]] = []
-    found = [probe.head(head, output.query) for head in output.strongest_heads(_TRIED)]
-    after = output.removed([(one.head, one.key) for one in found]).softmax(-1)
-    for one, changed in zip(found, after, strict=True):
-        pushed = output.direct(one.head)
-        rows.append({
-            "head": str(one.head), "key": one.key, "token": one.asked.tokens[one.key],
-            "attention": float(one.attention[one.key]), "first": float(one.attention[0]),
-            "direct": None if pushed is None else float(pushed[best]), "before": float(output.chances[best]),
-            "without_key": float(changed[best]),
-        })  # fmt: skip
+    direct = output.strongest_heads(_TRIED)
+    tried = [probe.head(head) for head in direct]
+    after = output.removed([(one.head, one.key) for one in tried]).softmax(-1)
+    rows: list[dict[str, Any]] = [
+        {"head": str(one.head), "key": one.key, "token": one.asked.tokens[one.key],
+         "attention": float(one.attention[one.key]), "first": float(one.attention[0]), "direct": direct[one.head],
+         "before": float(output.chances[best]), "without_key": float(changed[best])}
+        for one, changed in zip(tried, after, strict=True)
+    ]  # fmt: skip
     rows = sorted(rows, key=lambda row: -abs(row["before"] - row["without_key"]))[:HEADS]
     told = "It changes most where these heads may not look at their key:"
     if abs(rows[0]["before"] - rows[0]["without_key"]) < _POINT:
         told = (
             "No single head matters here: it changes by less than 1 percentage point where any one of the"
-            f" {len(found)} that push it most may not look at its key."
+            f" {len(tried)} that push it most may not look at its key."
         )
     answer = (
-        f"The next token after {output.asked.tokens[output.query]!r} is {output.token(best)!r}"
+        f"The next token after {output.asked.tokens[output.asked.query]!r} is {output.token(best)!r}"
         f" ({float(output.chances[best]):.1%}). {told}"
     )
     return answer, _head_lines(rows), {"heads": rows}
@@ -341,10 +356,10 @@ def _head_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         before, without = f"{row['before']:.1%}", f"{row['without_key']:.1%}"
         if before != without:
-            against = " (speaks against it)" if row["without_key"] > row["before"] else ""
+            against = " (acts against it)" if row["without_key"] > row["before"] else ""
             lines.append(
                 f"{row['head']} looks at {row['token']!r} (token {row['key']}; {row['attention']:.0%}, the first token"
-                f" has {row['first']:.0%}). Without that: {without}{against}; the whole head, straight to its logit:"
+                f" has {row['first']:.0%}). Without that: {without}{against}; the head's direct effect on its logit:"
                 f" {row['direct']:+.1f}."
             )
     return lines

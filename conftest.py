@@ -1,0 +1,58 @@
+"""What tests share: one thread, a cache of their own, and a tiny Llama on disk and in a scope.
+
+One thread because on tensors this small, threads of parallel tests only wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qkscope import Scope
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Llama without a tokenizer, to be damaged by this test alone."""
+    from qkscope_papers.families import tiny_model
+
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama and its tokenizer."""
+    from tiny_llama import write_tiny_llama
+
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def scope(model: Path) -> Scope:
+    """The tiny Llama, looked into."""
+    return Scope.load(model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium."""
+    from browser import chromium
+
+    with chromium() as opened:
+        yield opened

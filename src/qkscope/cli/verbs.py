@@ -1,0 +1,400 @@
+"""Commands from signatures: one function, one docstring, one command.
+
+A verb's options, their defaults and their help are read off the source of its function, which is parsed and not
+imported: ``qkscope trace --help`` does not wait for torch. What a parameter becomes depends on its annotation: a
+`Scope` is ``--model``, ``--device`` and ``--dtype``; a `Task` is an argument with ``--form``, ``--size``, ``--seed``
+and ``--chat``; a `Fit` is its folder; numbers, texts and flags are themselves. Mappings and functions are for Python.
+
+What needs no model is checked before one is loaded: the scope that a function is given loads its model when it is first
+looked at, so that the function's own refusals come first.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+import qkscope
+from qkscope import tasks
+from qkscope.cli import shell
+from qkscope.cli.begin import NEXT
+from qkscope.errors import BadInput
+from qkscope.examples import Example
+from qkscope.heads import Head, parse_heads
+
+MODEL = "smollm2-135m"
+PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
+_NEEDED: Any = inspect.Parameter.empty
+_TASKS = f"{', '.join(tasks.BUILT_IN)}, or a .jsonl file"
+Values = dict[str, Any]
+"""What was typed, by the name of its option."""
+
+
+class Verb(NamedTuple):
+    """A command: its function as ``module:name``, its panel in the help, and ``--out`` where that is not given."""
+
+    home: str
+    panel: str = "Commands"
+    out: Any = None
+
+
+VERBS = {
+    "why": Verb("qkscope.analyses.why.why:why"),
+    "trace": Verb("qkscope.analyses.trace.trace:trace"),
+    "heads": Verb("qkscope.analyses.find:find_heads"),
+    "decompose": Verb("qkscope.analyses.decompose:decompose", out=_NEEDED),
+    "swap": Verb("qkscope.analyses.swap:swap"),
+    "atlas": Verb("qkscope.analyses.atlas:atlas", out=Path("runs/atlas")),
+    "discover": Verb("qkscope.analyses.discover.discover:discover", out=_NEEDED),
+    "sparsity": Verb("qkscope.analyses.sweep:sweep"),
+    "view": Verb("qkscope.cli.begin:view"),
+    "demo": Verb("qkscope.cli.begin:demo"),
+    "fetch": Verb("qkscope.cli.begin:fetch"),
+    "svd": Verb("qkscope.cli.begin:svd", "More"),
+    "gallery": Verb("qkscope.cli.begin:gallery", "More"),
+    "schema": Verb("qkscope.cli.begin:schema", "More"),
+}
+
+
+# ---------------------------------------------------------------------- a function, read off its source
+
+
+class Parameter(NamedTuple):
+    """One parameter of a function: the alternatives of its annotation, its default, and what its docstring says."""
+
+    name: str
+    kinds: tuple[str, ...]
+    default: Any
+    help: str
+
+    def takes(self, kind: str) -> bool:
+        """Whether this name stands anywhere in the annotation."""
+        return any(re.search(rf"\b{kind}\b", one) for one in self.kinds)
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    path = Path(qkscope.__file__).parent.joinpath(*module.split(".")[1:])
+    return ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
+
+
+@cache
+def signature(home: str) -> tuple[str, tuple[Parameter, ...]]:
+    """What a function does, by its docstring's first paragraphs, and its parameters."""
+    module, _, name = home.partition(":")
+    node = next(one for one in _tree(module).body if isinstance(one, ast.FunctionDef) and one.name == name)
+    does, _, rest = (ast.get_docstring(node) or "").partition("\n\nParameters\n")
+    found = re.finditer(r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
+    said = {one: _plain(text[2]) for text in found for one in text[1].split(", ")}
+    plain, only = node.args.args, node.args.kwonlyargs
+    defaults = [None] * (len(plain) - len(node.args.defaults)) + [*node.args.defaults, *node.args.kw_defaults]
+    parameters = tuple(
+        Parameter(one.arg, tuple(_alternatives(one.annotation)), _constant(default, module), said.get(one.arg, ""))
+        for one, default in zip([*plain, *only], defaults, strict=True)
+    )
+    return "\n\n".join(map(_plain, does.split("\n\n"))), parameters
+
+
+def _plain(text: str) -> str:
+    """A docstring as a terminal shows it: on one line, without marks."""
+    text = re.sub(r"`+([^`]*)`+", r"\1", re.sub(r"\s+", " ", text).strip())
+    return text[:1].upper() + text[1:]
+
+
+def _alternatives(node: ast.expr | None) -> Iterator[str]:
+    if isinstance(node, ast.BinOp):
+        yield from [*_alternatives(node.left), *_alternatives(node.right)]
+    elif node is not None:
+        yield ast.unparse(node)
+
+
+def _constant(node: ast.expr | None, module: str) -> Any:
+    """A default: what is written, or what this module (or the one that it imports from) calls by this name."""
+    if node is None or isinstance(node, ast.Lambda):
+        return _NEEDED if node is None else None
+    if not isinstance(node, ast.Name):
+        return ast.literal_eval(node)
+    for one in _tree(module).body:
+        if isinstance(one, ast.ImportFrom) and node.id in {alias.name for alias in one.names}:
+            return _constant(node, str(one.module))
+        names = ast.unparse(one.targets[0]).strip("()").split(", ") if isinstance(one, ast.Assign) else []
+        if isinstance(one, ast.Assign) and node.id in names:
+            value = ast.literal_eval(one.value)
+            return value[names.index(node.id)] if len(names) > 1 else value
+    raise NameError(f"{module} has no constant {node.id}")
+
+
+# ---------------------------------------------------------------------- what a parameter becomes
+
+
+def _option(name: str, kind: Any, default: Any, text: str, *flags: str, **more: Any) -> inspect.Parameter:
+    made: Any = typer.Option(*(flags or [f"--{name.replace('_', '-')}"]), help=text, **more)
+    kind = Annotated[kind | None if default is None else kind, made]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _argument(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
+    kind = Annotated[kind | None if default is None else kind, typer.Argument(help=text, **more)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+_READ: dict[str, Callable[[str], Any]] = {
+    "prompt": lambda text: Example(text=text.replace("\\n", "\n")).text,  # an empty one is refused
+    "head": Head.parse,
+    "heads": lambda text: text if text == "all" else parse_heads(text),
+    "token": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text,
+    "part": lambda text: import_module("qkscope.runs.work").parse_part(text),
+    "names": lambda text: [part.strip() for part in text.split(",") if part.strip()],
+}
+
+
+def _reading(what: str) -> Callable[[str | None], Any]:
+    return lambda value: None if value is None else _READ[what](value)
+
+
+_OF_MODEL = [
+    _option("model", str, None, "Hub id, folder, .gguf file, smollm2-135m, gemma3-270m, or nano:mixed.",
+            show_default=MODEL),
+    _option("device", str, None, "cpu, cuda, cuda:1, or auto: spread over all GPUs."),
+    _option("dtype", str, None, "float32, bfloat16, ...; as the weights are stored."),
+]  # fmt: skip
+_OF_TASK = [
+    _option("form", str, None,
+            "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."),
+    _option("size", int, None, "Entities (binding), categories (filter) or words (induction)."),
+    _option("center", str, None, "Of a .jsonl file: none, query or both."),
+    _option("seed", int, 0, "Seed of every draw."),
+    _option("chat", bool, False, "Put prompts into the model's chat template."),
+]  # fmt: skip
+_SHARED = {one.name: one for one in [*_OF_MODEL, *_OF_TASK]}
+_OF_ALL = [
+    _option("everything", bool, False, "Print every table with all its rows and columns.", "--all"),
+    _option("as_json", bool, False, "Print the result as JSON instead of tables.", "--json"),
+]
+_TYPES = {"int": int, "Count": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
+
+
+def typed(parameter: Parameter) -> list[inspect.Parameter]:
+    """The options and arguments that stand for a parameter; none, where it is for Python alone."""
+    name, kinds, default, text = parameter
+    if parameter.takes("Scope"):
+        return _OF_MODEL
+    if parameter.takes("Texts"):
+        told = "Text files and folders, or python (its own texts)"
+        task, prompt = parameter.takes("Task"), parameter.takes("Example")
+        sources = _argument("sources", list[str], None, f"A task ({_TASKS}); {told.lower()}." if task else f"{told}.")
+        single = _option("prompt", str, None, "One prompt instead; \\n is a line break.", callback=_reading("prompt"))
+        return [sources, *([single] if prompt else []), *(_OF_TASK if task else [])]
+    if parameter.takes("Task"):
+        return [_argument("task", str, _NEEDED, f"{_TASKS}."), *_OF_TASK]
+    if parameter.takes("Example"):
+        return [_argument("prompt", str, _NEEDED, "The prompt; \\n is a line break.", callback=_reading("prompt"))]
+    if parameter.takes("Head") and not kinds[0].startswith("Mapping"):
+        named = "heads" if parameter.takes("Sequence") else "head"
+        return [_option(named, str, default, text, callback=_reading(named))]
+    if parameter.takes("Fit"):
+        if name == "fit":
+            return [_argument("fit", Path, _NEEDED, "A folder that decompose wrote.")]
+        return [_option("fit", Path, None, "A folder that decompose wrote: its features split the logit too.")]
+    if parameter.takes("UnitsToTest"):
+        return [_option("n", int, 256, "Prompts to test on.", "--n", "-n")]
+    if parameter.takes("Dictionary"):
+        layer = "The layer that the dictionary enters, where its file does not say."
+        return [_option(name, Path, None, text), _option("dictionary_layer", int, None, layer)]
+    if kinds[0] == "Subspace":
+        return [_option(name, str, None, f"DIR:CONTRAST. {text}")]
+    if name == "part":
+        part = "Make every N-th piece of the work, from the I-th on; all parts share --out, and the last adds them up."
+        return [_option(name, str, None, part, metavar="I/N", callback=_reading("part"))]
+    if name in _SHARED and (name != "model" or default is _NEEDED) and not parameter.takes("Mapping"):
+        return [_SHARED[name]]
+    return _plainly_typed(parameter)
+
+
+def _plainly_typed(parameter: Parameter) -> list[inspect.Parameter]:
+    """A number, a text, a flag, a path or a token."""
+    name, kinds, default, text = parameter
+    read = "token" if {"int", "str", "None"} == set(kinds) else "names" if kinds[0] == "Sequence[str]" else ""
+    kind: Any = Path if "Path" in kinds else str if read else _TYPES.get(kinds[0])
+    if isinstance(default, bool | int | float | str) and kind is not Path:
+        kind = type(default)
+    if kind is None or name == "progress" or parameter.takes("Mapping"):
+        return []
+    if name == "folder" or (default is _NEEDED and name != "out"):
+        return [_argument(name, kind, default, text)]
+    if kind is bool:
+        return [_option(name, bool, bool(default), text, f"--{name}/--no-{name}" if default else f"--{name}")]
+    more: Any = {"callback": _reading(read)} if read else {}
+    return [_option(name, kind, default, text, *(["--n", "-n"] if name == "n" else []), **more)]
+
+
+# ---------------------------------------------------------------------- from what was typed to arguments
+
+
+def argument(parameter: Parameter, values: Values) -> Any:
+    """What a function is given for a parameter; None where nothing was typed."""
+    name, value = parameter.name, values.get(parameter.name)
+    if parameter.takes("Scope"):
+        values["scope"] = _scope(values)
+        return values["scope"]
+    if parameter.takes("Texts") or parameter.takes("Task"):
+        return _source(parameter, values)
+    if parameter.takes("Head") and parameter.takes("Sequence"):
+        return values.get("heads")
+    if parameter.takes("Fit"):
+        return _fit(values["fit"], values)
+    if parameter.takes("UnitsToTest"):
+        from qkscope.analyses.fit_folder import read_job, task_of
+
+        if values["out"] is None and os.access(values["fit"], os.W_OK):
+            values["out"] = values["fit"]  # its page then shows the swaps too
+        values["clouds"] = values["out"] is not None
+        return task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
+    if parameter.takes("Dictionary"):
+        from qkscope.maths.dictionaries import Dictionary
+
+        if value is None and values["dictionary_layer"] is not None:
+            raise BadInput("--dictionary-layer says where a dictionary stands: name it with --dictionary.")
+        return value and Dictionary.load(value, layer=values["dictionary_layer"])
+    if name == "feature" and value:
+        folder, _, contrast = value.rpartition(":")
+        if not folder:
+            raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {value!r}.")
+        return _fit(Path(folder), values, contrast)
+    if name == "model" and parameter.default is _NEEDED:
+        return value or MODEL
+    if name == "chat":  # a task says itself whether its prompts are chat
+        return None if "task" in values else value or None
+    return value
+
+
+def _scope(values: Values) -> Any:
+    """The model, loaded when it is first looked at; by default the one that a fit was made with."""
+    from qkscope.analyses.fit_folder import read_job
+    from qkscope.capture.scope import Scope
+    from qkscope.runs.work import torchrun_device
+
+    folder, device = values.get("fit") or (values.get("feature") or "").rpartition(":")[0], values["device"]
+    model = values["model"] or (read_job(folder)["model"] if folder else MODEL)
+    place = {"device_map": "auto"} if device == "auto" else {"device": torchrun_device(device)}
+
+    class Unloaded(Scope):
+        def __init__(self) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            self.__dict__ |= vars(Scope.load(model, dtype=values["dtype"], **place))
+            self.__class__ = Scope  # type: ignore[assignment]
+            return getattr(self, name)
+
+    return Unloaded()
+
+
+def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
+    """A fit, or one of its features; that it has these heads and this contrast is asked before a model is loaded."""
+    if folder is None:
+        return None
+    from qkscope.analyses.fit import load
+    from qkscope.analyses.fit_folder import read_job
+    from qkscope.analyses.swap import check_swappable
+
+    job, named = read_job(folder), values.get("heads") or values.get("head")
+    heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
+    if contrast and len(heads) != 1:
+        raise BadInput(f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads.")
+    for head in heads:
+        if str(head) not in job["heads"]:
+            raise BadInput(f"{folder} was not fitted at {head}: there is {', '.join(job['heads'])}.")
+    if contrast and contrast not in job["contrasts"]:
+        raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
+    check_swappable(job["space"], values.get("downstream", False))
+    fit: Any = load(folder, values["scope"])
+    return fit[contrast, heads[0]] if contrast else fit
+
+
+def _source(parameter: Parameter, values: Values) -> Any:
+    """A task, documents of files and folders (or of Python), or one prompt."""
+    from qkscope.tasks.texts import python_texts, read_documents
+
+    if "sources" not in values:
+        return make_task(values)
+    sources, prompt = values["sources"] or [], values.get("prompt")
+    if parameter.takes("Example") and (prompt is None) == (not sources):
+        raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
+    named = [source for source in sources if source in tasks.BUILT_IN or source.lower().endswith(".jsonl")]
+    if named and parameter.takes("Task") and len(sources) == 1:
+        values["task"] = sources[0]
+        return make_task(values)
+    if named:
+        instead = "name it alone" if parameter.takes("Task") else "name text files; discover takes tasks"
+        raise BadInput(f"{named[0]} is a task: {instead}.")
+    for source in sources:
+        if source != PYTHON and not Path(source).exists():
+            raise BadInput(f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}.")
+    return prompt or (python_texts(docstrings=True) if sources in ([], [PYTHON]) else read_documents(sources))
+
+
+def make_task(values: Mapping[str, Any]) -> Any:
+    """The task of this name, made with what was typed; refused where its maker does not take that."""
+    name, makers = values["task"], dict[str, Callable[..., Any]](tasks.BUILT_IN)
+    if name.lower().endswith(".jsonl"):
+        makers[name] = partial(tasks.from_jsonl, name)
+    if name not in makers:
+        raise BadInput(f"there is no task {name!r}: take {_TASKS} of your own.")
+    given = {}
+    for flag, called in (("size", {"entities", "categories", "length"}), ("form", {"form"}), ("center", {"center"})):
+        takes = {one: called & set(inspect.signature(maker).parameters) for one, maker in makers.items()}
+        if values[flag] is not None and not takes[name]:
+            among = ", ".join(one for one, names in takes.items() if names) or "a file of your own"
+            raise BadInput(f"--{flag} is for {among}: the prompts of {name} have one {flag}.")
+        if values[flag] is not None:
+            given[takes[name].pop()] = values[flag]
+    return makers[name](seed=values["seed"], chat=values["chat"], **given)
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def run(name: str, values: Values) -> None:
+    """Run a verb with what was typed, and print what it gives."""
+    everything, as_json = values.pop("everything", False), values.pop("as_json", False)
+    given = {one.name: argument(one, values) for one in _parameters(name) if typed(one)}
+    module, _, function = VERBS[name].home.partition(":")
+    verb = getattr(import_module(module), function)
+    result = verb(**{name: value for name, value in given.items() if value is not None})
+    if result is None or not result.answer:  # nothing to print, or another process of torchrun prints it
+        return
+    shell.print_result(result, as_json, everything)
+    if not as_json and result.tables:  # of a part there are none
+        shell.print_end(given.get("out"), then=NEXT[name](values, result))
+
+
+def _parameters(name: str) -> list[Parameter]:
+    """Those of a verb; ``--out`` is needed, or has a place, where it would be a pity to lose what takes minutes."""
+    own = signature(VERBS[name].home)[1]
+    return [one._replace(default=VERBS[name].out or one.default) if one.name == "out" else one for one in own]
+
+
+def add_commands() -> None:
+    """Put every verb on the command line."""
+    last = {*_SHARED, "out", "part", *(one.name for one in _OF_ALL)}
+    for name, (home, panel, _) in VERBS.items():
+        own = {one.name: one for parameter in _parameters(name) for one in typed(parameter)}
+        own |= {} if name in ("fetch", "schema") else {one.name: one for one in _OF_ALL}
+
+        def command(verb: str = name, /, **values: Any) -> None:  # an option may be called as we are
+            run(verb, values)
+
+        vars(command)["__signature__"] = inspect.Signature(sorted(own.values(), key=lambda one: one.name in last))
+        shell.app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
+
+
+add_commands()

@@ -1,0 +1,54 @@
+"""Results as people see them: one offline page, a site of many, figures, and the live page.
+
+In come results, or run folders read back; out go pages that need no network, and PNG and PDF files. A page is made of
+tables and arrays alone, so that it is the same whenever it is made.
+
+Reading order: `Block` (one thing to look at), `blocks` (what a table is drawn as, and what is said beside it),
+`discovered` (the same of heads by name), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a
+script per kind of block, on `base.js` and `colours.js`; `page.css`; templates), `gallery` (many runs as one site),
+`figures` (the look of matplotlib figures), ``live/`` (the same blocks of a prompt that somebody types).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+Tables = Mapping[str, Sequence[Row]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One thing to look at: ``rows`` are what the reader can copy, ``options`` what the chart needs besides."""
+
+    kind: str
+    title: str
+    words: str
+    rows: Sequence[Row]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    table: str = ""  # whose rows these are
+    leads: bool = False  # told before the pictures
+
+    def to_json(self) -> dict[str, Any]:
+        """What a page's script draws."""
+        return {name: getattr(self, name) for name in ("kind", "title", "words", "rows", "options")}
+
+
+def number(value: Any, how: str = "") -> str:
+    """A value as text, to four digits or as ``how`` says; a dash where there is none.
+
+    >>> number(0.12345), number(-0.5, ".2f"), number(float("nan")), number(None), number(True), number(1.5e-7)
+    ('0.1235', '−0.50', '–', '–', 'yes', '1.50e-7')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if how or isinstance(value, int):
+        return format(value, how).replace("-", "−")
+    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}".replace("-", "−") if isinstance(value, float) else str(value)

@@ -1,0 +1,236 @@
+"""Many runs as one site: a card for each, every head and every claim in one table, and the page of each run.
+
+``index.html`` and ``runs/NAME.html`` are single files that ask for nothing: a page can be sent alone, and the site
+works from a disk. A card shows a figure of the run, or one of its blocks, drawn small by the page's own script. The
+site is a folder of ours like a run's: its ``results.json`` holds what the index shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from qkscope.analyses.names.study import counted
+from qkscope.errors import BadInput
+from qkscope.kinds import checked_call
+from qkscope.runs.claims import Claim, count_claims
+from qkscope.runs.folder import RESULTS, WORK, check_folder, read_run
+from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result
+from qkscope.show import Block, page
+from qkscope.show.blocks import blocks_of
+
+log = logging.getLogger(__name__)
+
+GALLERY = "gallery"
+_FEW = 12  # heads of a table that speaks of each
+_SMALL = ("graph", "map", "swaps", "curve", "spectra", "parts", "tokens", "reads")  # charts whose data is small
+_PIXELS, _COLOURS = (640, 300), 48  # of a figure: as sharp as a dense screen shows
+_MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run: its page, and what the index shows of it."""
+
+    card: Mapping[str, Any]
+    block: Block | None
+    picture: str
+    page: str
+    heads: Sequence[Mapping[str, Any]]
+    claims: Sequence[Claim]
+
+    @property
+    def data(self) -> str:
+        """What the page's script draws on its card, as JSON."""
+        return page.script_json(self.block.to_json()) if self.block else ""
+
+
+@checked_call
+def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Path:
+    """Write one offline site of many runs; returns its index.
+
+    Parameters
+    ----------
+    out : folder of the site: a new one, or one of an earlier gallery.
+    folders : runs, or folders with runs in them, in the order in which they are shown; a run that is not whole is left
+        out, and the site says so.
+    title : what to call it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from qkscope import Result
+    >>> place = tempfile.mkdtemp()
+    >>> for head in ("L0H1", "L2H0"):
+    ...     run = Result("mine", {"heads": [{"head": head, "score": 0.9}]}, answer=f"{head} finds it.")
+    ...     folder = run.write(f"{place}/runs/{head}")
+    >>> index = write_gallery(f"{place}/site", f"{place}/runs")
+    >>> sorted(path.name for path in index.parent.iterdir())
+    ['index.html', 'manifest.json', 'results.json', 'runs']
+    >>> Result.read(index.parent).answer
+    '2 runs.'
+    """
+    out = check_folder(out, GALLERY)
+    runs, left = _read(folders, out)
+    if not runs:
+        raise BadInput(" ".join(left) or "name at least one folder of runs.")
+    for sentence in left:
+        log.warning("%s", sentence)
+    cards = [run.card for run in runs]
+    order = lambda row: (row["model"] or "", *map(int, re.findall(r"\d+", row["head"])))  # noqa: E731
+    heads = sorted((row for run in runs for row in run.heads), key=order)
+    claims = [row for run in runs for row in _claim_rows(run)]
+    tables: dict[str, Sequence[Mapping[str, Any]]] = {"runs": cards, "heads": heads, "claims": claims}
+    result = Result(GALLERY, tables, answer=_answer(runs), provenance=provenance(runs=[card["run"] for card in cards]))
+    index = page.render(
+        "gallery.html",
+        [*page.scripts_of([run.block for run in runs if run.block]), "gallery.js"],
+        ["page.css", "gallery.css"],
+        title=title or "gallery",
+        answer=result.answer,
+        runs=runs,
+        heads=[(key, list(rows)) for key, rows in groupby(heads, itemgetter("model", "head"))],
+        claims=claims,
+        left=left,
+        choices={"model": _several(card["model"] for card in cards), "what": _several(card["verb"] for card in cards)},
+    )
+    pages = {run.card["page"]: run.page for run in runs}
+    return result.write(out, files={"index.html": page.remembered(index), **pages}) / "index.html"
+
+
+# ---------------------------------------------------------------------- finding runs
+
+
+def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[_Run], list[str]]:
+    """The runs, and a sentence for each folder that is left out."""
+    runs: dict[str, _Run] = {}
+    left: list[str] = []
+    seen = {out.resolve()}
+    for given in map(Path, folders):
+        if not given.is_dir():
+            raise BadInput(f"there is no folder {given}: name one that holds runs of qkscope.")
+        inside = list(_below(given))
+        if not inside:
+            name = given.resolve().name
+            left.append(f"{name} is left out: it holds no run; name a folder that a qkscope command wrote.")
+        for folder in (folder for folder in inside if folder.resolve() not in seen):
+            seen.add(folder.resolve())
+            parts = folder.relative_to(given).parts or (given.resolve().name,)
+            name = _free_name(parts, runs)
+            try:
+                run = _run(folder, name)
+            except BadInput as error:  # the page is sent: it names nothing above what was given
+                why = re.sub(f"^{re.escape(str(folder))}(?= )", "it", str(error))
+                left.append(f"{'/'.join(parts)} is left out: {why.replace(str(folder), '/'.join(parts))}")
+                continue
+            if run is not None:
+                runs[name.casefold()] = run
+    return [*runs.values()], left
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Every folder there that holds a run or the beginning of one; none inside another, and no link is followed."""
+    for place, below, files in os.walk(folder):
+        if RESULTS in files or WORK in below or read_run(Path(place)):
+            below.clear()
+            yield Path(place)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+def _run(folder: Path, name: str) -> _Run | None:
+    if not (folder / RESULTS).is_file():
+        begun = read_run(folder)
+        command = f" ({begun['command']})" if begun.get("command") else ""
+        raise BadInput(f"it is not finished; run its command again{command} to finish it.")
+    result = Result.read(folder)
+    if result.experiment == GALLERY:
+        return None
+    text = page.page_of(folder).read_text(encoding="utf-8").replace(_MARK, _BACK.format(name), 1)
+    date = datetime.fromtimestamp((folder / RESULTS).stat().st_mtime, UTC).date().isoformat()
+    with page.drawn_from(folder):
+        card = _card(name, result, date)
+        picture = next(filter(None, map(_shrunk, page.pictures_of(folder).values())), "")
+        blocks = [block for kind in _SMALL for block in blocks_of(result) if block.kind == kind]
+        block = blocks[0] if blocks and not picture else None
+        return _Run(card, block, picture, text, _head_rows(card, result), result.claims)
+
+
+def _shrunk(content: bytes) -> str:
+    """A figure in few colours and no larger than a card, as base64; nothing where it cannot be read."""
+    try:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            flat = Image.new("RGB", image.size, "white")
+            flat.paste(image.convert("RGBA"), mask=image.convert("RGBA").getchannel("A"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return ""
+    flat.thumbnail(_PIXELS, Image.Resampling.LANCZOS)
+    kept = io.BytesIO()
+    flat.quantize(_COLOURS).save(kept, "PNG", optimize=True)
+    return base64.b64encode(kept.getvalue()).decode()
+
+
+def _free_name(parts: Sequence[str], taken: Container[str]) -> str:
+    """A name for a page: one that needs no quoting in an address, and another also where capitals are not told."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip(".-")[:80] or "run"
+    names = (name if i == 1 else f"{name}-{i}" for i in count(1))
+    return next(each for each in names if each.casefold() not in taken)
+
+
+# ---------------------------------------------------------------------- what the index shows
+
+
+def _answer(runs: Sequence[_Run]) -> str:
+    models = _several(run.card["model"] for run in runs)
+    of = f" of {', '.join(models[:-1])}{' and ' * (len(models) > 1)}{models[-1]}" if models else ""
+    held = count_claims([claim for run in runs for claim in run.claims])
+    return f"{counted(len(runs), 'run')}{of}{f'; {held}' if held else ''}."
+
+
+def _several(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(value for value in values if value))
+
+
+def _card(name: str, result: Result, date: str) -> dict[str, Any]:
+    """What is said of a run; where its answer announces lines, also the first of them."""
+    lines, asked = result.tables.get("said") or (), result.provenance.get("asked") or {}
+    first = f" {lines[0]['line']}" if result.answer.endswith(":") and lines else ""
+    return {
+        "run": name, "page": f"runs/{name}.html", "verb": result.experiment.partition("/")[0],
+        "experiment": result.experiment, "preset": result.preset, "model": result.model, "date": date,
+        "answer": result.answer + first, "prompt": asked.get("prompt"), "claims": count_claims(result.claims),
+    }  # fmt: skip
+
+
+def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
+    """The heads that a run speaks of, in its answer, its claims or a table of a few, and what it calls each."""
+    claims = [{"line": claim.claim} for claim in result.claims]
+    answer, rows = {"line": result.answer}, [row for rows in result.tables.values() for row in rows]
+    small = [row for rows in result.tables.values() if len(page.heads_in(rows)) <= _FEW for row in rows]
+    heads, elsewhere = page.heads_in([answer, *claims, *small]), page.heads_in([answer, *rows])
+    names = {row["head"]: row["name"] for row in rows if {"head", "name"} <= set(row)}
+    place = {head: f"claim-{i}" for i, claim in enumerate(claims, 1) for head in page.heads_in([claim])}
+    verb = "" if card["verb"] in card["run"] else card["verb"]
+    return [
+        {"model": card["model"], "head": head, "run": card["run"], "says": names.get(head) or verb,
+         "page": f"{card['page']}#{head if head in elsewhere else place[head]}"}
+        for head in heads
+    ]  # fmt: skip
+
+
+def _claim_rows(run: _Run) -> Iterator[dict[str, Any]]:
+    for i, claim in enumerate(run.claims, 1):
+        place = {"run": run.card["run"], "page": f"{run.card['page']}#claim-{i}", "model": run.card["model"]}
+        yield {**place, **claim.to_json(), "verdict": claim.verdict}

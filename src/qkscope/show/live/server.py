@@ -1,0 +1,210 @@
+"""The live page's server, and `view`: the one call that opens any page.
+
+Loopback only, a secret in the address, and nothing but a fixed list of files and questions. A request is answered only
+if its Host is ours (another site's page cannot reach us under its own name), its path starts with the token, and a
+question is JSON (which a foreign form cannot send). No path is ever looked up on the disk.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import webbrowser
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+from qkscope.capture.scope import Scope
+from qkscope.errors import BadInput
+from qkscope.kinds import Interval, checked_call
+from qkscope.runs.result import plain_value
+from qkscope.show.live.features import FeatureStore, model_of
+from qkscope.show.live.session import Session
+from qkscope.show.page import asset, page_of
+
+log = logging.getLogger(__name__)
+
+_FILES = (
+    "page.css", "live.css", "base.js", "colours.js", "map.js", "passage.js", "prompt.js", "why.js", "graph.js",
+    "page.js", "live.js",
+)  # fmt: skip
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_LARGEST = 1 << 20  # bytes of a question
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+@checked_call
+def view(
+    folder: str | Path | None = None,
+    *,
+    live: bool = False,
+    model: str | None = None,
+    fit: str | Path | None = None,
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0,
+    browser: bool = True,
+    say: Callable[[str], object] = log.info,
+) -> str:
+    """Open the page of a run folder, or serve the live one until interrupted; returns its address.
+
+    Parameters
+    ----------
+    folder : a run folder; its page is drawn anew from its data where it has none that was drawn here.
+    live : whether to look into a model instead.
+    model : what to look into: the fit's model by default, or the embedded one.
+    fit : a folder that decompose, discover or atlas wrote, for what it knows of heads; none is needed.
+    port : of the live page, up to 65535; 0 is any that is free.
+    browser : whether to open the reader's browser.
+    say : told the address before it is opened or served.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from qkscope import Result
+    >>> run = Result("mine", {"heads": [{"head": "L0H1", "score": 0.9}]}, answer="L0H1 finds it.")
+    >>> address = view(run.write(tempfile.mkdtemp() + "/run"), browser=False)
+    >>> address.startswith("file://")
+    True
+    """
+    if live and folder is not None:
+        raise BadInput(f"the live page looks into a model: give {folder} as its fit, not as the folder to view.")
+    if not live and folder is None:
+        raise BadInput("name a run folder to view, or ask for the live page to look into a model.")
+    if not live and (fit is not None or model is not None or port):
+        raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
+    if folder is not None:
+        url = page_of(folder).absolute().as_uri()
+        _open(url, browser, say)
+        return url
+    there = "smollm2-135m" if fit is None else model_of(fit)  # a folder without features is refused first
+    scope = Scope.load(model or there)
+    with Server(Session(scope, None if fit is None else FeatureStore.read(fit, scope)), port) as server:
+        _open(server.url, browser, say)
+        with suppress(KeyboardInterrupt):  # how one stops it
+            server.serve_forever()
+    return server.url
+
+
+def _open(url: str, browser: bool, say: Callable[[str], object]) -> None:
+    say(url)
+    if browser:
+        webbrowser.open(url)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one session; its address is `url`."""
+
+    daemon_threads = True
+
+    def __init__(self, session: Session, port: int = 0) -> None:
+        self.session, self.token = session, secrets.token_urlsafe(18)
+        self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "look": session.look, "why": session.why, "change": session.change, "save": session.save,
+        }  # fmt: skip
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
+
+    @property
+    def url(self) -> str:
+        """Where to look."""
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """What the Host header may say."""
+        return (f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "qkscope", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        name = self._allowed()
+        if name == "api/model":
+            self._answer(HTTPStatus.OK, self.server.session.describe())
+        elif name == "" or name in _FILES:
+            file = name or "live.html"
+            self._send(HTTPStatus.OK, asset(file).encode(), _TYPES[Path(file).suffix])
+        elif name is not None:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing at this address.")
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        size = int(length) if length.isascii() and length.isdigit() and len(length) < 9 else -1
+        body = self.rfile.read(size) if size >= 0 else b""  # read though too long: who still sends hears no answer
+        if not 0 <= size <= _LARGEST:
+            self.close_connection = True  # what was not read would pass for the next request
+            return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the prompt is too long to be sent: shorten it.")
+        name = self._allowed()
+        if name is None:
+            return None
+        if self.headers.get_content_type() != "application/json":
+            return self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "questions are asked in JSON.")
+        question = self.server.questions.get(name.removeprefix("api/")) if name.startswith("api/") else None
+        if question is None:
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
+        try:
+            return self._answer(HTTPStatus.OK, question(**_fields(body)))
+        except BadInput as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except Exception:
+            log.exception("a question failed")
+            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this went wrong; the terminal says more.")
+
+    def _allowed(self) -> str | None:
+        """The path behind the token, if the request may be answered."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
+            self._refuse(HTTPStatus.FORBIDDEN, "this page is served to this machine only.")
+            return None
+        token, slash, name = self.path.split("?", 1)[0].removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
+            self._refuse(HTTPStatus.NOT_FOUND, "the address lacks its token: open the one that qkscope view printed.")
+            return None
+        return name
+
+    def _answer(self, status: HTTPStatus, value: Any) -> None:
+        self._send(status, json.dumps(plain_value(value), allow_nan=False).encode(), "application/json")
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        self._answer(status, {"error": sentence})
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        try:
+            self.end_headers()
+            self.wfile.write(body)
+        except ConnectionError:  # the reader closed the page while we were looking
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """What a question names; the session knows which names and kinds it takes."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        asked = None
+    if not isinstance(asked, dict):
+        raise BadInput("the question is not a JSON object.")
+    return asked

@@ -1,0 +1,254 @@
+"use strict";
+// Keys and queries as points in space, on a canvas: dragged, pinched or turned by keys. A name in the legend hides its
+// points; pointing at one reads it out. Axes are principal components in one scale, and near points are larger.
+(() => {
+  const { make, choose, viridis, isDark, tip } = qk;
+  const START = { round: 0.7, up: 0.4, zoom: 1 };
+  const TURN = 0.15, // radians of an arrow key
+    REACH = 14, // pixels around the pointer
+    SWING = 1400; // milliseconds: what comes into sight turns a little, so that one sees it is deep
+
+  // a row for each point, with its label in every colouring
+  function* pointsOf({ name, unit, keys, queries }, colourings) {
+    for (const [side, flat, of] of [
+      ["key", keys, "keys"],
+      ["query", queries, "queries"],
+    ])
+      for (let i = 0; 3 * i < flat.length; i += 1) {
+        const [x, y, z] = flat.slice(3 * i, 3 * i + 3).map((value) => Number((value * unit).toPrecision(4)));
+        const labels = Object.entries(colourings).map(([by, each]) => [by, each.names[each[of][i]] ?? null]);
+        yield { cloud: name, side, x, y, z, ...Object.fromEntries(labels) };
+      }
+  }
+
+  // the middle of the points, and how far they reach from there
+  function measure(rows) {
+    const [x, y, z] = ["x", "y", "z"].map((axis) => {
+      const values = rows.map((row) => row[axis]);
+      return (Math.min(...values) + Math.max(...values)) / 2;
+    });
+    const extent = Math.max(1e-12, ...rows.map((row) => Math.hypot(row.x - x, row.y - y, row.z - z)));
+    return { middle: [x, y, z], extent };
+  }
+
+  qk.charts.cloud = (element, rows, { panels, labels }) => {
+    for (const panel of panels) rows.push(...pointsOf(panel, labels[panel.labels])); // what the reader can copy
+    const canvas = make("canvas", {
+      tabindex: 0,
+      role: "application",
+      "aria-label": "Keys and queries in three dimensions. Arrow keys turn, plus and minus zoom, 0 turns back.",
+    });
+    const zoomed = (title, by) => make("button", { type: "button", "aria-label": title, title, onclick: () => zoom(by) });
+    const [nearer, farther] = [zoomed("Nearer", 1.25), zoomed("Farther", 0.8)];
+    const back = make("button", { type: "button", title: "As at first", onclick: home }, "reset");
+    nearer.textContent = "+";
+    farther.textContent = "−";
+    const stage = make("div", { class: "stage" }, canvas, make("div", { class: "zoom" }, nearer, farther, back));
+    const bar = make("div", { class: "choices" }),
+      legend = make("div", { class: "legend" });
+    element.replaceChildren(bar, legend, stage);
+
+    let name = panels[0].name,
+      by = Object.keys(labels[panels[0].labels])[0],
+      view = { ...START },
+      points = [],
+      room = null,
+      swing = 0;
+    const hidden = new Set();
+
+    function pick() {
+      const panel = panels.find((each) => each.name === name),
+        colourings = labels[panel.labels];
+      if (!colourings[by]) by = Object.keys(colourings)[0];
+      const all = panels.map((each) => each.name),
+        ways = Object.keys(colourings);
+      bar.replaceChildren(
+        ...(all.length > 1 ? choose("feature", all, name, (next) => pick((name = next))) : []),
+        ...(ways.length > 1 ? choose("colour", ways, by, (next) => pick((by = next), hidden.clear())) : []),
+      );
+      const own = rows.filter((row) => row.cloud === name);
+      room = measure(own);
+      points = own.map((row) => ({ row, colour: "", at: null }));
+      paint();
+    }
+
+    // a colour of the style sheet as a canvas takes it
+    function inked(name) {
+      canvas.style.color = `var(${name})`;
+      return getComputedStyle(canvas).color;
+    }
+
+    // the legend and every point's colour, which depend on the theme
+    function paint() {
+      const { names, ordered } = labels[panels.find((each) => each.name === name).labels][by],
+        other = inked("--rest"),
+        spread = (i) => (isDark() ? 0.25 : 0) + ((isDark() ? 0.75 : 0.92) * i) / Math.max(names.length - 1, 1);
+      const found = ordered ? names.map((_, i) => viridis(spread(i))) : qk.labelColours(names);
+      const colours = new Map([...names.map((label, i) => [label, found[i]]), [null, other]]);
+      for (const point of points) point.colour = colours.get(point.row[by]);
+      const entry = (what, words, mark) => qk.toggle(hidden, what, () => !hidden.has(what), draw, {}, mark, words);
+      legend.replaceChildren(
+        entry("side key", "● keys", null),
+        entry("side query", "◆ queries", null),
+        ...[...colours]
+          .filter(([label]) => points.some(({ row }) => row[by] === label))
+          .map(([label, colour]) => entry(`label ${label}`, label ?? "other", qk.swatch(colour))),
+        make("span", {}, "click a name to hide it"),
+      );
+      draw();
+    }
+
+    function draw() {
+      const [width, height, dense] = [stage.clientWidth, stage.clientHeight, devicePixelRatio || 1];
+      if (!width) return;
+      if (canvas.width !== Math.round(width * dense) || canvas.height !== Math.round(height * dense))
+        [canvas.width, canvas.height] = [Math.round(width * dense), Math.round(height * dense)];
+      const pen = canvas.getContext("2d"),
+        ink = inked("--ink");
+      const { middle, extent } = room;
+      const size = (0.44 * Math.min(width, height) * view.zoom) / extent;
+      const [cr, sr, cu, su] = [Math.cos(view.round), Math.sin(view.round), Math.cos(view.up), Math.sin(view.up)];
+      const place = (...at) => {
+        const [x, y, z] = at.map((value, i) => value - middle[i]);
+        const across = x * cr + y * sr,
+          deep = y * cr - x * sr,
+          near = (z * su - deep * cu) / extent,
+          larger = 1 / (1 - 0.22 * near);
+        return [width / 2 + across * size * larger, height / 2 - (z * cu + deep * su) * size * larger, near, larger];
+      };
+      pen.setTransform(dense, 0, 0, dense, 0, 0);
+      pen.clearRect(0, 0, width, height);
+      pen.font = "12px system-ui, sans-serif";
+      pen.textAlign = "center";
+      for (const [i, axis] of [[1, 0, 0], [0, 1, 0], [0, 0, 1]].entries()) {
+        const [from, to] = [-1, 1].map((end) => place(...axis.map((value, j) => value * (middle[j] + end * extent))));
+        pen.strokeStyle = inked("--line");
+        pen.beginPath();
+        pen.moveTo(from[0], from[1]);
+        pen.lineTo(to[0], to[1]);
+        pen.stroke();
+        pen.fillStyle = inked("--soft");
+        pen.fillText(`PC ${i + 1}`, Math.max(18, Math.min(width - 18, to[0])), Math.max(12, to[1] - 6));
+      }
+      const gone = (row) => hidden.has(`side ${row.side}`) || hidden.has(`label ${row[by]}`);
+      for (const point of points) point.at = gone(point.row) ? null : place(point.row.x, point.row.y, point.row.z);
+      const shown = points.filter((point) => point.at).sort((a, b) => a.at[2] - b.at[2]);
+      for (const { row, colour, at } of shown) {
+        const [x, y, near, larger] = at;
+        pen.globalAlpha = (row[by] === null ? 0.35 : 1) * Math.max(0.25, Math.min(1, 0.72 + 0.3 * near));
+        pen.fillStyle = colour;
+        pen.beginPath();
+        if (row.side === "key") pen.arc(x, y, 3.2 * larger, 0, 2 * Math.PI);
+        else for (const [dx, dy] of [[0, -1], [1, 0], [0, 1], [-1, 0]]) pen.lineTo(x + 5.6 * larger * dx, y + 5.6 * larger * dy);
+        pen.closePath();
+        pen.fill();
+        if (row.side === "query") {
+          pen.strokeStyle = ink;
+          pen.stroke();
+        }
+      }
+      pen.globalAlpha = 1;
+      stage.dataset.view = [view.round, view.up, view.zoom].map((value) => value.toFixed(3)).join(" ");
+      stage.dataset.shown = shown.length;
+    }
+
+    function turn(round, up) {
+      swing = 0;
+      tip.hide();
+      view.round += round;
+      view.up = Math.max(-1.5, Math.min(1.5, view.up + up));
+      draw();
+    }
+    function zoom(by) {
+      swing = 0;
+      view.zoom = Math.max(0.4, Math.min(8, view.zoom * by));
+      draw();
+    }
+    function home() {
+      swing = 0;
+      view = { ...START };
+      draw();
+    }
+    function read(event) {
+      const box = canvas.getBoundingClientRect(),
+        [x, y] = [event.clientX - box.left, event.clientY - box.top];
+      let best = null,
+        least = REACH;
+      for (const point of points) {
+        const away = point.at ? Math.hypot(point.at[0] - x, point.at[1] - y) - point.at[2] : Infinity; // of two, the near
+        if (away < least) [best, least] = [point, away];
+      }
+      canvas.style.cursor = best ? "pointer" : "grab";
+      if (!best) return tip.hide();
+      const known = Object.keys(labels[panels.find((each) => each.name === name).labels]);
+      tip.show([[best.row.side], ...known.map((way) => [way, best.row[way] ?? "other"])], event.clientX, event.clientY);
+    }
+
+    // one finger or the mouse turns, two fingers zoom; up and down with one finger scrolls the page (page.css)
+    const held = new Map();
+    let moved = 0;
+    canvas.addEventListener("pointerdown", (event) => {
+      if (!held.size) moved = 0;
+      held.set(event.pointerId, event);
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const before = held.get(event.pointerId);
+      if (!before) return read(event);
+      const [dx, dy] = [event.clientX - before.clientX, event.clientY - before.clientY];
+      const apart = () => {
+        const [a, b] = [...held.values()];
+        return Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
+      };
+      const wide = held.size > 1 ? apart() : 0;
+      held.set(event.pointerId, event);
+      moved += Math.hypot(dx, dy);
+      if (moved > 4) turn(-dx * 0.008, dy * 0.008);
+      if (wide > 0) zoom(apart() / wide);
+    });
+    const release = (event) => {
+      if (held.delete(event.pointerId) && event.type === "pointerup" && moved <= 4) read(event);
+    };
+    canvas.addEventListener("pointerup", release);
+    canvas.addEventListener("pointercancel", release);
+    canvas.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && tip.hide());
+    canvas.addEventListener("blur", tip.hide);
+    canvas.addEventListener("dblclick", home);
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        if (!event.ctrlKey && document.activeElement !== canvas) return; // the page scrolls until the points are clicked
+        event.preventDefault();
+        zoom(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)));
+      },
+      { passive: false },
+    );
+    canvas.addEventListener("keydown", (event) => {
+      const keys = { ArrowLeft: [TURN, 0], ArrowRight: [-TURN, 0], ArrowUp: [0, TURN], ArrowDown: [0, -TURN] };
+      const nearer = { "+": 1.1, "=": 1.1, "-": 1 / 1.1 }[event.key];
+      if (keys[event.key]) turn(...keys[event.key]);
+      else if (nearer) zoom(nearer);
+      else if (event.key === "0") home();
+      else return;
+      event.preventDefault();
+    });
+
+    pick();
+    new ResizeObserver(draw).observe(stage);
+    document.addEventListener("qk-theme", paint);
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    new IntersectionObserver((seen, watcher) => {
+      if (!seen.some((each) => each.isIntersecting)) return;
+      watcher.disconnect();
+      swing = performance.now();
+      const step = (now) => {
+        if (!swing) return; // the reader turns it
+        const left = Math.max(0, 1 - (now - swing) / SWING) ** 3;
+        view.round = START.round - 0.6 * left;
+        draw();
+        if (left > 0) requestAnimationFrame(step);
+      };
+      requestAnimationFrame(step);
+    }).observe(stage);
+  };
+})();

@@ -1,0 +1,349 @@
+"""Work in pieces: any number of processes, and any kill, give the numbers of one undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkscope as qk
+from kills import survive
+from qkscope import BadInput, Scope
+from qkscope.analyses.fit_folder import sums_file
+from qkscope.runs import work as work_module
+from qkscope.runs.folder import write_file
+from qkscope.runs.verb import is_part
+from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
+
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400)]
+
+
+@pytest.fixture(scope="module")
+def nano() -> Scope:
+    return Scope.load("nano:mixed", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def fit(nano):
+    return qk.decompose(nano, qk.tasks.binding(5), "L1H0", 48, contrasts=["lexical"], replicates=9, progress=False)
+
+
+def decompose(scope: Scope, **options):
+    """Two contrasts that share their prompts with no other: two passes, of 5 and 10 pieces."""
+    asked = {"contrasts": ["order", "lexical"], "batch_size": 4, "replicates": 9, "progress": False}
+    return qk.decompose(scope, qk.tasks.binding(4), "L1H3,L0H1", 40, **asked, **options)
+
+
+def quick(verb, *given, **asked):
+    return lambda scope, fit, **options: verb(scope, *given, progress=False, **asked, **options)
+
+
+VERBS = {
+    "decompose": lambda scope, fit, **options: decompose(scope, **options),
+    "heads": quick(qk.find_heads, qk.tasks.induction(), 24, batch_size=4),
+    "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0,L2H1", 24, draws=3, batch_size=4),
+    "trace of all heads": quick(qk.trace, qk.tasks.induction(8), "all", 24, batch_size=4),
+    "trace of texts": quick(qk.trace, TEXTS, "all", 48),
+    "swap": lambda scope, fit, **options: qk.swap(
+        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, draws=4, progress=False, **options
+    ),
+    "downstream": lambda scope, fit, **options: qk.swap_downstream(
+        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, progress=False, **options
+    ),
+    "atlas": quick(qk.atlas, TEXTS, 160, test=40, batch_size=8),
+    "discover": quick(qk.discover, qk.tasks.induction(), "L1H1", 160, test=40, sizes=(1,), draws=4),
+}
+WITH_PARTS = [name for name in VERBS if name not in ("atlas", "discover")]
+
+
+def numbers(result) -> dict:
+    """All that a result says but how long it took."""
+    return {name: value for name, value in result.to_json().items() if name != "seconds"}
+
+
+def die_after(monkeypatch, pieces: int) -> None:
+    """Stop the process, so to speak, when it has written so many pieces and is about to write another."""
+    left = [pieces]
+
+    def dying(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise SystemExit("killed")
+        write_file(*given)
+
+    monkeypatch.setattr(work_module, "write_file", dying)
+
+
+# ---------------------------------------------------------------- stopped, and gone on with
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, tmp_path, monkeypatch):
+    run, out = VERBS[verb], tmp_path / "run"
+    whole = run(nano, fit)
+    for pieces in (1, 1):
+        with monkeypatch.context() as patch:
+            die_after(patch, pieces)
+            with pytest.raises(SystemExit):
+                run(nano, fit, out=out)
+    before = {path: path.stat().st_mtime_ns for path in out.glob(".work/*/*.safetensors")}
+    assert len(before) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "finish", lambda self: None)  # leave the pieces to be looked at
+        again = run(nano, fit, out=out)
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished pieces are not made again"
+    assert numbers(again) == numbers(whole)
+    assert again.arrays.keys() == whole.arrays.keys()
+    assert (out / "report.html").is_file()
+    assert again.seconds > 0
+    assert numbers(qk.load(out)) == numbers(whole)
+    run(nano, fit, out=out)
+    assert not (out / ".work").exists()
+
+
+@pytest.mark.parametrize("verb", ["trace", "atlas"])
+def test_a_killed_command_ends_with_the_results_of_one_left_alone(verb, tmp_path):
+    """``python tests/kills.py 20`` kills more often, and `decompose` too."""
+    assert max(survive(verb, 1, 1, tmp_path), default=0.0) < 60
+
+
+def in_a_process(run) -> int:
+    """Fork: a real process that can be killed, without starting Python and torch again each time."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return child
+
+
+def same_sums(folder: Path, other: Path) -> bool:
+    return all(
+        (folder / name).read_bytes() == (other / name).read_bytes() for name in map(sums_file, ("order", "lexical"))
+    )
+
+
+def test_twenty_kills_at_random_moments_change_no_bit(scope, tmp_path):
+    start = time.perf_counter()
+    decompose(scope, out=tmp_path / "whole")
+    seconds, draw, killed = time.perf_counter() - start, random.Random(0), 0
+    tables = json.loads((tmp_path / "whole" / "results.json").read_text())["tables"]
+    while killed < 20:
+        out = tmp_path / f"run{killed}"
+        child = in_a_process(lambda out=out: decompose(scope, out=out))
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])  # one that was quicker than we does not count
+        decompose(scope, out=out)
+        assert same_sums(out, tmp_path / "whole")
+        assert json.loads((out / "results.json").read_text())["tables"] == tables
+        assert sorted(path.name for path in out.iterdir()) == sorted(
+            path.name for path in (tmp_path / "whole").iterdir()
+        )
+        shutil.rmtree(out)
+
+
+def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monkeypatch):
+    """The pieces are there: the same command reads them, and no prompt runs again."""
+    real = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.parent.name.startswith("new-"):
+            raise OSError(28, "No space left on device")
+        return real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(BadInput, match=r"cannot be written \(No space left on device\): make room"):
+            decompose(scope, out=tmp_path / "run")
+    monkeypatch.setattr(Stage, "make", lambda *given: pytest.fail("a piece was made twice"))
+    assert decompose(scope, out=tmp_path / "run").subspaces
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "lexical.safetensors", "manifest.json", "order.safetensors", "report.html", "results.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, monkeypatch, pieces):
+    caplog.set_level(logging.INFO)
+    left = [pieces]
+
+    def stopping(*given, real=Stage.make):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(Stage, "make", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        decompose(scope, out=tmp_path / "run")
+    assert ("What is done is saved in" in caplog.text) is bool(pieces)
+
+
+def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
+    out = tmp_path / "fit"
+    command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order", "--out", out]
+    command += ["--batch-size", 4, "--model", model, "--device", "cpu"]
+    asked = [sys.executable, "-m", "qkscope", *map(str, command)]
+    running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
+    while not list(out.glob(".work/*/order-0.safetensors")) and running.poll() is None:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate()[1]
+    assert running.returncode == 143, said
+    assert f"What is done is saved in {out}: the same command goes on from there." in said
+    assert "Traceback" not in said
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("verb", WITH_PARTS)
+def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, tmp_path):
+    run = VERBS[verb]
+    *parts, last = (run(nano, fit, out=tmp_path / "run", part=(i, 3)) for i in (2, 3, 1))  # counted from 1 here
+    assert all(is_part(part) and "pieces are there" in part.answer for part in parts)
+    assert numbers(last) == numbers(run(nano, fit))
+    assert numbers(qk.load(tmp_path / "run")) == numbers(last)
+    assert not (tmp_path / "run" / ".work").exists()
+    late = run(nano, fit, out=tmp_path / "run", part=(1, 3))
+    assert is_part(late) or numbers(late) == numbers(last)  # a fit is read, of others nothing is left to do
+    assert not (tmp_path / "run" / ".work").exists()
+
+
+def test_a_command_without_part_makes_what_parts_left(scope, tmp_path):
+    """And where another part began to add up, but was killed, it adds up."""
+    decompose(scope, out=tmp_path / "whole")
+    decompose(scope, out=tmp_path / "run", part=(1, 2))
+    (work,) = (tmp_path / "run" / ".work").iterdir()
+    (work / "adding").mkdir()
+    said = decompose(scope, out=tmp_path / "run", part=(0, 2)).answer
+    assert said == "Another part adds them up; if it was stopped, run the command without --part."
+    decompose(scope, out=tmp_path / "run")
+    assert same_sums(tmp_path / "run", tmp_path / "whole")
+
+
+def test_parts_that_make_no_sense_are_refused(scope, tmp_path):
+    for part in ((-1, 2), (3, 2), (0, 0)):
+        with pytest.raises(BadInput, match="a part is i/n"):
+            decompose(scope, out=tmp_path / "run", part=part)
+    with pytest.raises(BadInput, match="name it with out"):
+        decompose(scope, part=(0, 2))
+    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
+    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
+    for text in ("", "3", "4/3", "-1/3", "1/0", "a/b", "1/2/3"):
+        with pytest.raises(BadInput, match="a part is i/n"):
+            parse_part(text)
+
+
+COMMAND = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
+
+
+def test_torchrun_gives_the_bits_of_one_process(model, scope, tmp_path):
+    decompose(scope, out=tmp_path / "whole")
+    asked = [*COMMAND, "--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qkscope"]
+    command = [sys.executable, "-m", *torchrun, *map(str, asked), "--out", str(tmp_path / "run")]
+    for _ in range(2):  # a finished fit is read
+        done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["experiment"] == "decompose/binding"  # one process speaks
+        assert same_sums(tmp_path / "run", tmp_path / "whole")
+        assert not (tmp_path / "run" / ".work").exists()
+
+
+def test_only_torchrun_is_torchrun(monkeypatch):
+    """Other launchers number their processes too, and shells keep what an earlier one said."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, process in (
+        ("RANK", "1", None),
+        ("WORLD_SIZE", "4", None),
+        ("MASTER_ADDR", "127.0.0.1", None),
+        ("MASTER_PORT", "29500", None),  # left over in a shell: nobody would come
+        ("TORCHELASTIC_RUN_ID", "none", (1, 4)),
+        ("WORLD_SIZE", "1", None),
+        ("WORLD_SIZE", "four", None),
+    ):
+        monkeypatch.setenv(name, value)
+        assert torchrun_process() == process
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def test_nothing_is_written_without_a_folder(nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    work = Work().begin(nano, ["a"], verb="x")
+    assert work.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
+    assert work.run([Stage("rows", [[0, 1], [2]], lambda own: own)]) == [[[0, 1], [2]]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):
+    """Of numbers whose sum depends on the order, by more than rounding would hide."""
+    values = [1e16, 1.0, -1e16, 1.0, 3.0] * 20
+
+    def total(work: Work) -> tuple[float, list[int]]:
+        sums = {"total": torch.zeros(1, dtype=torch.float64)}
+
+        def run(own: list[int]) -> int:
+            for i in own:
+                sums["total"] += values[i]
+            return own[0]
+
+        firsts = work.run([Stage("sum", [[i] for i in range(100)], run, sums)], False)[0]
+        return float(sums["total"]), firsts
+
+    parts = [Work(tmp_path, (i, 3)).begin(nano, [], verb="x") for i in (1, 0, 2)]
+    assert len({str(total(work)) for work in [Work(), *parts]}) == 1
+    assert len(list(tmp_path.glob(".work/*/sum-*.safetensors"))) == len(Stage("sum", [[0]] * 100, len).groups) == 15
+
+
+def test_pieces_of_other_work_are_left_alone_and_damaged_ones_made_again(nano, tmp_path, caplog):
+    first = Work(tmp_path).begin(nano, ["a"], verb="x", n=1)
+    made = first.once("piece", lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(3.0)})
+    assert first.once("piece", lambda: pytest.fail("made twice"))["rows"][0]["p"] == made["rows"][0]["p"]
+    other = Work(tmp_path).begin(nano, ["a"], verb="x", n=2)
+    assert other.once("piece", lambda: "mine") == "mine"
+    other.finish()
+    (path,) = first.folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert first.once("piece", lambda: "again") == "again"
+    assert "cannot be read, so this piece is made again" in caplog.text
+    first.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interval_of_swaps_is_by_word_and_of_one_word_there_is_none(nano, fit):
+    word = lambda unit: unit[0].piece(unit[0].roles["asked"])  # noqa: E731
+    units = qk.tasks.binding(5).test(400)
+    same = [unit for unit in units if word(unit) == word(units[0])]
+    assert len(same) > 1
+    for found, table in ((qk.swap(nano, same, fit, draws=2, progress=False), "swap"),
+                         (qk.swap_downstream(nano, same, fit, progress=False), "downstream")):  # fmt: skip
+        row = found.to_json()["tables"][table][0]
+        low, high = ("shift_low", "shift_high") if table == "swap" else ("low", "high")
+        assert (row[low], row[high]) == (None, None)
+        assert "there are no intervals" in found.answer
+
+
+def test_downstream_draws_are_said_and_taken_by_turns(nano, fit):
+    units = qk.tasks.binding(5).test(24)
+    many, one = (qk.swap_downstream(nano, units, fit, batch_size=24, draws=n, progress=False) for n in (20, 1))
+    rows, other = ({row["condition"]: row for row in found.tables["downstream"]} for found in (many, one))
+    assert (rows["lexical"]["draws"], rows["random_lexical"]["draws"]) == (1, 20)
+    assert other["lexical"]["fell"] == pytest.approx(rows["lexical"]["fell"], abs=1e-5)
+    assert other["random_lexical"]["fell"] != rows["random_lexical"]["fell"]
