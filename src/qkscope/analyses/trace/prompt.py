@@ -264,8 +264,8 @@ class PromptTrace(HeadRows):
                 made.append({
                     "head": str(self.head), "side": side, "k": size,
                     "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
-                    "before": before, "after": after, "random": float(random.mean()),
-                    "random_low": float(random.min()), "random_high": float(random.max()), "first": float(row[0]),
+                    "before": before, "after": after, "control": float(random.mean()),
+                    "control_low": float(random.min()), "control_high": float(random.max()), "first": float(row[0]),
                     "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
                     "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
                 })  # fmt: skip

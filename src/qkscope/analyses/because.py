@@ -1,0 +1,346 @@
+"""Because: the words that decide where heads look, found by putting other words in their place.
+
+A look is a head, a query p and a key t with attention a(p, t). Every word in sight is replaced by others (`Alternatives`)
+and the model runs again: a word is a *cause* where the 90% interval of what is left, over alternatives, is below half of
+a(p, t). The relations between causes are tests of their own, each beside a control:
+
+- *same word*: two causes with one text; each changed alone breaks the attention, both changed into one other word do
+  not, and both changed into two different words do.
+- *follows*: the word asked about becomes another word of the prompt, and the attention goes where that one stands.
+- *position*: no word matters, and a word put in after the key moves the attention to the token at the same distance.
+- *key word*, *query word*: a cause at the key's or the query's own word.
+- *self*; *no single word*; *no few words* (more than four causes and none of the above).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from scipy.stats import t as student
+from torch import Tensor
+
+from qkscope.change.again import Again, prompt_of
+from qkscope.change.words import Alternatives, Word
+from qkscope.capture.tap import Call, Stop
+from qkscope.draws import derived_seed
+from qkscope.heads import Head
+
+Effect = tuple[Float[Tensor, "m n"], Float[Tensor, "m n t"]]
+"""What the alternatives of a word leave of each look, and the attention rows then."""
+WORDS, SCREEN = 8, 2  # alternatives of a word, and those that every word is screened with
+_LEFT, _SCREENED = 0.5, 0.75  # of the attention: a cause leaves less; what two alternatives leave more of is none
+_GAIN, _LEAST = 0.25, 6  # by how much a pair must restore more than its controls, with so many words
+_FEW = 4  # causes that are a reason
+_TOKENS = {"cpu": 2**10}  # run together; on a GPU more
+
+
+@dataclass(frozen=True)
+class Look:
+    """A head that looks from one token at another."""
+
+    head: Head
+    query: int
+    key: int
+
+
+@dataclass
+class Reason:
+    """What decides one look: words by how much of the attention is left without them, and tested relations.
+
+    Attributes
+    ----------
+    before : attention of the look.
+    tried : words that were changed.
+    words : rows of the table ``because``, strongest first.
+    relations : rows of the table ``relation``, in the order of precedence.
+    """
+
+    look: Look
+    before: float
+    tried: int
+    words: list[dict[str, Any]] = field(default_factory=list)
+    relations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def causes(self) -> list[dict[str, Any]]:
+        """Words whose change breaks the attention."""
+        return [row for row in self.words if row["cause"] == "yes"]
+
+    @property
+    def kind(self) -> str:
+        """The first relation that was shown."""
+        return next((row["kind"] for row in self.relations if row["verdict"] == "shown"), "no few words")
+
+
+class Because:
+    """Looks of one prompt, and what decides each of them; all looks share every changed prompt.
+
+    Parameters
+    ----------
+    again : the prompt, run once.
+    looks : which heads look from where to where.
+    seed : of alternatives.
+    count : alternatives of each word.
+    screen : those that every word is tried with first; only words that may be causes of a look get all.
+    """
+
+    def __init__(
+        self, again: Again, looks: Sequence[Look], seed: int = 0, count: int = WORDS, screen: int = SCREEN
+    ) -> None:
+        self.again, self.looks, self.seed, self.count, self.screen = again, list(looks), seed, count, screen
+        self.ids = again.ids.cpu()
+        self.others = Alternatives(again, seed)
+        self.last = max(look.head.layer for look in looks)
+        self.before = torch.stack([
+            again.calls[look.head.layer].rows(look.head.index, torch.tensor([0]), torch.tensor([look.query]))
+            .attention()[0, 0].cpu().float() for look in looks
+        ])  # fmt: skip
+        self.attention = self._at_keys(self.before[None])[0]
+        furthest = max(look.query for look in looks)
+        self.words = [word for word in self.others.words if 0 < word.start <= furthest]
+
+    # ------------------------------------------------------------------ changed prompts
+
+    def _at_keys(self, rows: Float[Tensor, "b n t"]) -> Float[Tensor, "b n"]:
+        keys = torch.tensor([look.key for look in self.looks])
+        return rows.gather(2, keys.expand(len(rows), -1)[..., None])[..., 0]
+
+    def put(self, *changes: tuple[Word, Sequence[int]]) -> Int[Tensor, " t"]:
+        """The prompt with other tokens in place of some words."""
+        ids = self.ids.clone()
+        for word, tokens in changes:
+            ids[word.start : word.stop] = torch.tensor(tokens)
+        return ids
+
+    def rows(self, prompts: Sequence[Int[Tensor, " t"]]) -> Float[Tensor, "b n t"]:
+        """The attention rows of every look in changed prompts; those that change late share a beginning."""
+        ids = torch.stack(list(prompts))
+        starts = (ids != self.ids).int().argmax(1)
+        made = self.before.repeat(len(ids), 1, 1)
+        order, room = starts.argsort(stable=True).tolist(), _TOKENS.get(self.again.scope.device.type, 2**15)
+        while order:
+            start = int(starts[order[0]])
+            step = max(room // (ids.shape[1] - start), 1)
+            some, order = order[:step], order[step:]
+
+            def see(layer: int, weights: Tensor, some: list[int] = some, start: int = start) -> None:
+                for n, look in enumerate(self.looks):
+                    if look.head.layer == layer and look.query >= start:
+                        made[some, n] = weights[:, look.head.index, look.query - start].float().cpu()
+
+            self.again.run(ids[some], see, self.last)
+        return made
+
+    def left(self, prompts: Sequence[Int[Tensor, " t"]]) -> Float[Tensor, "b n"]:
+        """How much of each look's attention is left in changed prompts."""
+        return self._at_keys(self.rows(prompts)) / self.attention
+
+    # ------------------------------------------------------------------ causes
+
+    def reasons(self, follow: bool = True) -> list[Reason]:
+        """What decides each look."""
+        first = self._effects(self.words, slice(0, self.screen))
+        suspects = [
+            word
+            for word, (left, _) in zip(self.words, first, strict=True)
+            if len(left) and bool(((left.mean(0) < _SCREENED) & self._sees(word)).any())
+        ]
+        more = self._effects(suspects, slice(self.screen, self.count))
+        begun = dict(zip(self.words, first, strict=True))
+        effects = {
+            word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
+            for word, (left, rows) in zip(suspects, more, strict=True)
+        }
+        reasons = [Reason(look, float(a), sum(word.start <= look.query for word in self.words)) for look, a in zip(self.looks, self.attention, strict=True)]
+        for n, reason in enumerate(reasons):
+            rows = (self._row(n, word, *effects[word]) for word in suspects if self._sees(word)[n])
+            reason.words = sorted(rows, key=lambda row: row["after"])
+        self._relate(reasons, effects, follow)
+        return reasons
+
+    def _sees(self, word: Word) -> Tensor:
+        return torch.tensor([word.start <= look.query for look in self.looks])
+
+    def _effects(self, words: Sequence[Word], which: slice) -> list[Effect]:
+        """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
+        prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
+        flat = [ids for each in prompts for ids in each]
+        if not flat:
+            empty = self.before[None][:0]
+            return [(self._at_keys(empty), empty)] * len(words)
+        rows = self.rows(flat)
+        left = self._at_keys(rows) / self.attention
+        sizes = [len(each) for each in prompts]
+        return list(zip(left.split(sizes), rows.split(sizes), strict=True))
+
+    def _row(self, n: int, word: Word, left: Tensor, rows: Tensor) -> dict[str, Any]:
+        before, mean, low, high = float(self.attention[n]), *interval(left[:, n])
+        cause = "yes" if high < _LEFT else "open" if low < _LEFT else "no"
+        gained = rows[:, n].mean(0) - self.before[n]
+        gained[word.start : word.stop] = -1
+        to = int(gained.argmax())
+        return {
+            "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text, "before": before, "after": mean * before,
+            "low": max(low, 0.0) * before, "high": high * before, "words": len(left), "goes_to": self.texts[to],
+            "goes_to_position": to, "cause": cause,
+        }  # fmt: skip
+
+    @property
+    def texts(self) -> list[str]:
+        """What each token reads as."""
+        return [self.others.lexicon.texts[i] if i < self.others.lexicon.size else str(i) for i in self.ids.tolist()]
+
+    # ------------------------------------------------------------------ relations
+
+    def _relate(self, reasons: list[Reason], effects: Mapping[Word, Effect], follow: bool) -> None:
+        means = [{word: float(left[:, n].mean()) for word, (left, _) in effects.items() if self._sees(word)[n]} for n in range(len(reasons))]
+        broken = [[word for word, left in own.items() if left < _LEFT] for own in means]
+        near = [[word for word, left in own.items() if left < _SCREENED] for own in means]
+        still = [n for n, look in enumerate(self.looks) if not broken[n] and look.query != look.key]
+        moved = self._moved(still)
+        pairs = [[pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))] for n, own in enumerate(near)]
+        tested = {pair: self._same(*pair) for pair in dict.fromkeys(pair for own in pairs for pair in own)}
+        for n, (reason, look) in enumerate(zip(reasons, self.looks, strict=True)):
+            if look.query == look.key:
+                reason.relations.append(relation("self", self.texts[look.key], [look.key], verdict="shown"))
+            if n in moved:
+                reason.relations.append(moved[n])
+            same = [self._same_row(n, pair, max(means[n][word] for word in pair), tested[pair]) for pair in pairs[n]]
+            same.sort(key=lambda row: (row["verdict"] != "shown", not row["text"].strip().isalnum(), row["alone"]))
+            reason.relations += same
+            if follow and same and same[0]["verdict"] == "shown":
+                pair = next(pair for pair in pairs[n] if pair[0].text == same[0]["text"])
+                reason.relations.append(self._follows(n, pair, effects[pair[1]][1]))
+            causes = [word for word in effects if word.start in {row["position"] for row in reason.causes}]
+            for kind, at in (("key word", look.key), ("query word", look.query)):
+                for word in (word for word in causes if at in word and look.query != look.key):
+                    rest = sorted(left for other, left in means[n].items() if other != word)
+                    control = rest[len(rest) // 2] if rest else None
+                    reason.relations.append(
+                        relation(kind, word.text, [word.start], alone=means[n][word], control=control, verdict="shown")
+                    )
+            if all(row["verdict"] != "shown" for row in reason.relations):
+                kind = "no few words" if len(causes) > _FEW else "few words" if causes else "no single word"
+                text = ", ".join(word.text.strip() for word in causes)
+                reason.relations.append(relation(kind, text, [word.start for word in causes], verdict="shown"))
+
+    def _same(self, a: Word, b: Word) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]] | None:
+        """What is left with both words changed into one other, and into two different ones."""
+        lexicon = self.others.lexicon
+        both = []
+        for ids in dict.fromkeys(self.others.of(b, self.count) + self.others.of(a, self.count)):
+            forms = [lexicon.variant(ids, word.text) for word in (a, b)]
+            if all(form is not None and len(form) == len(word) for form, word in zip(forms, (a, b), strict=True)):
+                both.append(forms)
+        both = both[: self.count]
+        if len(both) < _LEAST:
+            return None
+        same = [self.put((a, x), (b, y)) for x, y in both]
+        different = [self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)]
+        left = self.left(same + different)
+        return left[: len(same)], left[len(same) :]
+
+    def _same_row(self, n: int, pair: tuple[Word, Word], alone: float, results: Any) -> dict[str, Any]:
+        text, positions = pair[0].text, [word.start for word in pair]
+        if results is None:
+            return relation("same word", text, positions, alone=alone, verdict="untested")
+        (together, low, high), different = interval(results[0][:, n]), float(results[1][:, n].mean())
+        shown = alone < _LEFT < together and min(together - alone, together - different) >= _GAIN
+        return relation(
+            "same word", text, positions, alone=alone, together=together, different=different, low=low, high=high,
+            words=len(results[0]), verdict="shown" if shown else "not shown",
+        )  # fmt: skip
+
+    def _follows(self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]) -> dict[str, Any]:
+        """The later word becomes another word of the prompt: does the attention go where that one stands?"""
+        (a, b), look, tokens = pair, self.looks[n], self.ids.tolist()
+        if not a.start <= look.key < b.start:
+            return relation("follows", b.text, [b.start], verdict="untested")
+        targets = []
+        for word in self.words:
+            ids = self.others.lexicon.variant(tokens[word.start : word.stop], b.text)
+            key = word.stop + look.key - a.stop if look.key >= a.stop else word.start + look.key - a.start
+            kept = ids is not None and self.others.lexicon.texts[ids[0]].strip() == self.texts[word.start].strip()
+            if kept and word.core != a.core and len(word) == len(b) and word.core[:1].isalnum() and key < b.start:
+                targets.append((ids, key))
+        draws = torch.Generator().manual_seed(derived_seed(self.seed, "follows", b.start))
+        chosen = [targets[i] for i in torch.randperm(len(targets), generator=draws).tolist()[: self.count]]
+        if not chosen:
+            return relation("follows", b.text, [b.start], verdict="untested")
+        rows = self.rows([self.put((b, ids)) for ids, _ in chosen])[:, n] / self.attention[n]
+        there = float(torch.stack([row[key] for row, (_, key) in zip(rows, chosen, strict=True)]).mean())
+        here = float(rows[:, look.key].mean())
+        control = float(without[:, n, [key for _, key in chosen]].mean() / self.attention[n])
+        shown = there >= _LEFT and here < _LEFT and there - control >= _GAIN
+        return relation(
+            "follows", b.text, [b.start], alone=here, together=there, control=control, words=len(chosen),
+            verdict="shown" if shown else "not shown",
+        )  # fmt: skip
+
+    def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Looks that no word decides: a word put in after the key, and attention at the same distance."""
+        made = {}
+        for key in {self.looks[n].key for n in still}:
+            own = [n for n in still if self.looks[n].key == key]
+            like = Word(key, key + 1, self.texts[key])
+            more = [ids for ids in self.others.of(like, self.count) if len(ids) == 1]
+            if len(more) < _LEAST:
+                continue
+            prompts = torch.stack([torch.cat([self.ids[: key + 1], torch.tensor(ids), self.ids[key + 1 :]]) for ids in more])
+            rows = whole_rows(self.again, prompts, [Look(self.looks[n].head, self.looks[n].query + 1, key) for n in own])
+            for i, n in enumerate(own):
+                left = rows[:, i] / self.attention[n]
+                same, old = float(left[:, key + 1].mean()), float(left[:, key].mean())
+                shown = same >= _LEFT and old < _LEFT
+                made[n] = relation(
+                    "position", self.texts[key], [key], alone=old, together=same, words=len(more),
+                    verdict="shown" if shown else "not shown",
+                )  # fmt: skip
+        return made
+
+
+def whole_rows(again: Again, prompts: Int[Tensor, "b t"], looks: Sequence[Look]) -> Float[Tensor, "b n t"]:
+    """Attention rows of some looks in other prompts."""
+    rows = torch.zeros(len(prompts), len(looks), prompts.shape[1])
+    last = max(look.head.layer for look in looks)
+
+    def visit(call: Call) -> None:
+        own = [n for n, look in enumerate(looks) if look.head.layer == call.layer]
+        for n in own:
+            index = torch.arange(len(prompts))
+            at = torch.full_like(index, looks[n].query)
+            rows[:, n] = call.rows(looks[n].head.index, index, at).attention()[:, 0].cpu()
+        if call.layer >= last:
+            raise Stop
+
+    again.scope.watch(prompt_of(again.scope, prompts), visit, only=range(last + 1))
+    return rows
+
+
+def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> tuple[Word, Word] | None:
+    """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
+    same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
+    return None if len(same) < 2 else (min(same, key=_start), max(same, key=_start))
+
+
+def _start(word: Word) -> int:
+    return word.start
+
+
+def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:
+    """A row of the table ``relation``; numbers are shares of the attention before."""
+    empty = dict.fromkeys(("alone", "together", "different", "control", "low", "high", "words"))
+    return {"kind": kind, "text": text, "positions": ", ".join(map(str, positions)), **empty, **numbers}
+
+
+def interval(values: Float[Tensor, " m"]) -> tuple[float, float, float]:
+    """The mean of some numbers, and the ends of its 90% interval."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, -torch.inf, torch.inf
+    half = float(student.ppf(0.95, len(values) - 1) * values.std() / len(values) ** 0.5)
+    return mean, mean - half, mean + half

@@ -1,0 +1,138 @@
+"""Who carried the reason: a word is changed, and what few writers wrote in the unchanged run is put back.
+
+A word whose change breaks a head's attention acts through its key or its query. What at most two writers left there in
+the unchanged prompt is put back into this head alone, its norms running: do they bring the attention back? Writers are
+chosen on some alternatives of the word and tested on others. Beside them: as many other writers of their layers, the
+same writers from another changed run (which know nothing of the word), and the whole side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.because import Because, Reason
+from qkscope.capture.pick import Places
+from qkscope.change.again import prompt_of
+from qkscope.change.parts import attention_with, parts_at, vectors_with
+from qkscope.change.words import Word
+from qkscope.draws import derived_seed
+from qkscope.heads import parse_writers
+from qkscope.linear.run import Run, Side
+from qkscope.maths.writers import draw_alike
+
+RUNS = 4  # alternatives of a word that are run: half to choose writers on, half to test them
+_DRAWS = 20
+_RESTORED, _CONTROL = 0.5, 0.1  # of what was lost: what carriers bring back at least, and controls at most
+_SECOND = 0.1  # of what was lost: a second writer brings back so much more than the first alone
+_LOST = 0.1  # attention that a change must take away, for anything to be put back
+
+
+class Carriers:
+    """One look of an unchanged run, and words that decide it.
+
+    Parameters
+    ----------
+    run : the unchanged prompt, recorded with every token as a key.
+    because : its look, and other words.
+    reason : what decides it.
+    seed : of random writers.
+    """
+
+    def __init__(self, run: Run, because: Because, reason: Reason, seed: int = 0) -> None:
+        self.run, self.because, self.reason, self.seed = run, because, reason, seed
+        self.head, self.query, self.key = reason.look.head, reason.look.query, reason.look.key
+        self.names = run.reader.writers(self.head.layer)[:-1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table ``carriers``: of the two words that are the same, or of the strongest causes about the key."""
+        words = {word.start: word for word in self.because.words}
+        same = next((row for row in self.reason.relations if row["kind"] == "same word"), None)
+        if same is not None:
+            places = [int(place) for place in same["positions"].split(", ")]
+        else:
+            causes = [row["position"] for row in self.reason.words if row["after"] < _RESTORED * self.reason.before]
+            sides = ([at for at in causes if (at <= self.key) == early][:1] for early in (True, False))
+            places = [at for side in sides for at in side]
+        rows = [self._row(words[at]) for at in places]
+        return [row for row in rows if row is not None]
+
+    def _row(self, word: Word) -> dict[str, Any] | None:
+        runs = [self._changed(word, ids) for ids in self.because.others.of(word, self.because.count)[:RUNS]]
+        changed = [self._attention(run) for run in runs]
+        half = len(runs) // 2
+        lost = self.reason.before - sum(changed) / max(len(changed), 1)
+        if half < 1 or lost < _LOST:
+            return None
+        whole = {side: [self._whole(run, side) for run in runs] for side in ("key", "query")}
+        side: Side = "key" if sum(whole["key"]) >= sum(whole["query"]) else "query"
+        writers = self._choose(runs[:half], side, sum(changed[:half]) / half)
+        tested, left = range(half, len(runs)), changed[half:]
+        restored = [float(self._put_back(runs[i], self.run, side, [writers])[0]) for i in tested]
+        numbers = [self.names.index(name) for name in writers]
+        draws = [
+            [self.names[i] for i in draw_alike(numbers, parse_writers(self.names), derived_seed(self.seed, "carry", d))]
+            for d in range(_DRAWS)
+        ]
+        others = [float(self._put_back(runs[i], self.run, side, draws).mean()) for i in tested]
+        pairs = [(i, half + (i - half + 1) % (len(runs) - half)) for i in tested]
+        other_run = [float(self._put_back(runs[i], runs[j], side, [writers])[0]) for i, j in pairs]
+        mean = {
+            name: sum(values) / len(values)
+            for name, values in {
+                "changed": left, "restored": restored, "others": others, "other_run": other_run,
+                "whole_side": whole[side][half:],
+            }.items()
+        }  # fmt: skip
+        gap = self.reason.before - mean["changed"]
+        share = {name: (mean[name] - mean["changed"]) / gap if gap > 0 else 0.0 for name in mean}
+        shown = share["restored"] >= _RESTORED and max(share["others"], share["other_run"]) <= _CONTROL
+        return {
+            "head": str(self.head), "side": side, "position": word.start, "text": word.text,
+            "writers": ", ".join(writers), "before": self.reason.before, **mean, "share": share["restored"],
+            "verdict": "shown" if shown else "not shown",
+        }  # fmt: skip
+
+    def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
+        """The writer that brings back most by itself, and the one that adds most to it, if that is much."""
+        first = self._best(runs, side, [[name] for name in self.names])
+        second = self._best(runs, side, [[first[0][0], name] for name in self.names if name != first[0][0]])
+        more = second[1] - first[1] > _SECOND * (self.reason.before - left)
+        return second[0] if more else first[0]
+
+    def _best(self, runs: Sequence[Run], side: Side, sets: list[list[str]]) -> tuple[list[str], float]:
+        restored = torch.stack([self._put_back(run, self.run, side, sets) for run in runs]).mean(0)
+        best = int(restored.argmax())
+        return sets[best], float(restored[best])
+
+    # ------------------------------------------------------------------ one changed run
+
+    def _changed(self, word: Word, ids: Sequence[int]) -> Run:
+        inputs = prompt_of(self.run.reader.scope, self.because.put((word, ids))[None])
+        row = self.run.row[:1]
+        places = Places.everywhere(row, torch.full_like(row, self.query), inputs["attention_mask"])
+        return self.run.reader.record(inputs, places, deep=True, last=self.head.layer)
+
+    def _attention(self, run: Run) -> float:
+        rows = run.calls[self.head.layer].rows(self.head.index, run.row[:1], torch.full_like(run.row[:1], self.query))
+        return float(rows.attention()[0, 0, self.key])
+
+    def _put_back(self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]) -> Float[Tensor, " x"]:
+        """Attention on the key with some writers' parts of another run in this head's key or query."""
+        token = self.key if side == "key" else self.query
+        made = vectors_with(run, self.head, side, token, parts_at(source, self.head.layer, token), sets)
+        keys, q = ({token: made}, None) if side == "key" else (None, made)
+        return attention_with(run, self.head, self.query, q=q, keys=keys)[:, self.key]
+
+    def _whole(self, run: Run, side: Side) -> float:
+        """The same with the whole key, or query, of the unchanged run."""
+        call = self.run.calls[self.head.layer]
+        if side == "key":
+            keys = {self.key: call.k[0, self.run.kv(self.head), self.key].float()[None]}
+            return float(attention_with(run, self.head, self.query, keys=keys)[0, self.key])
+        q = call.q[0, self.head.index, self.query].float()[None]
+        return float(attention_with(run, self.head, self.query, q=q)[0, self.key])

@@ -1,0 +1,134 @@
+"""The next token, its rival, and what heads have to do with them.
+
+A head's main key is hidden (its logit is −∞) and the model runs on: by how much does the answer's logit fall against
+its rival's? All heads are tried, each by itself. The direct effect of what a head read at a key on the logits is
+linear once norms are frozen, ``W_U · gain · σ · W_O a(p,t) v(t)``; later layers may add to it or undo it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.analyses.trace.prompt import PromptTrace, Question
+from qkscope.capture.tokens import PIECE, token_texts
+from qkscope.change.rows import Rerun
+from qkscope.change.words import shape_of
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.linear.direct import direct_effect
+from qkscope.linear.run import Run
+
+TOKENS = 5
+_PIECES = 4  # tokens that a character may be cut into
+_MATTERS = 0.1  # in logits: a head that changes the difference to the rival by less is neither for nor against
+
+
+class Output:
+    """The next token after one token of a prompt.
+
+    Parameters
+    ----------
+    run : of the prompt, with logits.
+    asked : the prompt and the token that asks.
+    versus : the rival's text; by default the likeliest other word of the prompt, or else the runner-up.
+    """
+
+    def __init__(self, run: Run, asked: Question, versus: str | None = None) -> None:
+        assert run.logits is not None
+        self.run, self.asked, self.scope = run, asked, run.reader.scope
+        self.logits = run.logits[0].detach().float().cpu()
+        self.chances = self.logits.softmax(-1)
+        self.best = int(self.logits.argmax())
+        self.rival = self._default_rival() if versus is None else self._named(versus)
+        if self.rival == self.best:
+            raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")
+
+    def _named(self, text: str) -> int:
+        ids = [] if self.scope.tokenizer is None else self.scope.tokenizer.encode(text, add_special_tokens=False)
+        whole = [i for i in ids if token_texts(self.scope, [i])[0].strip()]
+        if not whole:
+            raise BadInput(f"{text!r} is no text of this model's tokens: name a word, as ' John'.")
+        return int(whole[0])
+
+    def _default_rival(self) -> int:
+        """The likeliest other word of the prompt, one of the answer's shape first."""
+        best = self.token(self.best)
+        ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist()) - {self.best}
+        texts = {i: self.token(i) for i in ids}
+        words = {i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != best.strip().lower()}
+        alike = {i for i in words if shape_of(texts[i]) == shape_of(best)}
+        chosen = alike or words or set(self.logits.topk(2).indices.tolist()) - {self.best}
+        return int(max(chosen, key=lambda i: float(self.logits[i])))
+
+    @property
+    def difference(self) -> float:
+        """The answer's logit less its rival's."""
+        return float(self.logits[self.best] - self.logits[self.rival])
+
+    def token(self, i: int) -> str:
+        """What a token of the vocabulary reads as."""
+        return token_texts(self.scope, [i])[0]
+
+    @cached_property
+    def answer(self) -> str:
+        """The next token as it reads; a part of a character is completed by going on."""
+        text = self.token(self.best)
+        if text != PIECE or self.asked.query != len(self.asked.tokens) - 1:
+            return text
+        ids = self.scope.generate(self.asked.inputs, _PIECES)[0].tolist()  # type: ignore[union-attr]
+        return token_texts(self.scope, ids)[0]
+
+    @cached_property
+    def again(self) -> Rerun:
+        """The prompt, ready to run again from the token that asks."""
+        return Rerun(self.scope, self.asked.inputs, self.run.calls)
+
+    def hidden(self, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
+        """Next-token logits where each of these heads, one at a time, may not look at its key."""
+        return self.again.hidden(self.asked.query, edges).float()
+
+    def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
+        """What a head adds to the logits by itself by what it read at the key, less its mean over all tokens."""
+        layer = one.head.layer
+        v = self.run.calls[layer].v[0, self.run.kv(one.head, "v"), one.key].float() * one.attention[one.key]
+        W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
+        pushed = direct_effect(self.run, layer, (W @ v)[None].to(self.run.row.device))
+        return None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()  # a constant changes no probability
+
+    def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
+        """The table ``output``: the likeliest next tokens, the rival, and those that the head pushes most."""
+        control = [one.most_attended(one.free)] if one.free else []
+        logits = self.hidden([(one.head, key) for key in (one.key, *control)])
+        after, pushed = logits.softmax(-1), self.from_key(one)
+        shown = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
+        if pushed is not None:
+            shown += pushed.topk(3).indices.tolist()
+        return [
+            {"head": str(one.head), "key": one.key, "token": self.token(i), "id": i, "before": float(self.chances[i]),
+             "without_key": float(after[0, i]), "without_other": float(after[1, i]) if control else None,
+             "direct": None if pushed is None else float(pushed[i]), "rival": i == self.rival,
+             "difference": float(logits[0, self.best] - logits[0, i]) if i == self.rival else None}
+            for i in dict.fromkeys(shown)
+        ]  # fmt: skip
+
+    def head_rows(self) -> list[dict[str, Any]]:
+        """The table ``heads``: every head with its main key hidden, the largest change of the difference first."""
+        heads, query = list(self.scope.heads()), self.asked.query
+        looks = [self.again.row(query, head).attention()[0, 0].cpu() for head in heads]
+        keys = [1 + int(row[1 : query + 1].argmax()) for row in looks]
+        logits = self.hidden(list(zip(heads, keys, strict=True)))
+        change = logits[:, self.best] - logits[:, self.rival] - self.difference
+        chances = logits.softmax(-1)[:, self.best]
+        rows = [
+            {"head": str(head), "key": key, "token": self.asked.tokens[key], "attention": float(row[key]),
+             "first": float(row[0]), "probability": float(chance), "difference": float(moved),
+             "direction": "neither" if abs(float(moved)) < _MATTERS else "for" if moved < 0 else "against"}
+            for head, key, row, chance, moved in zip(heads, keys, looks, chances, change, strict=True)
+        ]  # fmt: skip
+        return sorted(rows, key=lambda row: -abs(row["difference"]))
