@@ -69,7 +69,9 @@ def tasks(scope: qk.Scope, count: int, seed: int) -> list[dict[str, Any]]:
             if looks:
                 because = Because(again, looks, seed)
                 for reason in because.reasons():
-                    kept[reason.look.head].append((reason, carried(scope, because, reason) if name == "binding" else []))
+                    kept[reason.look.head].append(
+                        (reason, carried(scope, because, reason) if name == "binding" else [])
+                    )
         rows += [summary(name, head, seed, own) for head, own in kept.items()]
         say(rows[-len(kept) :], start)
     return rows
@@ -107,7 +109,9 @@ def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> list[dict
         looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
         if looks:
             because = Because(again, looks, seed)
-            own += [(reason, carried(wild, because, reason) if i < 4 else []) for i, reason in enumerate(because.reasons())]
+            own += [
+                (reason, carried(wild, because, reason) if i < 4 else []) for i, reason in enumerate(because.reasons())
+            ]
     row = summary("random weights", "all", seed, own) | {"scale": scale}
     say([row], start)
     return [row]
@@ -177,7 +181,8 @@ def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[di
         return sum(values) / len(values) if values else None
 
     before_key = [
-        any(row["position"] < reason.look.key and row["end"] == reason.look.key for row in reason.causes) for reason in reasons
+        any(row["position"] < reason.look.key and row["end"] == reason.look.key for row in reason.causes)
+        for reason in reasons
     ]
     carry = [row for _, rows in own for row in rows]
     return {

@@ -28,7 +28,6 @@ _HOME = {
     "atlas": "qkscope.analyses.atlas",
     "attribute": "qkscope.analyses.attribute",
     "decompose": "qkscope.analyses.decompose",
-    "discover": "qkscope.analyses.discover.discover",
     "find_heads": "qkscope.analyses.find",
     "load": "qkscope.analyses.fit",
     "relative_attention": "qkscope.analyses.relative",

@@ -3,7 +3,6 @@ from qkscope import tasks as tasks
 from qkscope.analyses.atlas import atlas as atlas
 from qkscope.analyses.attribute import attribute as attribute
 from qkscope.analyses.decompose import decompose as decompose
-from qkscope.analyses.discover.discover import discover as discover
 from qkscope.analyses.downstream import swap_downstream as swap_downstream
 from qkscope.analyses.find import find_heads as find_heads
 from qkscope.analyses.fit import load as load

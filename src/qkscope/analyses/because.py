@@ -14,7 +14,7 @@ a(p, t). The relations between causes are tests of their own, each beside a cont
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,13 @@ from qkscope.heads import Head
 
 Effect = tuple[Float[Tensor, "m n"], Float[Tensor, "m n t"]]
 """What the alternatives of a word leave of each look, and the attention rows then."""
+Pair = tuple[Word, Word]
 WORDS, SCREEN = 8, 2  # alternatives of a word, and those that every word is screened with
 _LEFT, _SCREENED = 0.5, 0.75  # of the attention: a cause leaves less; what two alternatives leave more of is none
 _GAIN, _LEAST = 0.25, 6  # by how much a pair must restore more than its controls, with so many words
 _FEW = 4  # causes that are a reason
-_TOKENS = {"cpu": 2**10}  # run together; on a GPU more
+_INSERTED = 2  # words that are put in after a key, where many looks share a passage
+_TOKENS, _ON_A_GPU = {"cpu": 2**10}, 2**15  # run together
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class Because:
         self.attention = self._at_keys(self.before[None])[0]
         furthest = max(look.query for look in looks)
         self.words = [word for word in self.others.words if 0 < word.start <= furthest]
+        self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
+        self._of_layer: dict[int, list[int]] = {}
+        for n, look in enumerate(looks):
+            self._of_layer.setdefault(look.head.layer, []).append(n)
+        self._queries = torch.tensor([look.query for look in looks])
 
     # ------------------------------------------------------------------ changed prompts
 
@@ -119,18 +126,21 @@ class Because:
     def rows(self, prompts: Sequence[Int[Tensor, " t"]]) -> Float[Tensor, "b n t"]:
         """The attention rows of every look in changed prompts; those that change late share a beginning."""
         ids = torch.stack(list(prompts))
-        starts = (ids != self.ids).int().argmax(1)
+        differ = ids != self.ids
+        starts = differ.int().argmax(1).masked_fill(~differ.any(1), ids.shape[1] - 1)
         made = self.before.repeat(len(ids), 1, 1)
-        order, room = starts.argsort(stable=True).tolist(), _TOKENS.get(self.again.scope.device.type, 2**15)
+        order, room = starts.argsort(stable=True).tolist(), _TOKENS.get(self.again.scope.device.type, _ON_A_GPU)
         while order:
             start = int(starts[order[0]])
             step = max(room // (ids.shape[1] - start), 1)
             some, order = order[:step], order[step:]
 
-            def see(layer: int, weights: Tensor, some: list[int] = some, start: int = start) -> None:
-                for n, look in enumerate(self.looks):
-                    if look.head.layer == layer and look.query >= start:
-                        made[some, n] = weights[:, look.head.index, look.query - start].float().cpu()
+            def see(layer: int, start: int, weights: Tensor, some: list[int] = some) -> None:
+                own = [n for n in self._of_layer.get(layer, ()) if self.looks[n].query >= start]
+                if own:
+                    heads = torch.tensor([self.looks[n].head.index for n in own], device=weights.device)
+                    queries = torch.tensor([self.looks[n].query - start for n in own], device=weights.device)
+                    made[torch.tensor(some)[:, None], torch.tensor(own)] = weights[:, heads, queries].float().cpu()
 
             self.again.run(ids[some], see, self.last)
         return made
@@ -141,8 +151,14 @@ class Because:
 
     # ------------------------------------------------------------------ causes
 
-    def reasons(self, follow: bool = True) -> list[Reason]:
-        """What decides each look."""
+    def reasons(self, follow: bool = True, near: bool = True) -> list[Reason]:
+        """What decides each look.
+
+        Parameters
+        ----------
+        follow : whether to test that the attention follows another word of the prompt.
+        near : whether to test pairs of equal words also where one alone does not take half of the attention away.
+        """
         first = self._effects(self.words, slice(0, self.screen))
         suspects = [
             word
@@ -155,15 +171,20 @@ class Because:
             word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
             for word, (left, rows) in zip(suspects, more, strict=True)
         }
-        reasons = [Reason(look, float(a), sum(word.start <= look.query for word in self.words)) for look, a in zip(self.looks, self.attention, strict=True)]
-        for n, reason in enumerate(reasons):
-            rows = (self._row(n, word, *effects[word]) for word in suspects if self._sees(word)[n])
-            reason.words = sorted(rows, key=lambda row: row["after"])
-        self._relate(reasons, effects, follow)
+        reasons = [
+            Reason(look, float(a), sum(word.start <= look.query for word in self.words))
+            for look, a in zip(self.looks, self.attention, strict=True)
+        ]
+        for word in suspects:
+            for n, row in self._word_rows(word, *effects[word]):
+                reasons[n].words.append(row)
+        for reason in reasons:
+            reason.words.sort(key=lambda row: row["after"])
+        self._relate(reasons, effects, follow, _SCREENED if near else _LEFT)
         return reasons
 
     def _sees(self, word: Word) -> Tensor:
-        return torch.tensor([word.start <= look.query for look in self.looks])
+        return word.start <= self._queries
 
     def _effects(self, words: Sequence[Word], which: slice) -> list[Effect]:
         """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
@@ -177,33 +198,36 @@ class Because:
         sizes = [len(each) for each in prompts]
         return list(zip(left.split(sizes), rows.split(sizes), strict=True))
 
-    def _row(self, n: int, word: Word, left: Tensor, rows: Tensor) -> dict[str, Any]:
-        before, mean, low, high = float(self.attention[n]), *interval(left[:, n])
-        cause = "yes" if high < _LEFT else "open" if low < _LEFT else "no"
-        gained = rows[:, n].mean(0) - self.before[n]
-        gained[word.start : word.stop] = -1
-        to = int(gained.argmax())
-        return {
-            "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text, "before": before, "after": mean * before,
-            "low": max(low, 0.0) * before, "high": high * before, "words": len(left), "goes_to": self.texts[to],
-            "goes_to_position": to, "cause": cause,
-        }  # fmt: skip
-
-    @property
-    def texts(self) -> list[str]:
-        """What each token reads as."""
-        return [self.others.lexicon.texts[i] if i < self.others.lexicon.size else str(i) for i in self.ids.tolist()]
+    def _word_rows(self, word: Word, left: Tensor, rows: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows of the table ``because`` that a word has, of the looks that it matters to."""
+        mean, low, high = interval(left)
+        gained = rows.mean(0) - self.before
+        gained[:, word.start : word.stop] = -1
+        to = gained.argmax(1)
+        for n in ((mean < _SCREENED) & self._sees(word)).nonzero()[:, 0].tolist():
+            before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
+            cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
+            yield n, {
+                "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
+                "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
+                "high": ends[1] * before, "words": len(left), "goes_to": self.texts[int(to[n])],
+                "goes_to_position": int(to[n]), "cause": cause,
+            }  # fmt: skip
 
     # ------------------------------------------------------------------ relations
 
-    def _relate(self, reasons: list[Reason], effects: Mapping[Word, Effect], follow: bool) -> None:
-        means = [{word: float(left[:, n].mean()) for word, (left, _) in effects.items() if self._sees(word)[n]} for n in range(len(reasons))]
+    def _relate(self, reasons: list[Reason], effects: Mapping[Word, Effect], follow: bool, least: float) -> None:
+        every = {word: (left.mean(0).tolist(), self._sees(word).tolist()) for word, (left, _) in effects.items()}
+        means = [{word: left[n] for word, (left, sees) in every.items() if sees[n]} for n in range(len(reasons))]
         broken = [[word for word, left in own.items() if left < _LEFT] for own in means]
-        near = [[word for word, left in own.items() if left < _SCREENED] for own in means]
+        near = [[word for word, left in own.items() if left < least] for own in means]
         still = [n for n, look in enumerate(self.looks) if not broken[n] and look.query != look.key]
         moved = self._moved(still)
-        pairs = [[pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))] for n, own in enumerate(near)]
-        tested = {pair: self._same(*pair) for pair in dict.fromkeys(pair for own in pairs for pair in own)}
+        pairs = [
+            [pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))]
+            for n, own in enumerate(near)
+        ]
+        tested = self._same(list(dict.fromkeys(pair for own in pairs for pair in own)))
         for n, (reason, look) in enumerate(zip(reasons, self.looks, strict=True)):
             if look.query == look.key:
                 reason.relations.append(relation("self", self.texts[look.key], [look.key], verdict="shown"))
@@ -228,27 +252,36 @@ class Because:
                 text = ", ".join(word.text.strip() for word in causes)
                 reason.relations.append(relation(kind, text, [word.start for word in causes], verdict="shown"))
 
-    def _same(self, a: Word, b: Word) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]] | None:
-        """What is left with both words changed into one other, and into two different ones."""
-        lexicon = self.others.lexicon
-        both = []
-        for ids in dict.fromkeys(self.others.of(b, self.count) + self.others.of(a, self.count)):
-            forms = [lexicon.variant(ids, word.text) for word in (a, b)]
-            if all(form is not None and len(form) == len(word) for form, word in zip(forms, (a, b), strict=True)):
-                both.append(forms)
-        both = both[: self.count]
-        if len(both) < _LEAST:
-            return None
-        same = [self.put((a, x), (b, y)) for x, y in both]
-        different = [self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)]
-        left = self.left(same + different)
-        return left[: len(same)], left[len(same) :]
+    def _same(self, pairs: Sequence[Pair]) -> dict[Pair, tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]] | None]:
+        """What is left with both words of a pair changed into one other word, and into two different ones."""
+        lexicon, prompts, counts = self.others.lexicon, list[Tensor](), dict[Pair, int]()
+        for a, b in pairs:
+            both = []
+            for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
+                forms = [lexicon.variant(ids, word.text) for word in (a, b)]
+                if all(form is not None and len(form) == len(word) for form, word in zip(forms, (a, b), strict=True)):
+                    both.append(forms)
+            both = both[:WORDS] if len(both) >= _LEAST else []
+            counts[a, b] = len(both)
+            prompts += [self.put((a, x), (b, y)) for x, y in both]
+            prompts += [self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)]
+        left = (
+            iter(self.left(prompts).split([count for n in counts.values() for count in (n, n)]))
+            if prompts
+            else iter(())
+        )
+        return (
+            {pair: (next(left), next(left)) if count else None for pair, count in counts.items()}
+            if prompts
+            else dict.fromkeys(pairs)
+        )
 
     def _same_row(self, n: int, pair: tuple[Word, Word], alone: float, results: Any) -> dict[str, Any]:
         text, positions = pair[0].text, [word.start for word in pair]
         if results is None:
             return relation("same word", text, positions, alone=alone, verdict="untested")
-        (together, low, high), different = interval(results[0][:, n]), float(results[1][:, n].mean())
+        together, low, high = (float(value) for value in interval(results[0][:, n]))
+        different = float(results[1][:, n].mean())
         shown = alone < _LEFT < together and min(together - alone, together - different) >= _GAIN
         return relation(
             "same word", text, positions, alone=alone, together=together, different=different, low=low, high=high,
@@ -283,45 +316,49 @@ class Because:
 
     def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Looks that no word decides: a word put in after the key, and attention at the same distance."""
-        made = {}
+        keys, prompts = dict[int, slice](), list[Tensor]()
         for key in {self.looks[n].key for n in still}:
-            own = [n for n in still if self.looks[n].key == key]
-            like = Word(key, key + 1, self.texts[key])
-            more = [ids for ids in self.others.of(like, self.count) if len(ids) == 1]
-            if len(more) < _LEAST:
-                continue
-            prompts = torch.stack([torch.cat([self.ids[: key + 1], torch.tensor(ids), self.ids[key + 1 :]]) for ids in more])
-            rows = whole_rows(self.again, prompts, [Look(self.looks[n].head, self.looks[n].query + 1, key) for n in own])
-            for i, n in enumerate(own):
-                left = rows[:, i] / self.attention[n]
-                same, old = float(left[:, key + 1].mean()), float(left[:, key].mean())
-                shown = same >= _LEFT and old < _LEFT
-                made[n] = relation(
-                    "position", self.texts[key], [key], alone=old, together=same, words=len(more),
-                    verdict="shown" if shown else "not shown",
-                )  # fmt: skip
+            more = [ids for ids in self.others.of(Word(key, key + 1, self.texts[key]), self.count) if len(ids) == 1]
+            more = more if self.count >= WORDS else more[:_INSERTED]
+            if len(more) >= min(_LEAST, _INSERTED if self.count < WORDS else _LEAST):
+                keys[key] = slice(len(prompts), len(prompts) + len(more))
+                prompts += [torch.cat([self.ids[: key + 1], torch.tensor(ids), self.ids[key + 1 :]]) for ids in more]
+        own = [n for n in still if self.looks[n].key in keys]
+        rows = self._whole_rows(torch.stack(prompts), own) if own else torch.zeros(0, 0, 0)
+        made = {}
+        for i, n in enumerate(own):
+            key = self.looks[n].key
+            left = rows[keys[key], i] / self.attention[n]
+            same, old = float(left[:, key + 1].mean()), float(left[:, key].mean())
+            shown = same >= _LEFT and old < _LEFT
+            made[n] = relation(
+                "position", self.texts[key], [key], alone=old, together=same, words=len(left),
+                verdict="shown" if shown else "not shown",
+            )  # fmt: skip
         return made
 
+    def _whole_rows(self, prompts: Int[Tensor, "b t"], own: Sequence[int]) -> Float[Tensor, "b n t"]:
+        """Attention rows of some looks in prompts that are one token longer."""
+        rows, last = torch.zeros(len(prompts), len(own), prompts.shape[1]), max(self.looks[n].head.layer for n in own)
+        room = _TOKENS.get(self.again.scope.device.type, _ON_A_GPU)
+        for some in torch.arange(len(prompts)).split(max(room // prompts.shape[1], 1)):
 
-def whole_rows(again: Again, prompts: Int[Tensor, "b t"], looks: Sequence[Look]) -> Float[Tensor, "b n t"]:
-    """Attention rows of some looks in other prompts."""
-    rows = torch.zeros(len(prompts), len(looks), prompts.shape[1])
-    last = max(look.head.layer for look in looks)
+            def visit(call: Call, some: Tensor = some) -> None:
+                for i, look in (
+                    (i, self.looks[n]) for i, n in enumerate(own) if self.looks[n].head.layer == call.layer
+                ):
+                    at = torch.full((len(some),), look.query + 1)
+                    rows[some, i] = (
+                        call.rows(look.head.index, torch.arange(len(some)), at).attention()[:, 0].float().cpu()
+                    )
+                if call.layer >= last:
+                    raise Stop
 
-    def visit(call: Call) -> None:
-        own = [n for n, look in enumerate(looks) if look.head.layer == call.layer]
-        for n in own:
-            index = torch.arange(len(prompts))
-            at = torch.full_like(index, looks[n].query)
-            rows[:, n] = call.rows(looks[n].head.index, index, at).attention()[:, 0].cpu()
-        if call.layer >= last:
-            raise Stop
-
-    again.scope.watch(prompt_of(again.scope, prompts), visit, only=range(last + 1))
-    return rows
+            self.again.scope.watch(prompt_of(self.again.scope, prompts[some]), visit, only=range(last + 1))
+        return rows
 
 
-def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> tuple[Word, Word] | None:
+def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
     """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same, key=_start), max(same, key=_start))
@@ -337,10 +374,10 @@ def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> 
     return {"kind": kind, "text": text, "positions": ", ".join(map(str, positions)), **empty, **numbers}
 
 
-def interval(values: Float[Tensor, " m"]) -> tuple[float, float, float]:
+def interval(values: Float[Tensor, "m *n"]) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of some numbers, and the ends of its 90% interval."""
-    mean = float(values.mean())
+    mean = values.mean(0)
     if len(values) < 2:
-        return mean, -torch.inf, torch.inf
-    half = float(student.ppf(0.95, len(values) - 1) * values.std() / len(values) ** 0.5)
+        return mean, torch.full_like(mean, -torch.inf), torch.full_like(mean, torch.inf)
+    half = float(student.ppf(0.95, len(values) - 1)) * values.std(0) / len(values) ** 0.5
     return mean, mean - half, mean + half

@@ -20,8 +20,8 @@ from qkscope.capture.tap import Call, Stop
 
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt
 
-See = Callable[[int, Float[Tensor, "b h s t"]], None]
-"""Is given a layer and its attention from the tokens that run (the last s columns) to all of them."""
+See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
+"""Is given a layer, the first token that runs, and the attention from there on to all tokens."""
 
 
 class Again:
@@ -48,13 +48,15 @@ class Again:
         return cls(scope, inputs, calls)
 
     @torch.no_grad()
-    def run(self, ids: Int[Tensor, "b t"], see: See | None = None, last: int | None = None) -> Float[Tensor, "b v"] | None:
+    def run(
+        self, ids: Int[Tensor, "b t"], see: See | None = None, last: int | None = None
+    ) -> Float[Tensor, "b v"] | None:
         """Run prompts with other tokens in them, from their first change on, and show the attention of every layer.
 
         Parameters
         ----------
         ids : prompts of the same length, or of a part of it from its beginning.
-        see : told each layer and its attention, from the tokens that run to all.
+        see : told each layer, the first token that runs, and the attention from there on.
         last : layer after which the model stops; without one it goes on to the logits of the next token.
         """
         ids, size = ids.to(self.ids), ids.shape[1]
@@ -83,7 +85,7 @@ class Again:
             elif see is not None:
                 weights = call.attention(list(range(call.q.shape[1])))[:, :, start:]
             if see is not None:
-                see(call.layer, weights)
+                see(call.layer, start, weights)
             if last is not None and call.layer >= last:
                 raise Stop
 
@@ -114,7 +116,9 @@ def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
     """What a model is given of prompts without padding."""
     inputs = {"input_ids": ids.to(scope.device), "attention_mask": torch.ones_like(ids).to(scope.device)}
     if scope.facts.takes_positions:
-        inputs["position_ids"] = (torch.arange(ids.shape[1], device=scope.device) + scope.facts.first_position).expand_as(ids)
+        inputs["position_ids"] = (
+            torch.arange(ids.shape[1], device=scope.device) + scope.facts.first_position
+        ).expand_as(ids)
     return inputs
 
 

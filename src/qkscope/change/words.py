@@ -104,7 +104,13 @@ class Lexicon:
         whole = (bool(text.strip()) and "�" not in text and text != PIECE for text in self.texts)
         self.usable = torch.tensor([fine and i not in special for i, fine in enumerate(whole)])
         self.by_text = {text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]}
-        self.cores = [text.strip().lower() for text in self.texts]
+        self.by_core: dict[str, list[int]] = {}
+        for i, text in enumerate(self.texts):
+            self.by_core.setdefault(text.strip().lower(), []).append(i)
+
+    def text(self, token: int) -> str:
+        """What a token reads as; its number where the model has more tokens than the tokenizer."""
+        return self.texts[token] if token < self.size else str(token)
 
     def like(self, token: int, barred: Bool[Tensor, " v"] | None = None) -> Bool[Tensor, " v"]:
         """Tokens of the same shape; where these are few, all that can be used."""
@@ -151,7 +157,8 @@ class Alternatives:
         self.again, self.seed, self.ids = again, seed, again.ids.tolist()
         self.words, self.lexicon = words_of(again.scope, self.ids), lexicon_of(again.scope)
         self.cores = {word.core for word in self.words}
-        self.barred = torch.tensor([core in self.cores for core in self.lexicon.cores])
+        self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
+        self.barred[[i for core in self.cores for i in self.lexicon.by_core.get(core, ())]] = True
         self._kept: dict[tuple[int, int], list[Ids]] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
@@ -182,10 +189,10 @@ class Alternatives:
 
     def _likely(self, word: Word, count: int) -> list[Ids]:
         """The likeliest first pieces of its shape, each continued by the likeliest pieces of their shapes."""
-        if word.start == 0:
-            return []
         ranked = self._ranked[word.start - 1]
         first = ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][:count]
+        if not len(first) or word.start == 0:
+            return []
         made = first[:, None].to(self.again.ids)
         for at in range(word.start + 1, word.stop):
             logits = self.again.run(torch.cat([self.again.ids[: word.start].expand(len(made), -1), made], dim=1))

@@ -51,7 +51,7 @@ def view(
     made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
     check : with --made: also load the model and compare its weights and its tokenizer.
     model : with --live: hub id, folder, .gguf file, smollm2-135m or gemma3-270m.
-    fit : with --live: what decompose, discover or atlas wrote.
+    fit : with --live: what decompose or atlas wrote.
     port : with --live: a fixed port; any free one by default.
     browser : whether to open the page in a browser; its address is printed.
     """
@@ -150,7 +150,7 @@ def schema(verb: str) -> None:
 
     Parameters
     ----------
-    verb : one of why, trace, heads, decompose, swap, atlas, discover, sparsity, svd or demo.
+    verb : one of why, trace, heads, decompose, swap, atlas, sparsity, svd or demo.
     """
     import json
 
@@ -326,9 +326,9 @@ def _after_trace(values: Mapping[str, Any], result: Result) -> str:
 
 
 def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
-    head = result.table()[0]["head"]
-    place, sources = Path(values["out"]).with_name(head.lower()), values["sources"] or ["python"]
-    return command("discover", *sources, heads=head, out=place, **_some(values, *_SCOPE))
+    """Ask why of a look of the head that two equal words decide most often."""
+    rows = sorted(result.tables["atlas"], key=lambda row: (row["kind"] not in ("induction", "duplicate token"), -(row["share"] or 0)))
+    return command("view", values["out"]) if not rows else command("why", "PROMPT", head=rows[0]["head"], **_some(values, *_SCOPE))
 
 
 NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
@@ -338,7 +338,6 @@ NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
     "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
     "swap": _after_swap,
     "atlas": _after_atlas,
-    "discover": lambda values, result: command("view", values["out"]),
     "sparsity": lambda values, result: command("view", values["out"]),
     "view": lambda values, result: command("view", values["folder"]),
     "demo": _after_demo,

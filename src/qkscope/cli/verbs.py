@@ -54,7 +54,6 @@ VERBS = {
     "decompose": Verb("qkscope.analyses.decompose:decompose", out=_NEEDED),
     "swap": Verb("qkscope.analyses.swap:swap"),
     "atlas": Verb("qkscope.analyses.atlas:atlas", out=Path("runs/atlas")),
-    "discover": Verb("qkscope.analyses.discover.discover:discover", out=_NEEDED),
     "sparsity": Verb("qkscope.analyses.sweep:sweep"),
     "view": Verb("qkscope.cli.begin:view"),
     "demo": Verb("qkscope.cli.begin:demo"),
@@ -334,7 +333,7 @@ def _source(parameter: Parameter, values: Values) -> Any:
         values["task"] = sources[0]
         return make_task(values)
     if named:
-        instead = "name it alone" if parameter.takes("Task") else "name text files; discover takes tasks"
+        instead = "name it alone" if parameter.takes("Task") else "name text files"
         raise BadInput(f"{named[0]} is a task: {instead}.")
     for source in sources:
         if source != PYTHON and not Path(source).exists():

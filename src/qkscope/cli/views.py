@@ -256,11 +256,6 @@ def _both_sides(rows: Rows) -> Rows:
     return [{**key, "query": query["writer"], "of_query": query["share"]} for key, query in pairs]
 
 
-_NAMED = (
-    "head, name, share±, precision, chance, rest",
-    "share: of the logit, with its 95% interval by document; precision: how often the most attended key is the named "
-    "one, where there is one; chance: the same for a key drawn at random; rest: of the logit, not explained.",
-)
 _SWAPS = (
     "swap", "head?, feature, kind, before=orig_before, after=orig_after, shift±, rank?",
     "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
@@ -334,6 +329,9 @@ VIEWS: dict[str, Sequence[View]] = {
             where("circuit", True),
         ),
     ],
-    "discover": [View("heads", *_NAMED)],
-    "atlas": [View("atlas", *_NAMED)],
+    "atlas": [View(
+        "atlas", "head, jobs=name, share±, looks, leaves, words=tokens",
+        "jobs: what decides where it looks, with the share of its looks; share: of the first job, 95% interval by "
+        "document; leaves: how often it gives .3 or more to a token that is not the first.", by("share"),
+    )],
 }  # fmt: skip

@@ -4,7 +4,7 @@ In come results, or run folders read back; out go pages that need no network, an
 tables and arrays alone, so that it is the same whenever it is made.
 
 Reading order: `Block` (one thing to look at), `blocks` (what a table is drawn as, and what is said beside it),
-`discovered` (the same of heads by name), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a
+`named` (the same of heads by name), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a
 script per kind of block, on `base.js` and `colours.js`; `page.css`; templates), `gallery` (many runs as one site),
 `figures` (the look of matplotlib figures), ``live/`` (the same blocks of a prompt that somebody types).
 """
@@ -35,6 +35,15 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         """What a page's script draws."""
         return {name: getattr(self, name) for name in ("kind", "title", "words", "rows", "options")}
+
+
+def counted(count: int, what: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "head"), counted(3, "head")
+    ('1 head', '3 heads')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def number(value: Any, how: str = "") -> str:

@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
-from qkscope.analyses.names.study import counted
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import Block, Row, Tables, discovered, number
+from qkscope.show import Block, Row, Tables, counted, named, number
 
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
@@ -24,7 +23,7 @@ _VERDICTS = {
     "interaction": "depends on what is asked", "mean only": "not shown to depend on what is asked",
     "not above null": "not above chance", "untested": "could not be tested",
 }  # fmt: skip
-_COMMANDS = ("atlas", "cards")  # blocks that say how to go on, which takes the model's name
+_COMMANDS = ("atlas",)  # blocks that say how to go on, which takes the model's name
 _PANELS = 24
 _STEPS = 999  # of a point's coordinate: finer than a screen shows
 
@@ -39,8 +38,8 @@ def blocks_of(result: Result) -> list[Block]:
         if rows and columns <= set(rows[0])
         for block in draw(name, rows, tables)
     ]
-    named = [replace(b, options={**b.options, "model": result.model}) if b.kind in _COMMANDS else b for b in drawn]
-    return [*named, *_points(result)]
+    drawn = [replace(b, options={**b.options, "model": result.model}) if b.kind in _COMMANDS else b for b in drawn]
+    return [*drawn, *_points(result)]
 
 
 def _titled(title: str, name: str, usual: str) -> str:
@@ -343,15 +342,14 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
     ({"head", "method", "k", "shift", "low", "high"}, _curve),
     ({*_TOKEN}, _tokens),
     ({"head", "contrast", "component", "value", "null_median", "null_high", "kept"}, _spectra),
-    (discovered.NAMED, discovered.named),
-    ({"reader", "side", "writer", "share", "n"}, discovered.reads),
+    (named.COLUMNS, named.atlas),
     ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, _graph),
     ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, _edges),
     ({"head", "side", "part", "value", "share", "low", "high"}, _features),
     ({"head", "kind", "k", "held", "low", "high"}, _held),
     ({"line"}, _said),
     ({"head", "query", "key", "part", "side", "value", "share", "by"}, _parts),
-    ({"head", "side", "k", "writers", "before", "after", "random_low", "random_high", "verdict"}, _cuts),
+    ({"head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict"}, _cuts),
     ({"head", "key", "token", "before", "without_key", "without_other", "direct"}, _output),
     ({"head", "changes", "before", "after", "random_low", "random_high", "moved", "verdict"}, _changes),
     ({"token", "before", "after"}, _next_tokens),
@@ -360,9 +358,9 @@ TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator
 
 SCRIPTS = {
     "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
-    "cards": ["passage.js", "named.js", "cards.js"], "atlas": ["map.js", "passage.js", "named.js", "atlas.js"],
+    "atlas": ["map.js", "atlas.js"],
     "cloud": ["cloud.js"],
-    "graph": ["graph.js"], "reads": ["reads.js"], "said": ["why.js"], "parts": ["why.js"], "tests": ["why.js"],
+    "graph": ["graph.js"], "said": ["why.js"], "parts": ["why.js"], "tests": ["why.js"],
     "output": ["why.js"],
 }  # fmt: skip
 """What draws each kind of block."""

@@ -22,7 +22,6 @@ from typing import Any
 
 from PIL import Image
 
-from qkscope.analyses.names.study import counted
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.runs.claims import Claim, count_claims

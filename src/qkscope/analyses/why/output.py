@@ -61,7 +61,9 @@ class Output:
         best = self.token(self.best)
         ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist()) - {self.best}
         texts = {i: self.token(i) for i in ids}
-        words = {i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != best.strip().lower()}
+        words = {
+            i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != best.strip().lower()
+        }
         alike = {i for i in words if shape_of(texts[i]) == shape_of(best)}
         chosen = alike or words or set(self.logits.topk(2).indices.tolist()) - {self.best}
         return int(max(chosen, key=lambda i: float(self.logits[i])))

@@ -19,12 +19,16 @@ _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
 
 
-def answer_of(one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], output: Output, pushed: Sequence[Row]) -> str:
+def answer_of(
+    one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], output: Output, pushed: Sequence[Row]
+) -> str:
     """The reason in one sentence, who carried it, and what the head does for the answer."""
     attention, first = float(one.attention[one.key]), float(one.attention[0])
     asking, key = f"{one.head} at {one.token(one.asked.query)}", one.token(one.key)
     if first > _AWAY and attention < ATTENDED:
-        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing here ({key} has {attention:.1%})."
+        return (
+            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here ({key} has {attention:.1%})."
+        )
     if attention < ATTENDED:
         return f"{asking} does not attend to {key}: {attention:.1%} of its attention is there."
     if one.key == 0:
@@ -156,7 +160,11 @@ def _carrier(row: Row) -> str:
 
 def _cut(cut: Row) -> str:
     live = "" if cut.get("live") is None else f", norms live {cut['live']:.0%}"
-    tested = few_controls(cut) if cut["verdict"] == "untested" else f"{controls_of(cut)}: {cut['control_low']:.0%} to {cut['control_high']:.0%}"
+    tested = (
+        few_controls(cut)
+        if cut["verdict"] == "untested"
+        else f"{controls_of(cut)}: {cut['control_low']:.0%} to {cut['control_high']:.0%}"
+    )
     return (
         f"Cut: {cut['writers']} from the {cut['side']}, in this head alone, norms frozen: {cut['before']:.0%} to"
         f" {cut['after']:.0%}{live} ({tested}): {cut['verdict']}."
@@ -174,7 +182,9 @@ def does_line(pushed: Sequence[Row]) -> str:
     direct = [row for row in pushed if row["direct"] is not None]
     if direct and max(abs(row["direct"]) for row in direct[:5]) >= 0.1:
         most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
-        text += "; direct effect on the logits: " + ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
+        text += "; direct effect on the logits: " + ", ".join(
+            "{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most
+        )
     elif direct:
         text += "; no direct effect on any likely token: it acts through later heads"
     return text + "."
@@ -199,6 +209,10 @@ def heads_answer(output: Output, rows: Sequence[Row], says: str) -> str:
     matter = {way: [row["head"] for row in rows if row["direction"] == way] for way in ("for", "against")}
     if not any(matter.values()):
         return f"{told} No single head matters: hiding any one of {len(rows)} heads' main token changes that by less than 0.1."
-    parts = [f"{len(heads)} {way} it ({', '.join(heads[:3])}{', …' * (len(heads) > 3)})" for way, heads in matter.items() if heads]
+    parts = [
+        f"{len(heads)} {way} it ({', '.join(heads[:3])}{', …' * (len(heads) > 3)})"
+        for way, heads in matter.items()
+        if heads
+    ]
     going = f" It goes on: {says!r}." if says else ""
     return f"{told}{going} Each of {len(rows)} heads' main token hidden in turn: {' and '.join(parts)} change it by 0.1 or more."

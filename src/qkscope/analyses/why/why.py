@@ -59,13 +59,30 @@ class Why(Result):
         ----------
         other : an answer to the same question of another prompt, head or model.
         """
-        keys = {"heads": ("head", "difference"), "writers": ("side", "writer", "share"), "because": ("text", "after"), "attention": ("token", "attention")}
+        keys = {
+            "heads": ("head", "difference"),
+            "writers": ("side", "writer", "share"),
+            "because": ("text", "after"),
+            "attention": ("token", "attention"),
+        }
         rows = []
         for table, (*names, number) in keys.items():
-            here, there = ({tuple(row[n] for n in names): row[number] for row in result.tables.get(table, ())} for result in (self, other))
+            here, there = (
+                {tuple(row[n] for n in names): row[number] for row in result.tables.get(table, ())}
+                for result in (self, other)
+            )
             for key in here.keys() | there.keys():
                 a, b = here.get(key), there.get(key)
-                rows.append({"table": table, "what": " ".join(map(str, key)), "column": number, "this": a, "other": b, "change": (b or 0.0) - (a or 0.0)})
+                rows.append(
+                    {
+                        "table": table,
+                        "what": " ".join(map(str, key)),
+                        "column": number,
+                        "this": a,
+                        "other": b,
+                        "change": (b or 0.0) - (a or 0.0),
+                    }
+                )
         rows.sort(key=lambda row: -abs(row["change"]))
         return Result("why/diff", {"diff": rows}, answer=f"{self.answer}\n{other.answer}", model=self.model)
 
@@ -127,9 +144,9 @@ def why(
     Examples
     --------
     >>> import qkscope as qk
-    >>> answer = qk.why(qk.Scope.load("nano:mixed"), "hat: O jam: Z cat: B jam:", "L1H0")
-    >>> answer.tables["relation"][0]["kind"]
-    'same word'
+    >>> answer = qk.why(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:", "L2H3")
+    >>> [(row["text"], row["cause"]) for row in answer.tables["because"]][0]
+    (':', 'yes')
     """
     if isinstance(features, Fit):  # asked as it was fitted
         chat, head = chat or features.chat, features.heads[0] if head is None else head
@@ -243,7 +260,9 @@ def _with_live(one: PromptTrace, cuts: list[dict[str, Any]]) -> list[dict[str, A
 
 
 @torch.no_grad()
-def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason, count: int = 4) -> dict[str, Any] | None:
+def _returns(
+    one: PromptTrace, output: Output, because: Because, reason: Reason, count: int = 4
+) -> dict[str, Any] | None:
     """The reason's share of the answer: a word changed, and only this head's attention as it was before."""
     words = {word.start: word for word in because.words}
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]

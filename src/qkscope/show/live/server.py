@@ -62,7 +62,7 @@ def view(
     folder : a run folder; its page is drawn anew from its data where it has none that was drawn here.
     live : whether to look into a model instead.
     model : what to look into: the fit's model by default, or the embedded one.
-    fit : a folder that decompose, discover or atlas wrote, for what it knows of heads; none is needed.
+    fit : a folder that decompose or atlas wrote, for what it knows of heads; none is needed.
     port : of the live page, up to 65535; 0 is any that is free.
     browser : whether to open the reader's browser.
     say : told the address before it is opened or served.

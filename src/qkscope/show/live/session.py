@@ -175,7 +175,7 @@ class Session:
         name = (prompt, question.asked.query, at, key)
         if self._answer is None or self._answer[0] != name:
             trace = PromptTrace(question.run, question.asked, at, key)
-            features = self.features.at(at, self.scope, question.run.calls[at.layer], question.asked.query)
+            features = self.features.of.get(at, {})
             if question.probe is None:
                 told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **question.asked.told(prompt))
                 tables = {

@@ -1,142 +1,119 @@
 "use strict";
-// All heads: a map to find one, and a line for each. A name filters, a column sorts, a word searches, a click on a line
-// opens it. What is missing sorts as smallest.
+// All heads: a map to find one, and a line for each. A kind filters, a column sorts, a word searches, a click on a line
+// opens it: looks as text, with the token that asks, the one looked at, and the words that decide marked.
 (() => {
-  const { make, choose, viridis, percent, interval } = qk;
+  const { make, choose, viridis, percent } = qk;
   const FEW = 30; // lines before one asks for all
-  const writer = (side) => (row) => (row[`${side}_writer`] ? `${row[`${side}_writer`]} ${percent(row[`${side}_share`])}` : "–");
-  // title, what it means, its cell, and what it is sorted by if not by its column
+  const span = (row) => (row.low === null ? "" : ` [${percent(row.low)}, ${percent(row.high)}]`);
+  // title, what it means, its cell, and what it is sorted by
   const COLUMNS = {
-    head: ["head", "layer and number", null, (row) => row.layer * 1000 + row.index],
-    name: ["name", "what its largest block is called"],
-    share: ["share", "of the logit by which a head prefers some keys, what the block that names it explains, with its 95% interval over documents", (row) => interval(row.share, row.low, row.high)],
-    precision: ["precision", "how often the key with most attention except the first token keeps the rule of the name, where one in sight does; chance: the same for a key drawn at random", (row) => (row.precision === null ? "–" : `${percent(row.precision)} (chance ${percent(row.chance)})`)],
-    coverage: ["coverage", "how often a key that keeps the rule is in sight", (row) => percent(row.coverage)],
-    rest: ["rest", "of its logit, what nothing that can be read off the text explains", (row) => percent(row.rest)],
-    key_writer: ["key from", "who wrote most of its keys, and the share of the logit", writer("key")],
-    query_writer: ["query from", "who wrote most of its queries, and the share of the logit", writer("query")],
+    head: ["head", "layer and number; heads of one key head are no replications", null, (row) => row.layer * 1000 + row.index],
+    name: ["jobs", "what decides where it looks, with the share of its looks", (row) => row.name, (row) => row.name],
+    share: ["share", "of its looks, the first job's, with the 95% interval by document", (row) => (row.share === null ? "–" : percent(row.share) + span(row)), (row) => row.share],
+    leaves: ["leaves", "how often it gives .3 or more to a token that is not the first", (row) => percent(row.leaves), (row) => row.leaves],
+    offset: ["offset", "its commonest distance", (row) => row.offset ?? "–", (row) => row.offset],
+    tokens: ["words", "tokens that it looks at most often", (row) => row.tokens, (row) => row.tokens],
   };
-  const TERMS = ["share", "precision", "coverage", "rest"];
-  const SHADES = { share: "share", rest: "rest", precision: "precision" };
-  const numbers = (name) => !["head", "name", "key_writer", "query_writer"].includes(name);
-  const worth = (row, name) => (COLUMNS[name][3] ? COLUMNS[name][3](row) : row[name]) ?? (numbers(name) ? -Infinity : "");
-  const wide = (name) => (["coverage", "key_writer", "query_writer"].includes(name) ? "wide" : "");
+  const numeric = (name) => ["share", "leaves", "offset"].includes(name);
 
-  qk.charts.atlas = (element, rows, { heads, distances, names, families, model }) => {
-    const place = make("div", {}),
-      bar = make("div", { class: "choices" }),
-      shown = make("output", {}),
-      more = make("button", { type: "button", onclick: () => filter((all = true)) }, `show all ${rows.length}`),
-      colours = qk.familyColours(Object.keys(families)),
-      family = (row) => heads[row.head].family,
+  const passage = (look) =>
+    make(
+      "blockquote",
+      {},
+      ...look.tokens.slice(0, look.query + 1).map((token, i) => {
+        const kind = i === look.query && i === look.key ? "both" : i === look.query ? "query" : i === look.key ? "key" : look.causes.includes(i) ? "cause" : "";
+        const text = token.replaceAll("\n", " ↵ ");
+        return kind ? make("mark", { class: kind }, text) : text;
+      }),
+    );
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''").replaceAll("\n", "\\n")}'`;
+  const example = (row, look, model) =>
+    make(
+      "div",
+      { class: "example" },
+      passage(look),
+      make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.tokens.slice(0, look.query + 1).join(""))} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
+    );
+
+  qk.charts.atlas = (element, rows, { families, of, scores, looks, model }) => {
+    const place = make("div", {}), bar = make("div", { class: "choices" }), shown = make("output", {}), wanted = new Set(),
+      colours = qk.partColours(Object.keys(families)),
       swatch = (name) => make("span", { class: "swatch", style: { background: colours[name] } }),
-      wanted = new Set();
-    let all = rows.length <= FEW,
-      order = [...rows];
+      more = make("button", { type: "button", onclick: () => filter((all = true)) }, `show all ${rows.length}`);
+    let all = rows.length <= FEW, order = [...rows];
     const lines = new Map(
       rows.map((row) => {
         const button = make("button", { type: "button", "aria-expanded": "false" }, row.head);
         const cells = Object.entries(COLUMNS).map(([name, [, , cell]]) =>
-          name === "head"
-            ? make("td", {}, button)
-            : name === "name"
-              ? make("td", { class: "title" }, swatch(family(row)), row.name)
-              : make("td", { class: `${numbers(name) ? "n" : ""} ${wide(name)}` }, cell(row)),
+          name === "head" ? make("td", {}, button) : make("td", { class: name === "name" ? "title" : numeric(name) ? "n" : "wide" }, ...(name === "name" ? [swatch(of[row.head])] : []), String(cell(row))),
         );
-        const inside = make("td", { colspan: cells.length }),
-          further = make("tr", { class: "further", hidden: "" }, inside);
-        const line = make("tbody", { "data-head": row.head }, make("tr", { onclick: () => open(row, further.hidden) }, ...cells), further);
-        return [row, line];
+        const inside = make("td", { colspan: cells.length }), further = make("tr", { class: "further", hidden: "" }, inside);
+        return [row, make("tbody", { "data-head": row.head }, make("tr", { onclick: () => open(row, further.hidden) }, ...cells), further)];
       }),
     );
     function open(row, whether) {
-      const line = lines.get(row),
-        further = line.querySelector(".further"),
-        inside = further.firstChild;
+      const line = lines.get(row), further = line.querySelector(".further"), inside = further.firstChild, score = scores[row.head];
       further.hidden = !whether;
       if (whether && !inside.childNodes.length)
-        inside.append(make("p", { class: "sentence" }, row.sentence), qk.named(row.head, heads[row.head], distances, model));
+        inside.append(
+          make("p", { class: "sentence" }, `${row.head} (key head ${row.key_head}): ${row.name}, ${row.looks} looks.` + (score ? ` On ${score.looks} looks in other documents its name says the token in ${percent(score.name)}, its best offset in ${percent(score.offset)}, a table of tokens in ${percent(score.tokens)}.` : "")),
+          ...(looks[row.head] ?? []).map((look) => example(row, look, model)),
+        );
       line.querySelector("button").setAttribute("aria-expanded", String(whether));
     }
-    const search = make("input", { type: "search", "aria-label": "search", placeholder: "L18, previous, M0, a word of a text …", oninput: filter });
-    const words = new Map(
-      rows.map((row) => [row, [row.head, row.name, row.sentence, row.key_writer, row.query_writer, ...heads[row.head].examples.map(({ text }) => text)].join("\n").toLowerCase()]),
-    );
+    const search = make("input", { type: "search", "aria-label": "search", placeholder: "L18, induction, a word of a text …", oninput: () => filter() });
+    const words = new Map(rows.map((row) => [row, [row.head, row.name, row.tokens, ...(looks[row.head] ?? []).map((look) => look.tokens.join(""))].join("\n").toLowerCase()]));
     function filter() {
       const word = search.value.trim().toLowerCase();
       let count = 0;
       for (const row of order) {
-        const there = (!wanted.size || wanted.has(row.name)) && words.get(row).includes(word);
+        const there = (!wanted.size || wanted.has(of[row.head])) && words.get(row).includes(word);
         count += there;
         lines.get(row).hidden = !there || (!all && count > FEW);
       }
       more.hidden = all || count <= FEW;
       shown.textContent = `${count} of ${rows.length} heads`;
     }
-    // one line of names for each family, so that they say what the colours mean, too
-    const chips = names.map(([, name, count]) => {
-      const chip = make(
-        "button",
-        {
-          type: "button",
-          "aria-pressed": "false",
-          "data-name": name,
-          onclick() {
-            if (!wanted.delete(name)) wanted.add(name);
-            chip.setAttribute("aria-pressed", String(wanted.has(name)));
-            filter();
-          },
-        },
-        name,
-        make("small", {}, ` ${count}`),
-      );
+    const chips = Object.entries(families).map(([name, [text, count]]) => {
+      const onclick = () => {
+        if (!wanted.delete(name)) wanted.add(name);
+        chip.setAttribute("aria-pressed", String(wanted.has(name)));
+        filter();
+      };
+      const chip = make("button", { type: "button", "aria-pressed": "false", "data-name": name, title: text, onclick }, swatch(name), name, make("small", {}, ` ${count}`));
       return chip;
     });
-    const legend = [...new Set(names.map(([name]) => name))].flatMap((name) => [
-      make("dt", { title: families[name] }, swatch(name), name),
-      make("dd", { class: "choices" }, ...chips.filter((_, i) => names[i][0] === name), make("span", {}, families[name])),
-    ]);
     const table = make("table", {});
-    const columns = Object.entries(COLUMNS).map(([name, [title, meaning]]) => {
+    const columns = Object.entries(COLUMNS).map(([name, [title, meaning, , worth]]) => {
       const onclick = () => {
-        const up = column.getAttribute("aria-sort") === (numbers(name) ? "descending" : "ascending");
+        const rising = column.getAttribute("aria-sort") === "descending" || (!column.hasAttribute("aria-sort") && !numeric(name));
         columns.forEach((other) => other.removeAttribute("aria-sort"));
-        const rising = numbers(name) === up;
         column.setAttribute("aria-sort", rising ? "ascending" : "descending");
-        const compare = (a, b) => (worth(a, name) < worth(b, name) ? -1 : worth(a, name) > worth(b, name) ? 1 : 0);
-        order.sort((a, b) => (rising ? compare(a, b) : compare(b, a)));
+        const least = (row) => worth(row) ?? (numeric(name) ? -Infinity : "");
+        order.sort((a, b) => (least(a) < least(b) ? -1 : least(a) > least(b) ? 1 : 0) * (rising ? 1 : -1));
         table.append(...order.map((row) => lines.get(row)));
         filter();
       };
-      const column = make("th", { scope: "col", class: `${numbers(name) ? "n" : ""} ${wide(name)}`, title: meaning }, make("button", { type: "button", onclick }, title));
+      const column = make("th", { scope: "col", class: numeric(name) ? "n" : name === "tokens" ? "wide" : "", title: meaning }, make("button", { type: "button", onclick }, title));
       return column;
     });
-    columns[Object.keys(COLUMNS).indexOf("share")].setAttribute("aria-sort", "descending"); // as the rows come
     table.append(make("thead", {}, make("tr", {}, ...columns)), ...lines.values());
     element.replaceChildren(
       bar,
       place,
-      make("dl", { class: "families" }, ...legend),
-      make("p", { class: "facts" }, ...TERMS.flatMap((name) => [make("b", {}, name), `: ${COLUMNS[name][1]}. `])),
+      make("p", { class: "choices" }, ...chips),
       make("p", { class: "choices" }, search, shown),
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Every head" }, table),
       make("p", {}, more),
-      make("p", { class: "facts" }, qk.livePage(model)),
     );
     filter();
-
-    const byName = (row) => family(row);
+    const byKind = (row) => of[row.head];
     const grid = qk.map(place, {
-      rows,
-      value: byName,
-      range: null,
-      paint: (name) => colours[name],
-      title: "Heads",
-      lines: (row) => [[`${row.head}: ${row.name}`], ["share", interval(row.share, row.low, row.high)], ["rest", percent(row.rest)]],
-      onpick,
+      rows, value: byKind, range: null, paint: (name) => colours[name], title: "Heads", onpick,
+      lines: (row) => [[row.head], ["jobs", row.name], ["looks", String(row.looks)]],
     });
     document.addEventListener("qk-head", ({ detail }) => {
-      if (!heads[detail]) return;
+      if (!of[detail]) return;
       grid.pick(detail);
       onpick(detail);
     });
@@ -144,16 +121,15 @@
       search.value = "";
       wanted.clear();
       chips.forEach((chip) => chip.setAttribute("aria-pressed", "false"));
-      all = true;
-      filter();
+      filter((all = true));
       const row = rows.find((each) => each.head === head);
       open(row, true);
       lines.get(row).scrollIntoView({ block: "start" });
       lines.get(row).querySelector("button").focus({ preventScroll: true });
     }
     bar.append(
-      ...choose("coloured by", ["name", ...Object.keys(SHADES)], "name", (name) =>
-        name === "name" ? grid.repaint(byName, "Heads", null, (each) => colours[each]) : grid.repaint((row) => row[name], SHADES[name], [0, 1], viridis),
+      ...choose("coloured by", ["kind", "share", "leaves"], "kind", (name) =>
+        name === "kind" ? grid.repaint(byKind, "Heads", null, (each) => colours[each]) : grid.repaint((row) => row[name], name, [0, 1], viridis),
       ),
     );
   };

@@ -1,0 +1,207 @@
+"""Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qkscope as qk
+from qkscope.analyses.because import Because, Look, interval
+from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.why.carriers import Carriers
+from qkscope.change.again import Again
+from qkscope.change.words import Alternatives, Word, lexicon_of, words_of
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope_papers.families import tiny_model
+
+PROMPT = "hat: O jam: Z cat: B jam:"
+COPIED = qk.tasks.induction().test(1)[0][0].text
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return qk.Scope.load("nano:mixed")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return qk.Scope.load("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def answer(smollm2):
+    return qk.why(smollm2, "hat: O\njam: Z\ncat: B\njam:", "L18H6")
+
+
+def ids_of(scope, prompt):
+    return scope.encode([prompt]).inputs["input_ids"][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "bloom", "gpt_oss"])
+def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family):
+    """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and the logits."""
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    ids = torch.arange(3, 15)
+    again, changed = Again.of(scope, ids), ids.repeat(3, 1)
+    changed[0, 5], changed[1, 8], changed[2, 7:9] = 20, 21, torch.tensor([22, 23])
+    seen: dict[bool, dict[int, torch.Tensor]] = {True: {}, False: {}}
+    logits = {}
+    for alone in (True, False):
+        again._alone = again._agrees(len(ids) - 1) if alone else False
+        logits[alone] = again.run(changed, lambda layer, start, weights, of=seen[alone]: of.__setitem__(layer, weights))
+    assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
+    for layer, weights in seen[True].items():
+        assert torch.allclose(weights, seen[False][layer], atol=2e-5)
+    assert torch.allclose(logits[True], logits[False], atol=1e-4)
+    with torch.no_grad():
+        plain = scope.model(input_ids=changed, use_cache=False).logits[:, -1]
+    assert torch.allclose(logits[True], plain.float(), atol=1e-3)
+
+
+def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm2):
+    scope = smollm2
+    again = Again.of(scope, ids_of(scope, "When Mary and John went to the store, Gwendolyn gave"))
+    others, lexicon = Alternatives(again), lexicon_of(scope)
+    words = {word.text: word for word in others.words}
+    assert " Gwendolyn" in words, "pieces of one word stand together"
+    assert len(words[" Gwendolyn"]) > 1
+    for word in others.words[1:]:
+        alternatives = others.of(word)
+        assert len(set(alternatives)) == len(alternatives) == 8
+        for ids in alternatives:
+            assert len(ids) == len(word)
+            assert lexicon.texts[ids[0]].strip().lower() not in others.cores
+            assert lexicon.texts[ids[0]].startswith(" ") == word.text.startswith(" ")
+    assert all(lexicon.texts[ids[0]][1].isupper() for ids in others.of(words[" Mary"]))
+    assert lexicon.variant(lexicon_ids(lexicon, " John"), "Mary") == lexicon_ids(lexicon, "John")
+
+
+def lexicon_ids(lexicon, text):
+    return (lexicon.by_text[text],)
+
+
+def test_words_of_scripts_without_blanks_are_tokens_and_characters_stay_whole(smollm2):
+    scope = smollm2
+    words = words_of(scope, ids_of(scope, "王芳和李明").tolist())
+    assert [word.text for word in words] == ["王", "芳", "和", "李", "明"]
+    again = Again.of(scope, ids_of(scope, "王芳和李明"))
+    cut = next(word for word in words if len(word) > 1)
+    for ids in Alternatives(again).of(cut):
+        assert len(scope.tokenizer.decode(ids)) == 1, "another whole character"
+
+
+def test_the_same_word_is_the_reason_of_an_induction_head(answer):
+    kinds = {row["kind"]: row for row in reversed(answer.tables["relation"])}
+    same = kinds["same word"]
+    assert (same["text"], same["positions"], same["verdict"]) == ("jam", "4, 12", "shown")
+    assert same["alone"] < 0.5 < same["together"]
+    assert same["together"] - max(same["alone"], same["different"]) >= 0.25
+    assert kinds["follows"]["verdict"] == "shown"
+    assert "because 'jam' stands twice (tokens 4 and 12)" in answer.answer
+    carriers = answer.tables["carriers"][0]
+    assert (carriers["side"], carriers["writers"], carriers["verdict"]) == ("key", "L17H8, L16H0", "shown")
+    assert "L17H8 and L16H0 carried 'jam' into its key" in answer.answer
+    assert "jam" in {row["text"] for row in answer.tables["because"] if row["cause"] == "yes"}
+    assert all(row["low"] <= row["after"] <= row["high"] for row in answer.tables["because"])
+
+
+def test_effects_of_a_word_are_those_of_plain_forwards(nano):
+    """By hand: each alternative in the prompt, the whole model run, the mean of what is left."""
+    again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
+    query = len(again.ids) - 1
+    row = nano.attention(COPIED, head)[query]
+    key = 1 + int(row[1:].argmax())
+    because = Because(again, [Look(head, query, key)])
+    told = because.reasons()[0].words[0]
+    word, left = Word(told["position"], told["end"], told["text"]), []
+    for ids in because.others.of(word):
+        changed = again.ids.clone()
+        changed[word.start] = ids[0]
+        kept = []
+        nano.watch(
+            {"input_ids": changed[None], "attention_mask": torch.ones_like(changed)[None]},
+            lambda call, kept=kept: kept.append(call.attention([1])[0, 0, query, key]) if call.layer == 1 else None,
+        )
+        left.append(float(kept[0]))
+    assert told["after"] == pytest.approx(sum(left) / len(left), abs=1e-5)
+
+
+def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
+    scope = smollm2
+    again = Again.of(scope, ids_of(scope, "The cat sat on the mat and the dog"))
+    reason = Because(again, [Look(Head(16, 0), 8, 7)]).reasons()[0]
+    assert (reason.kind, reason.causes) == ("position", [])
+    row = reason.relations[0]
+    assert row["together"] >= 0.5 > row["alone"]
+
+
+def test_few_words_are_no_reason_on_random_weights():
+    """Peaked attention of random weights: the key's own word may matter, but equal words and positions do not."""
+    torch.manual_seed(0)
+    trained = qk.Scope.load("nano:mixed")
+    model = type(trained.model)(trained.model.config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight *= 40
+    scope = qk.Scope.from_model(model, trained.tokenizer, name="random", check=False)
+    kinds = []
+    for unit in qk.tasks.binding(6).test(6):
+        again = Again.of(scope, ids_of(trained, unit[0].text))
+        looks = []
+        for head in scope.heads():
+            weights = again.calls[head.layer].attention([head.index])[0, 0, -1].clone()
+            weights[0] = 0
+            if float(weights.max()) > 0.3:
+                looks.append(Look(head, len(again.ids) - 1, int(weights.argmax())))
+        kinds += [reason.kind for reason in Because(again, looks).reasons(follow=False)] if looks else []
+    assert len(kinds) > 20
+    assert sum(kind in ("same word", "position") for kind in kinds) <= 0.1 * len(kinds)
+
+
+def test_carriers_put_back_what_the_whole_side_puts_back(nano):
+    """All writers together are the whole side; the unchanged run's own parts change nothing."""
+    probe = Probe(nano, COPIED)
+    one = probe.head("L1H1")
+    because = Because(Again(nano, one.asked.inputs, one.run.calls), [Look(one.head, one.asked.query, one.key)])
+    reason = because.reasons()[0]
+    carriers = Carriers(probe.run, because, reason)
+    word = next(word for word in because.words if word.start == reason.words[0]["position"])
+    changed = carriers._changed(word, because.others.of(word)[0])
+    for side in ("key", "query"):
+        every = carriers._put_back(changed, probe.run, side, [carriers.names])
+        assert float(every[0]) == pytest.approx(carriers._whole(changed, side), abs=1e-4)
+        none = carriers._put_back(changed, changed, side, [carriers.names[:2]])
+        assert float(none[0]) == pytest.approx(carriers._attention(changed), abs=1e-5)
+    for row in carriers.rows():
+        assert row["verdict"] in ("shown", "not shown")
+        assert row["restored"] >= row["changed"] - 0.05
+
+
+def test_every_head_is_tried_and_the_rival_is_told(nano):
+    answer = qk.why(nano, PROMPT)
+    rows = answer.tables["heads"]
+    assert {row["head"] for row in rows} == {str(head) for head in nano.heads()}
+    changes = [abs(row["difference"]) for row in rows]
+    assert changes == sorted(changes, reverse=True)
+    for row in rows:
+        assert row["direction"] == ("neither" if abs(row["difference"]) < 0.1 else "for" if row["difference"] < 0 else "against")
+    other = qk.why(nano, PROMPT, versus="B")
+    assert "rather than 'B'" in other.answer
+    with pytest.raises(BadInput, match="is the next token itself"):
+        qk.why(nano, PROMPT, versus="Z")
+
+
+def test_answers_are_compared_and_drawn_as_graphs(nano):
+    first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
+    rows = first.diff(other).table()
+    assert {"attention", "because", "writers"} <= {row["table"] for row in rows}
+    assert abs(rows[0]["change"]) == max(abs(row["change"]) for row in rows)
+    assert len(first.to_networkx()) == len(first.tables["graph"])
+
+
+def test_an_interval_is_students():
+    mean, low, high = interval(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    assert (float(mean), float(high - mean)) == (1.5, pytest.approx(2.3534 * 1.29099 / 2, abs=1e-3))
+    assert float(low) == pytest.approx(3.0 - float(high), abs=1e-5)
