@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import cache_dir, read_json, write_json
-from qkscope.capture.packages import is_installed, packaged_file
+from qkscope.capture.files import cache_dir, is_installed, packaged_file
 
 
 def load(path: Path | str) -> Scope:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import forward, short_inputs
-from qkscope.capture.layers import block_of, place_of
 from qkscope.capture.norms import is_norm
-from qkscope.capture.tap import Call, cleared, tap
+from qkscope.capture.tap import Call, block_of, cleared, place_of, tap
 from qkscope.errors import BadInput
 
 _DEEPEST = 4  # how far inside a block its parts are looked for

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -73,26 +72,6 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
     return logits[row, query].float()
 
 
-def check_ends(inputs: dict[str, Any], sides: Sequence[PaddingSide]) -> None:
-    """Refuse a batch that cannot be continued: every prompt must end in the last column."""
-    if "input_ids" not in inputs:
-        raise BadInput("generation needs input_ids: give a batch from encode.")
-    mask = inputs.get("attention_mask")
-    if mask is not None and not bool(mask[:, -1].all()):
-        how = "encode with padding_side='left'" if "left" in sides else "generate from one at a time"
-        raise BadInput(f"generation needs prompts that end together: {how}.")
-
-
-def greedy(model: Any, inputs: dict[str, Any], pad_id: int, max_new_tokens: int) -> Tensor:
-    """New ids, the likeliest at each step.
-
-    Without a cache every step is a whole forward, so that what patches a forward holds wherever it points.
-    """
-    given = {name: value for name, value in inputs.items() if name != "position_ids"}  # it counts on from the mask
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_id, "use_cache": False}
-    return model.generate(**given, **options)[:, given["input_ids"].shape[1] :]
-
-
 def model_pad_id(model: Any) -> int | None:
     """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are not it."""
     config = text_config(model)
@@ -117,13 +96,6 @@ def added_token(tokenizer: Any) -> int | None:
     except Exception:  # there is none, or one that has no such word adds nothing that we know of
         return None
     return whole[0] if list(whole[:1]) != list(bare[:1]) else None
-
-
-def vocabulary_size(model: Any) -> int | None:
-    """How many ids a model knows; None where it does not say."""
-    with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have none
-        return model.get_input_embeddings().num_embeddings
-    return None
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
-from qkscope.capture.layers import place_of
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.pick import Facts, Layer
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_settings
-from qkscope.capture.tap import Anatomy, Call, Stop, cleared, tap
+from qkscope.capture.tap import Anatomy, Call, Stop, cleared, place_of, tap
 from qkscope.errors import BadInput
 
 

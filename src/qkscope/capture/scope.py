@@ -23,7 +23,7 @@ from qkscope.capture.load import load, unwrapped
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import probe
-from qkscope.capture.running import Running
+from qkscope.capture.running import Runner
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -34,7 +34,7 @@ from qkscope.runs.work import stream
 
 
 @checked_class
-class Scope(Running):
+class Scope(Runner):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
     Parameters
