@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Sum:
 
 
 Node = Entered | Heads | Part | Normed | Scaled | Sum
+_Notes = tuple[dict[nn.Module, Any], dict[nn.Module, Any]]  # what modules were given, and what they gave
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,49 @@ def _enters(node: Node) -> bool:
     return any(isinstance(one, Entered) for one in _walk(node))
 
 
-@dataclass
 class _Seen:
-    """What the modules of one block were given and gave in one forward."""
+    """What the modules of one block were given and gave in one forward; ``z`` are the heads' outputs before W_O."""
 
-    entered: Tensor
-    left: Tensor
-    heads: Tensor  # through W_O; 0 where there are none
-    output: nn.Module | None
-    attention: nn.Module | None
-    depth: dict[nn.Module, int]
-    gave: dict[nn.Module, Tensor]
-    given: dict[nn.Module, Tensor]
-    tolerance: float
+    def __init__(self, kind: str, block: nn.Module, attention: nn.Module | None, z: Tensor | None, notes: _Notes):
+        given, gave = ({part: _main(value) for part, value in note.items()} for note in notes)
+        entered, left = given.get(block), gave.get(block)
+        if entered is None or left is None:
+            raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
+        if z is not None and entered.shape[:-1] != z.shape[:-1]:
+            streams = f"it has {entered.shape[:-1].numel() // z.shape[:-1].numel()} residual streams"
+            raise BadInput(f"{kind} cannot be traced: {streams}, and what it adds goes to all of them.")
+        self.attention, self.entered, self.left = attention, entered.float(), left.float()
+        self.tolerance = max(1e-5, 2 * torch.finfo(entered.dtype).eps)  # what rounding leaves of a sum of a few
+        tokens, width = entered.shape[:-1], entered.shape[-1]
+
+        def shaped(value: Tensor | None, width: int) -> Tensor | None:
+            """The value as tokens of this width; experts are given tokens in one row."""
+            fits = value is not None and value.numel() == width * tokens.numel()
+            return value.reshape(*tokens, width).float() if value is not None and fits else None
+
+        # logits, too, are rounded in half precision, so the heads' outputs are known less well
+        close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 0.1
+        outputs = [
+            module
+            for module in (block.modules() if z is not None else ())
+            if len(list(module.parameters(recurse=False)))
+            and not any(module.children())
+            and (got := shaped(given.get(module), z.shape[-1])) is not None
+            and bool((got - z).norm() <= close * z.norm())
+        ]
+        if attention is not None and not outputs:
+            why = "no one matrix adds up its heads' outputs; they are changed or routed before"
+            raise BadInput(f"{kind} cannot be traced: {why}.")
+        self.output = outputs[0] if outputs else None
+        heads = torch.zeros_like(self.entered) if self.output is None else shaped(gave[self.output], width)
+        if heads is None:
+            raise BadInput(f"{kind} cannot be traced: its heads are not added up to the width of the residual stream.")
+        self.heads = heads  # through W_O; 0 where there are none
+        inner = set() if attention is None else set(attention.modules()) - {attention}
+        self.depth = {module: name.count(".") + 1 for name, module in block.named_modules() if name}
+        outer = [module for module in self.depth if module not in inner]
+        self.gave = {module: out for module in outer if (out := shaped(gave.get(module), width)) is not None}
+        self.given = {part: x for part in self.gave if (x := shaped(given.get(part), width)) is not None}
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         """Whether two are one at every token: a token may have a stream a thousand times as long as another's."""
@@ -134,15 +165,11 @@ class _Seen:
             return Heads()
         makers = [module for module, out in self.gave.items() if self.same(out, target) and module not in inside]
         for module in makers:
-            through = inside | {module}
-            if is_norm(module):
-                inner = self.explain(self.given[module], through)
+            gain = None if is_norm(module) or module not in self.given else self._gain(module, target)
+            if is_norm(module) or gain is not None:
+                inner = self.explain(self.given[module], inside | {module})
                 if inner is not None and not isinstance(inner, Part):
-                    return Normed(module, inner)
-            elif module in self.given and (gain := self._gain(module, target)) is not None:
-                inner = self.explain(self.given[module], through)
-                if inner is not None and not isinstance(inner, Part):
-                    return Scaled(module, gain, inner)
+                    return Normed(module, inner) if gain is None else Scaled(module, gain, inner)
         alone = [module for module in makers if not self._attends(module)]
         if alone and target is not self.left:  # a block may end inside a module of its own, which adds the stream
             # one that only hands on (dropout) may be called for other parts, too
@@ -150,10 +177,10 @@ class _Seen:
         for depth in range(1, _DEEPEST + 1):
             terms = self._solve(target, depth)
             if terms is not None:
-                nodes = [(number, self.explain(out, inside | set(makers))) for number, out in terms]
-                if all(node is not None for _, node in nodes):
-                    found = [(number, node) for number, node in nodes if node is not None]
-                    return Sum(tuple(sorted(found, key=lambda term: not _enters(term[1]))))  # what entered comes first
+                explained = [(number, self.explain(out, inside | set(makers))) for number, out in terms]
+                nodes = [(number, node) for number, node in explained if node is not None]
+                if len(nodes) == len(terms):
+                    return Sum(tuple(sorted(nodes, key=lambda term: not _enters(term[1]))))  # what entered comes first
         return None
 
     def with_silent(self, tree: Node | None) -> Node | None:
@@ -212,12 +239,9 @@ class _Seen:
         whole = torch.where((numbers - numbers.round()).abs() < max(1e-3, self.tolerance), numbers.round(), numbers)
         for tried in (whole, numbers):
             if (columns[:, kept] @ tried - wanted).norm() <= self.tolerance * wanted.norm():
-                numbers = tried
-                break
-        else:
-            return None
-        used = [out for out, keep in zip(outs, kept.tolist(), strict=True) if keep]
-        return list(zip(numbers.tolist(), used, strict=True))
+                used = [out for out, keep in zip(outs, kept.tolist(), strict=True) if keep]
+                return list(zip(tried.tolist(), used, strict=True))
+        return None
 
 
 def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
@@ -249,80 +273,38 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
     gave: dict[nn.Module, Any] = {}
     heads: dict[int, Tensor] = {}
     watched = {module for block in blocks.values() for module in block.modules()}
-    hooks = [module.register_forward_pre_hook(partial(_note, given), with_kwargs=True) for module in watched]
-    hooks += [module.register_forward_hook(partial(_note_out, gave)) for module in watched]
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        value = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+        given[module] = value.cpu().clone() if isinstance(value, Tensor) else value  # the solver runs there alone
+
+    def note_out(module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+        gave[module] = None if (main := _main(out)) is None else main.cpu().clone()
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in watched]
+    hooks += [module.register_forward_hook(note_out) for module in watched]
 
     def visit(call: Call) -> None:
         heads[call.layer] = call.attend(list(range(call.q.shape[1]))).flatten(2).cpu()
 
     with cleared(hooks), tap(model, visit, layers=layer_of):
         forward(model.base_model, short_inputs(model, (7,)))
-    found: list[Block] = []
+    taken_apart: list[Block] = []
     before: Tensor | None = None
     for layer, block in sorted(blocks.items()):
         kind = f"{model.config.model_type} layer {layer}"
-        seen = _seen(kind, block, attentions.get(layer), heads.get(layer), given, gave)
+        seen = _Seen(kind, block, attentions.get(layer), heads.get(layer), (given, gave))
         tree = seen.with_silent(seen.explain(seen.left))
         nodes = [] if tree is None else list(_walk(tree))
         wanted = Heads() in nodes or seen.attention is None
         if tree is None or not any(isinstance(node, Entered) for node in nodes) or not wanted:
-            raise BadInput(
-                f"{kind} cannot be traced: what it adds to the residual stream is not a sum of its heads and its other"
-                " parts, so its writers cannot be told apart."
-            )
+            added = "what it adds to the residual stream is not a sum of its heads and its other parts"
+            raise BadInput(f"{kind} cannot be traced: {added}, so its writers cannot be told apart.")
         if before is not None and not seen.same(seen.entered, before.to(seen.entered.device)):
             raise BadInput(f"{kind} cannot be traced: what enters it is not what left the layer before it.")
         before = seen.left
-        found.append(Block(block, seen.attention, seen.output, tree))
-    return found
-
-
-def _seen(kind: str, block: nn.Module, attention: nn.Module | None, z: Tensor | None, given: Any, gave: Any) -> _Seen:
-    entered, left = _main(given.get(block)), _main(gave.get(block))
-    if entered is None or left is None:
-        raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
-    if z is not None and entered.shape[:-1] != z.shape[:-1]:
-        streams = entered.shape[:-1].numel() // z.shape[:-1].numel()
-        raise BadInput(
-            f"{kind} cannot be traced: it has {streams} residual streams, and what it adds goes to all of them."
-        )
-    tolerance = max(1e-5, 2 * torch.finfo(entered.dtype).eps)  # what rounding leaves of a sum of a few
-    # logits, too, are rounded in half precision, so the heads' outputs are known less well
-    close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 0.1
-    inner = set() if attention is None else set(attention.modules()) - {attention}
-    tokens = entered.shape[:-1]
-
-    def shaped(value: Tensor | None, width: int) -> Tensor | None:
-        """The value as tokens of this width; experts are given tokens in one row."""
-        fits = value is not None and value.numel() == width * tokens.numel()
-        return value.reshape(*tokens, width).float() if value is not None and fits else None
-
-    outputs = [
-        module
-        for module in block.modules()
-        if z is not None
-        and len(list(module.parameters(recurse=False)))
-        and not any(module.children())
-        and (got := shaped(_main(given.get(module)), z.shape[-1])) is not None
-        and bool((got - z).norm() <= close * z.norm())
-    ]
-    if attention is not None and not outputs:
-        raise BadInput(
-            f"{kind} cannot be traced: no one matrix adds up its heads' outputs; they are changed or routed before."
-        )
-    width = entered.shape[-1]
-    depth = {module: name.count(".") + 1 for name, module in block.named_modules() if name}
-    out = {
-        module: value
-        for module in depth
-        if module not in inner and (value := shaped(_main(gave.get(module)), width)) is not None
-    }
-    into = {module: value for module in out if (value := shaped(_main(given.get(module)), width)) is not None}
-    output = outputs[0] if outputs else None
-    heads = torch.zeros_like(entered).float() if output is None else shaped(_main(gave[output]), width)
-    if heads is None:
-        raise BadInput(f"{kind} cannot be traced: its heads are not added up to the width of the residual stream.")
-    return _Seen(entered.float(), left.float(), heads, output, attention, depth, out, into, tolerance)
+        taken_apart.append(Block(block, seen.attention, seen.output, tree))
+    return taken_apart
 
 
 def _main(value: Any) -> Tensor | None:
@@ -330,13 +312,3 @@ def _main(value: Any) -> Tensor | None:
     if isinstance(value, tuple | list):
         value = value[0] if len(value) else None
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
-
-
-def _note(given: dict[nn.Module, Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    value = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-    given[module] = value.cpu().clone() if isinstance(value, Tensor) else value  # the solver runs there alone
-
-
-def _note_out(gave: dict[nn.Module, Any], module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
-    main = _main(out)
-    gave[module] = None if main is None else main.cpu().clone()

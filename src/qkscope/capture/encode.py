@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -27,8 +27,6 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
 log = logging.getLogger(__name__)
-
-Token = Literal["first", "last"]
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
@@ -164,14 +162,14 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
 
-    def prompts(self, examples: Sequence[Example | str], chat: bool, token: Token) -> Prompts:
+    def prompts(self, examples: Sequence[Example | str], chat: bool) -> Prompts:
         """Examples with their tokens; a plain string is an example without marks."""
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
-        return Prompts(listed, self.tokenise(listed, chat, token))
+        return Prompts(listed, self.tokenise(listed, chat))
 
-    def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
+    def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
         rendered = [None if example.text is None else self.render(example.text, chat) for example in examples]
         encoded = self.ids_and_offsets([text for text, _ in filter(None, rendered)], chat)
@@ -185,7 +183,7 @@ class Encoder:
             else:
                 ids, offsets = example.ids or (), [(i, i + 1) for i in range(len(example.ids or ()))]
             self._check_ids(example, ids, offsets)
-            result.append(self._place(example, ids, offsets, token))
+            result.append(self._place(example, ids, offsets))
         without = sum(tokens.ids[0] != self.first for tokens in result)
         if self.first is not None and without:
             expects = f"this model expects {self._show((self.first,))} as the first token of every prompt"
@@ -274,13 +272,13 @@ class Encoder:
         if why:
             raise BadInput(f"{why} ({example.show(80)}).")
 
-    def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], token: Token) -> Tokens:
+    def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> Tokens:
         def find(span: Span) -> int:
             start, stop = _trim(example, span)
             hits = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
             if not hits:
                 raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
-            return hits[0 if token == "first" else -1]
+            return hits[-1]
 
         for role, span in example.roles.items() if example.text is not None else ():
             self._check_whole(example, offsets, role, span)

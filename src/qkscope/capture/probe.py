@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
@@ -29,7 +29,11 @@ def probe(model: Any) -> Facts:
     calls = _calls(model, inputs)
     if not calls:
         code = "they hold attention code of their own, in which no softmax of one product q·k is seen"
-        why = _replaced(model) or (code if own_attention(model) else "none of their modules is an attention that does")
+        why = (
+            code
+            if own_attention(model)
+            else "none of their modules is an attention that does, or their forward was replaced"
+        )
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
     first, modules = calls[0], [call.module for call in calls]
     if len(set(modules)) < len(modules):
@@ -43,16 +47,13 @@ def probe(model: Any) -> Facts:
         raise refusal(model, f"{added}, so they are not scale q·k + mask")
     family = _family_refusals(model, inputs, calls)
     counting = _counting(model, inputs, calls, bool(instead))
-    places = [_place(model, module) for module in modules]
+    names = {part: name for name, part in model.named_modules()}
+    places = [place_of(model, names[module]) for module in modules]
     numbers = [i if place is None else place[1] for i, place in enumerate(places)]
-    layers = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
-    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
     layer_of = dict(zip(map(id, modules), numbers, strict=True))
+    layers = {layer_of[id(call.module)]: _layer(call, family) for call in calls}
+    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
     return Facts(tuple(layers[number] for number in sorted(layers)), layer_of, *counting, Anatomy.of(model))
-
-
-def _place(model: Any, module: nn.Module) -> tuple[nn.ModuleList, int] | None:
-    return place_of(model, next(name for name, part in model.named_modules() if part is module))
 
 
 def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> list[Call]:
@@ -76,7 +77,7 @@ def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> li
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise refusal(model, _replaced(model) or f"a short forward failed with {error!r}") from error
+        raise refusal(model, f"a short forward failed with {error!r}") from error
     return calls
 
 
@@ -105,8 +106,7 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
             return args, kwargs | {"hidden_states": first(kwargs["hidden_states"])}
         return (first(args[0]), *args[1:]), kwargs
 
-    hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
-    with cleared(hooks):
+    with cleared([call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]):
         others = _calls(model, inputs)
     apart = 0.0
     for call, other in zip(calls, others, strict=True):
@@ -234,28 +234,13 @@ def _check_kind(model: Any) -> None:
         raise BadInput("compiled code cannot be looked into: give the model as it was before torch.compile.")
     if model.dtype == torch.float64:
         raise BadInput("a model in float64 is not looked into: load it with dtype float32, bfloat16 or float16.")
-    read = model.main_input_name
-    has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
-    if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
+    decodes = any(hasattr(part, "decoder") for part in (model, model.base_model))
+    if getattr(model.config, "is_encoder_decoder", False) and decodes:
         kind = model.config.model_type
         raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
-    if read not in ("input_ids", "pixel_values"):
+    if (read := model.main_input_name) not in ("input_ids", "pixel_values"):
         given = "qkscope can give a model only token ids or an image"
         raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
-
-
-def _replaced(model: Any) -> str | None:
-    """Say so where the forward of an attention (or of what holds one) is not of its class's own file."""
-    for part in model.modules():
-        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
-            continue
-        forward = vars(part).get("forward", type(part).forward)  # wrappers, as accelerate's, keep the name of the file
-        if forward.__module__ not in {kind.__module__ for kind in type(part).__mro__}:
-            return (
-                f"the forward of {type(part).__name__} was replaced by {forward.__qualname__}, which bypasses"
-                " transformers' attention interface: load the model without that patch"
-            )
-    return None
 
 
 def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
@@ -263,26 +248,23 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
 
     Refuses a model whose layers did not call for another reason: they need what was not given, or call several times.
     """
-    place = _place(model, calls[0].module)
+    place = place_of(model, next(name for name, part in model.named_modules() if part is calls[0].module))
     blocks = [] if place is None else list(place[0])
     expected = len(blocks) or getattr(feed.text_config(model), "num_hidden_layers", len(calls))
-    called = {id(call.module) for call in calls}
-    seeing = [block for block in blocks if any(id(part) in called for part in block.modules())]
+    called = {call.module for call in calls}
+    seeing = [block for block in blocks if not called.isdisjoint(block.modules())]
     silent = {i: block for i, block in enumerate(blocks) if block not in seeing}
     if len(calls) == expected and not silent:
         return {}
     if any("cross" in name for block in silent.values() for name, _ in block.named_children()):
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
-    if len(calls) > expected:
-        why = f"{len(calls)} attention calls come from {expected} layers"
-        raise refusal(model, f"{why}, so which layer is which is not known")
-    usual = {type(part) for block in seeing for part in block.children()}
+    usual, attentions = {type(part) for block in seeing for part in block.children()}, {type(part) for part in called}
     instead = {
         i: [type(part).__name__ for part in block.children() if type(part) not in usual] for i, block in silent.items()
     }
-    attentions = {type(call.module) for call in calls}
     alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
     if len(calls) != len(seeing) or alike or not all(instead.values()):
-        raise refusal(model, f"only {len(calls)} of its {expected} layers call transformers' attention interface")
+        why = f"{len(calls)} attention calls come from {expected} layers"
+        raise refusal(model, f"{why}, so which layer is which is not known")
     return {i: kinds[0] for i, kinds in instead.items()}

@@ -195,9 +195,7 @@ class Runner(Shape):
 
         hooks = [self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)]
         parts = [part for part in self._ablated if isinstance(part, nn.Module)]
-        hooks += [
-            part.register_forward_hook(ablated, prepend=True) for part in parts
-        ]  # before whoever notes its output
+        hooks += [part.register_forward_hook(ablated, prepend=True) for part in parts]  # first of all
         with cleared(hooks):
             yield [visit]
 
