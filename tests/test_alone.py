@@ -13,13 +13,9 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope_papers.families import tiny_model
 
-COUNT_COLUMNS = ["bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart"]
+COUNT_COLUMNS = ["bart", "marian", "blenderbot"]
 COUNT_IDS = ["roberta", "xlm-roberta"]
-OTHERS = [
-    "glm4", "exaone4", "nemotron", "seed_oss", "ernie4_5", "helium", "persimmon", "gpt_bigcode", "modernbert",
-    "qwen2_vl", "gemma3", "gemma3n_text", "hunyuan_v1_dense", "deepseek_v3", "falcon_h1", "whisper", "gpt2", "opt",
-    "bert", "layoutlm", "ctrl", "jetmoe",
-]  # fmt: skip
+OTHERS = ["glm4", "persimmon", "modernbert", "qwen2_vl", "gemma3n_text", "deepseek_v3", "falcon_h1", "gpt2", "ctrl"]
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0}
 LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -54,12 +50,13 @@ def error(model, batch: Capture, prompts: list[Example]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("family", [*COUNT_IDS, *OTHERS])
-def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str, side: str | None) -> None:
+def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str) -> None:
     model, prompts = tiny_model(family), every_key((12, 7, 9))
-    (batch,) = Scope.from_model(model, check=False).capture(prompts, padding_side=side)
-    assert error(model, batch, prompts) < 1e-5
+    scope = Scope.from_model(model, check=False)
+    for side in (None, "left", "right"):
+        (batch,) = scope.capture(prompts, padding_side=side)
+        assert error(model, batch, prompts) < 1e-5
 
 
 @pytest.mark.parametrize("family", COUNT_COLUMNS)
@@ -78,9 +75,8 @@ def test_where_columns_are_positions_padding_is_on_the_right_or_refused(family: 
         scope.generate(scope.encode(prompts))
 
 
-@pytest.mark.parametrize("family", COUNT_COLUMNS)
-def test_the_check_sees_left_padding_where_columns_are_positions(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family), check=False)
+def test_the_check_sees_left_padding_where_columns_are_positions() -> None:
+    scope = Scope.from_model(tiny_model("bart"), check=False)
     scope.facts = replace(scope.facts, sides=("left", "right"))
     assert scope.self_check().sides == scope.facts.sides == ("right",)
     scope.facts = replace(scope.facts, sides=("left",))
@@ -108,10 +104,9 @@ def test_the_check_sees_a_query_frame_that_holds_the_absolute_position() -> None
         scope.self_check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "bart", "roberta", "qwen3_moe"])
-def test_half_precision_passes_the_check(family: str, dtype: torch.dtype) -> None:
-    scope = Scope.from_model(tiny_model(family).to(dtype))
+def test_half_precision_passes_the_check(family: str) -> None:
+    scope = Scope.from_model(tiny_model(family).to(torch.bfloat16))
     assert scope.facts.sides == (("right",) if family == "bart" else ("left", "right"))
 
 
@@ -164,16 +159,6 @@ def test_dynamic_rope_goes_beyond_its_length_and_yarn_to_its_factor() -> None:
     next(iter(scope.capture([Example(ids=ids(128, 0))])))
     with pytest.raises(BadInput, match="context ends at 128"):
         scope.capture([Example(ids=ids(129, 0))])
-
-
-def test_longer_prompts_before_leave_no_trace_in_a_dynamic_rotation() -> None:
-    family, settings = LENGTH_DEPENDENT["dynamic"]
-    model, (prompt,) = tiny_model(family, **settings), every_key((40,))
-    scope = Scope.from_model(model, check=False)
-    with torch.no_grad():
-        model(torch.tensor([ids(100, 0)]))
-    (batch,) = scope.capture([prompt])
-    assert error(tiny_model(family, **settings), batch, [prompt]) < 1e-5
 
 
 def test_looking_leaves_a_dynamic_rotation_as_it_was() -> None:

@@ -15,7 +15,6 @@ from qkscope.examples import Example, Key
 from qkscope_papers.families import tiny_model
 
 HEAD = "L0H1"
-OWN_CODE = ["gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon"]
 
 
 def encode(scope: Scope) -> Encoding:
@@ -31,7 +30,7 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "gpt_oss", "opt", "gpt_neox", "phi3", *OWN_CODE])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "opt", "gptj", "bloom", "falcon"])
 def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param), check=False)
 
@@ -135,9 +134,8 @@ def test_a_patched_run_equals_the_same_edit_made_in_the_projection(family: str) 
         assert (wanted - scope.model(**encoded.inputs).logits[:, -1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_generation_is_greedy_and_edits_hold_at_every_step(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family), check=False)
+def test_generation_is_greedy_and_edits_hold_at_every_step() -> None:
+    scope = Scope.from_model(tiny_model("mistral"), check=False)
     encoded = encode(scope)
     plain = scope.generate(encoded, max_new_tokens=6)
     keys = encoded.places.keys

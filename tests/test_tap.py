@@ -16,11 +16,7 @@ from qkscope.heads import Head
 from qkscope.runs.work import stream
 from qkscope_papers.families import tiny_model
 
-DECODERS = [
-    "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gemma2", "gemma3", "olmo2", "gpt_neox", "gpt2", "opt",
-    "gpt_oss", "starcoder2", "stablelm", "cohere", "granite", "smollm3",
-    "gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon", "xglm",
-]  # fmt: skip
+DECODERS = ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss", "gptj", "mpt", "falcon"]
 
 
 def ids(length: int, seed: int) -> tuple[int, ...]:
@@ -53,9 +49,8 @@ def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_softmax_of_captured_logits_and_rest_is_the_models_attention(scope: Scope, side: str) -> None:
-    encoded = scope.encode(examples(), padding_side=side)
+def test_softmax_of_captured_logits_and_rest_is_the_models_attention(scope: Scope) -> None:
+    encoded = scope.encode(examples())
     captured = scope.capture_inputs(encoded)
     reference = eager_attention(scope, encoded.inputs)
     ours = captured.attention()
@@ -148,16 +143,6 @@ def test_the_pass_ends_after_the_deepest_layer_asked_for() -> None:
     assert ran == [0, 1]  # layer 2 ends inside its attention
     for hook in hooks:
         hook.remove()
-
-
-def test_shards_partition_a_fixed_list_of_batches() -> None:
-    scope = Scope.from_model(tiny_model("qwen3"))
-    made = examples((12, 7, 9, 8, 10, 11, 6, 13))
-    whole = [batch.example.tolist() for batch in scope.capture(made, "L0H0", batch_size=3)]
-    shards = [[b.example.tolist() for b in scope.capture(made, "L0H0", batch_size=3, shard=(i, 2))] for i in (0, 1)]
-    assert shards[0] == whole[0::2]
-    assert shards[1] == whole[1::2]
-    assert sorted(i for batch in whole for i in batch) == list(range(8))
 
 
 def test_a_batch_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -> None:
