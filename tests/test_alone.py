@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from id_prompts import eager_attention, ids, marked
 from qkscope import Scope
 from qkscope.capture.pick import Capture
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Key
+from qkscope.examples import Example
 from qkscope_papers.families import tiny_model
 
 COUNT_COLUMNS = ["bart", "marian", "blenderbot"]
@@ -21,23 +22,9 @@ LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_fa
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-def ids(length: int, seed: int) -> list[int]:
-    return torch.randint(5, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def every_key(lengths: tuple[int, ...]) -> list[Example]:
-    prompts = [ids(length, seed) for seed, length in enumerate(lengths)]
-    return [Example(ids=prompt, keys=[Key((i, i + 1)) for i in range(len(prompt))]) for prompt in prompts]
-
-
 def attention_alone(model, prompt: Example) -> list[torch.Tensor]:
-    """What the model itself reports for one prompt: bare ids, no mask, no positions, no tap; [layer][h, key]."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        attentions = model.base_model(input_ids=torch.tensor([prompt.ids]), output_attentions=True).attentions
-    model.set_attn_implementation(before)
-    return [layer[0, :, -1] for layer in attentions]
+    """What the model reports of the last token, given the bare ids."""
+    return [layer[0, :, -1] for layer in eager_attention(model, {"input_ids": torch.tensor([prompt.ids])})]
 
 
 def error(model, batch: Capture, prompts: list[Example]) -> float:
@@ -52,7 +39,7 @@ def error(model, batch: Capture, prompts: list[Example]) -> float:
 
 @pytest.mark.parametrize("family", [*COUNT_IDS, *OTHERS])
 def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str) -> None:
-    model, prompts = tiny_model(family), every_key((12, 7, 9))
+    model, prompts = tiny_model(family), marked((12, 7, 9))
     scope = Scope.from_model(model, check=False)
     for side in (None, "left", "right"):
         (batch,) = scope.capture(prompts, padding_side=side)
@@ -61,7 +48,7 @@ def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str) -> No
 
 @pytest.mark.parametrize("family", COUNT_COLUMNS)
 def test_where_columns_are_positions_padding_is_on_the_right_or_refused(family: str) -> None:
-    model, prompts = tiny_model(family), every_key((12, 7, 9))
+    model, prompts = tiny_model(family), marked((12, 7, 9))
     scope = Scope.from_model(model)
     assert scope.facts.sides == ("right",)
     for side in (None, "right"):
@@ -136,7 +123,7 @@ LENGTH_DEPENDENT = {
 def test_frequencies_that_depend_on_the_length_come_from_the_prompt_itself(kind: str, side: str) -> None:
     family, settings = LENGTH_DEPENDENT[kind]
     scope = Scope.from_model(tiny_model(family, **settings))
-    prompts = every_key((40, 20, 33, 32, 36))  # on both sides of 32
+    prompts = marked((40, 20, 33, 32, 36))  # on both sides of 32
     (batch,) = scope.capture(prompts, padding_side=side)
     for i, prompt in enumerate(prompts):
         (row,) = (batch.example == i).nonzero()[:, 0].tolist()
