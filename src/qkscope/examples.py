@@ -224,5 +224,5 @@ class Draft:
 
     def example(self, cluster: str | int = "") -> Example:
         """The finished example."""
-        marks = {"queries": tuple(self._queries), "keys": tuple(self._keys), "roles": dict(self._roles)}
-        return Example(self._text, cluster=cluster, **marks)
+        queries, keys = tuple(self._queries), tuple(self._keys)
+        return Example(self._text, queries=queries, keys=keys, cluster=cluster, roles=dict(self._roles))

@@ -24,7 +24,7 @@ Whether a model can be trusted to be looked into:
 - ``probe``: what its attention is and how it counts positions, read off live calls, or the true cause of a refusal
 - ``check``: the facts that must hold before a number is believed, also beyond every length that a config names
 - ``small``: a config made small, its lengths made short, and loud weights for it
-- ``blocks``: each block taken apart into what it adds to the residual stream, by looking; ``norms`` as linear maps
+- ``blocks``: each block taken apart into what it adds to the residual stream, by looking; norms as linear maps
 
 From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are what makes it and its
 fingerprint, and those in packages; ``gguf`` turns a GGUF file into a checked folder. A bridge of TransformerLens or a

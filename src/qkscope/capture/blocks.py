@@ -5,25 +5,30 @@ out, each times a number, with norms in between in some families. One short forw
 block was given and gave; the sum is then *solved for*: a tensor is what entered, the heads, a norm of a tensor that can
 be explained, or a combination of the block's parts found by least squares, and it must agree to rounding. What cannot
 be explained so is refused: its writers cannot be told apart.
+
+Norms are linear maps with their scalar held: ``N(x) = σ(x) gain ⊙ C x + bias``, found by asking them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from qkscope.capture.inputs import forward, short_inputs
-from qkscope.capture.norms import is_norm
 from qkscope.capture.tap import Call, block_of, cleared, place_of, tap
 from qkscope.errors import BadInput
 
 _DEEPEST = 4  # how far inside a block its parts are looked for
+_LONG = 1e3  # a vector so long that nothing is seen of what a norm adds under its root
+_SHORT = 1e-3  # and one so short that it is seen
 
 
 @dataclass(frozen=True)
@@ -129,14 +134,12 @@ class _Seen:
 
         # logits, too, are rounded in half precision, so the heads' outputs are known less well
         close = 1e-4 if entered.dtype in (torch.float32, torch.float64) else 0.1
-        outputs = [
-            module
-            for module in (block.modules() if z is not None else ())
-            if len(list(module.parameters(recurse=False)))
-            and not any(module.children())
-            and (got := shaped(given.get(module), z.shape[-1])) is not None
-            and bool((got - z).norm() <= close * z.norm())
-        ]
+        outputs = []
+        for module in block.modules() if z is not None else ():
+            holds = any(True for _ in module.parameters(recurse=False)) and not any(module.children())
+            got = shaped(given.get(module), z.shape[-1]) if holds and z is not None else None
+            if got is not None and z is not None and bool((got - z).norm() <= close * z.norm()):
+                outputs.append(module)
         if attention is not None and not outputs:
             why = "no one matrix adds up its heads' outputs; they are changed or routed before"
             raise BadInput(f"{kind} cannot be traced: {why}.")
@@ -171,8 +174,8 @@ class _Seen:
                 if inner is not None and not isinstance(inner, Part):
                     return Normed(module, inner) if gain is None else Scaled(module, gain, inner)
         alone = [module for module in makers if not self._attends(module)]
-        if alone and target is not self.left:  # a block may end inside a module of its own, which adds the stream
-            # one that only hands on (dropout) may be called for other parts, too
+        # a block may end inside a module of its own, which adds the stream; dropout may be called for other parts, too
+        if alone and target is not self.left:
             return Part(min(alone, key=lambda module: (next(module.parameters(), None) is None, self.depth[module])))
         for depth in range(1, _DEEPEST + 1):
             terms = self._solve(target, depth)
@@ -184,20 +187,17 @@ class _Seen:
         return None
 
     def with_silent(self, tree: Node | None) -> Node | None:
-        """A tree, and beside it what puts out nothing at all (weights of 0): it writes, though not a thing."""
+        """Add the writers whose output is zero, so that every part of a block has a node."""
         if tree is None:
             return None
-        silent: list[Node] = [] if self.attention is None or bool(self.heads.any()) else [Heads()]
-        heads = len(silent)
-        for module, out in self.gave.items():
-            apart = self.depth[module] == 1 and not is_norm(module) and not self._attends(module)
-            if apart and not bool(out.any()) and any(True for _ in module.parameters()):
-                silent.append(Part(module))
+        heads: list[Node] = [] if self.attention is None or bool(self.heads.any()) else [Heads()]
+        outer = [module for module in self.gave if self.depth[module] == 1 and not is_norm(module)]
+        silent = [module for module in outer if not self._attends(module) and not bool(self.gave[module].any())]
+        parts: list[Node] = [Part(module) for module in silent if any(True for _ in module.parameters())]
         terms = tree.terms if isinstance(tree, Sum) else ((1.0, tree),)
-        through = [_enters(term) for _, term in terms]
-        place = through.index(True) + 1 if True in through else 0  # heads come before other parts, as in all blocks
-        more = tuple((1.0, node) for node in silent)
-        return Sum((*terms[:place], *more[:heads], *terms[place:], *more[heads:])) if silent else tree
+        place = next((i + 1 for i, (_, term) in enumerate(terms) if _enters(term)), 0)  # heads come before other parts
+        before, after = (tuple((1.0, node) for node in nodes) for nodes in (heads, parts))
+        return Sum((*terms[:place], *before, *terms[place:], *after)) if heads or parts else tree
 
     def _attends(self, module: nn.Module) -> bool:
         """Whether a module holds some of the attention."""
@@ -214,9 +214,8 @@ class _Seen:
 
     def _made_of(self, out: Tensor, others: list[Tensor]) -> bool:
         """Whether a module's output is a combination of others': BLOOM's attention adds the stream itself."""
-        columns = torch.stack([other.double().flatten() for other in others], dim=1)
+        columns, wanted = torch.stack([other.double().flatten() for other in others], dim=1), out.double().flatten()
         columns = columns / columns.norm(dim=0).clamp_min(1e-30)
-        wanted = out.double().flatten()
         numbers = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0]
         return bool((columns @ numbers - wanted).norm() <= self.tolerance * wanted.norm())
 
@@ -246,8 +245,7 @@ class _Seen:
 
 def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
     """Which columns a least-squares fit cannot do without: those well above their own standard error."""
-    scale = columns.norm(dim=0).clamp_min(1e-30)
-    unit = columns / scale
+    unit = columns / columns.norm(dim=0).clamp_min(1e-30)
     parts = torch.linalg.lstsq(unit, wanted[:, None], driver="gelsd").solution[:, 0]
     spread = torch.linalg.pinv(unit.T @ unit, hermitian=True).diagonal().sqrt()
     noise = (unit @ parts - wanted).norm() / max(len(wanted) - len(parts), 1) ** 0.5
@@ -256,13 +254,7 @@ def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
 
 @torch.no_grad()
 def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]:
-    """Take every block of a model apart, or refuse the model with the reason.
-
-    Parameters
-    ----------
-    model : any that can be looked into.
-    layer_of : ``id(attention module) -> layer``, as the probe found.
-    """
+    """Take every block of a model apart, or refuse it; ``layer_of`` maps the id of an attention module to its layer."""
     names = {module: name for name, module in model.named_modules()}
     attentions = {layer_of[id(module)]: module for module in names if id(module) in layer_of}
     blocks = {layer: block_of(model, names[module]) for layer, module in attentions.items()}
@@ -312,3 +304,97 @@ def _main(value: Any) -> Tensor | None:
     if isinstance(value, tuple | list):
         value = value[0] if len(value) else None
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
+
+
+# ---------------------------------------------------------------- norms
+
+
+class Norm(NamedTuple):
+    """A norm taken apart, in float32; it `centres` where it subtracts the mean (LayerNorm).
+
+    ``σ(x) = 1 / sqrt(mean((C x)²) + eps)`` of every norm of the usual kind.
+    """
+
+    gain: Float[Tensor, "*b d"]
+    bias: Float[Tensor, "*b d"]
+    centres: bool
+    eps: float = 0.0
+
+    def centred(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """Less its mean, where the norm subtracts it."""
+        return x - x.mean(-1, keepdim=True) if self.centres else x
+
+    def scalar(self, x: Float[Tensor, "*b d"], out: Float[Tensor, "*b d"]) -> Float[Tensor, "*b 1"]:
+        """What the norm multiplied its (centred) input by, besides its gain."""
+        y = self.gain.to(x) * self.centred(x)
+        found = ((out - self.bias.to(x)) * y).sum(-1, keepdim=True)
+        return found / y.square().sum(-1, keepdim=True).clamp_min(1e-30)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its name."""
+    return "norm" in type(module).__name__.lower() and not any(module.children())
+
+
+@torch.no_grad()
+def full_output(norm: nn.Module, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+    """What a norm makes of an input, in float32."""
+    weights = {name: weight.detach().float() for name, weight in norm.named_parameters()}
+    there = next(iter(weights.values()), x).device
+    return functional_call(norm, weights, (x.to(there, torch.float32),)).to(x.device)
+
+
+def take_apart(norm: nn.Module, like: Tensor) -> Norm:
+    """Gain, bias and centring of a norm, found by asking it; ``like`` is what it normalises."""
+    weight = next(norm.parameters(), like[(0,) * (like.ndim - 1)])
+    signs = (1 - 2 * (torch.arange(weight.shape[-1], device=weight.device) % 2)).float()
+    signs = signs.expand(weight.shape)  # alternating ±1: no entry of its normalised form vanishes
+    above, below = full_output(norm, _LONG * signs), full_output(norm, -_LONG * signs)
+    bias, flat = (above + below) / 2, full_output(norm, torch.full_like(signs, _LONG))
+    centres = bool((flat - bias).abs().max() < (above - bias).abs().max() / 2)  # nothing is left of a constant vector
+    unit = signs - signs.mean(-1, keepdim=True) if centres else signs
+    square = unit.square().mean(-1, keepdim=True)
+    own = Norm((above - below) / 2 * square.sqrt() / unit, bias, centres)
+    scalar = own.scalar(_SHORT * signs, full_output(norm, _SHORT * signs))
+    return own._replace(eps=float((1 / scalar.square() - _SHORT**2 * square).mean()))
+
+
+class Frozen:
+    """Norms that multiply by what they multiplied by when they first ran: the first run notes, later runs repeat."""
+
+    def __init__(self) -> None:
+        self._own: dict[nn.Module, Norm] = {}
+        self._scalars: dict[nn.Module, list[Tensor]] = {}
+        self._runs: dict[nn.Module, int] = {}
+        self._asking = False
+
+    @property
+    def ran(self) -> list[nn.Module]:
+        """Norms that ran, in their order."""
+        return list(self._own)
+
+    def hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """Make linear maps of the norms among some modules for one run, until the hooks are removed."""
+        self._runs.clear()
+        return [norm.register_forward_hook(self._norm) for norm in modules if is_norm(norm)]
+
+    def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
+        """From now on multiply by 1 instead, and leave out the biases of some norms."""
+        for norm, noted in self._scalars.items():
+            self._scalars[norm] = [torch.ones((), device=scalar.device) for scalar in noted]
+            if norm in unbiased:
+                self._own[norm] = self._own[norm]._replace(bias=torch.zeros_like(self._own[norm].bias))
+
+    def _norm(self, norm: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        if self._asking:
+            return None
+        if norm not in self._own:
+            self._asking = True  # a norm is taken apart by running it
+            self._own[norm] = take_apart(norm, given[0])
+            self._asking = False
+        x, own = given[0].float(), self._own[norm]
+        run = self._runs[norm] = self._runs.get(norm, -1) + 1  # one norm may serve queries, then keys
+        noted = self._scalars.setdefault(norm, [])
+        if len(noted) == run:
+            noted.append(own.scalar(x.detach(), out.detach().float()))
+        return (noted[run] * own.gain * own.centred(x) + own.bias).to(out.dtype)

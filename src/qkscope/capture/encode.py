@@ -98,17 +98,15 @@ class Prompts:
         inputs = feed.pad_rows([torch.tensor(self.tokens[i].ids) for i in indices], pad_id, side, positions)
         inputs = {name: value.to(device) for name, value in inputs.items()}
         rows = [(row, i, query) for row, i in enumerate(indices) for query in self.tokens[i].queries]
-        row, example, query = torch.tensor(rows).to(device).unbind(1)
-        shift = inputs["attention_mask"].argmax(dim=1)[row]
+        batch_row, example, query = torch.tensor(rows).to(device).unbind(1)
+        shift = inputs["attention_mask"].argmax(dim=1)[batch_row]
         keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _ in rows]
         at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
         labels = {}
         for name in self.contrasts:
-            signs = [
-                torch.tensor([key.label(name) for key in self.examples[i].keys]).to(torch.int8) for _, i, _ in rows
-            ]
-            labels[name] = pad_sequence(signs, batch_first=True).to(device)
-        places = Places(row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
+            signs = [torch.tensor([key.label(name) for key in self.examples[i].keys]) for _, i, _ in rows]
+            labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
+        places = Places(batch_row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
         return Encoding(inputs, places, example, labels, self.examples)
 
 

@@ -259,10 +259,9 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     kind = type(model).__name__
     if "transformer_lens" in packages:
         if getattr(model, "_weights_processed", False):
-            raise BadInput(
-                f"the weights of this {kind} were processed (layer norms folded, matrices centred), so they are not the"
-                " model's: boot it again, and use it without enable_compatibility_mode(), or with no_processing=True."
-            )
+            why = "were processed (layer norms folded, matrices centred), so they are not the model's: boot it again"
+            how = "use it without enable_compatibility_mode(), or with no_processing=True"
+            raise BadInput(f"the weights of this {kind} {why}, and {how}.")
         inside = getattr(model, "original_model", None)
     elif "nnsight" in packages:
         if not getattr(model, "dispatched", True):
@@ -271,10 +270,8 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     else:
         return model, tokenizer
     if not isinstance(inside, PreTrainedModel):
-        raise BadInput(
-            f"this {kind} wraps no model of transformers, so it cannot be looked into: load one with transformers,"
-            " or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)."
-        )
+        how = "load one with transformers, or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)"
+        raise BadInput(f"this {kind} wraps no model of transformers, so it cannot be looked into: {how}.")
     tensors = {  # in a bridge, a part that was replaced stands inside its replacement
         name.replace("_original_component.", ""): tensor
         for named in (inside.named_parameters, inside.named_buffers)

@@ -81,8 +81,8 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        q, k = self._rotate(q[:, :, None], k, batch, position[:, None], offset, back=True, pure=True)
-        return q[:, :, 0], k
+        turned = [self.turn(x, batch, position[:, None], offset, back=True, pure=True) for x in (q[:, :, None], k)]
+        return turned[0][:, :, 0], turned[1]
 
     def turn(
         self,
@@ -91,6 +91,7 @@ class Rotary:
         positions: Int[Tensor, "n m"],
         offset: int = 0,
         back: bool = False,
+        pure: bool = False,
     ) -> Float[Tensor, "n h m d"]:
         """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
 
@@ -104,27 +105,19 @@ class Rotary:
             Where the rotated dimensions begin.
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
+        pure : bool
+            Leave out the attention scaling.
         """
-        return self._rotate(x, x[:, :1], batch, positions, offset, back)[0]
-
-    def _rotate(
-        self, q: Tensor, k: Tensor, batch: Tensor, positions: Tensor, offset: int, back: bool, pure: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The family's own function at some positions; ``pure`` leaves out the attention scaling."""
         # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
         row, positions = (index.to(self.cos.device) for index in (batch, positions))
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        cos, sin = (table[row, positions].to(q) for table in (self.cos, self.sin))
+        cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
         if pure:
             scaling = (cos.square() + sin.square()).sqrt()
             cos, sin = cos / scaling, sin / scaling
-        part = slice(offset, offset + self.q.shape[-1])
-        turned = self.function(q[..., part].contiguous(), k[..., part].contiguous(), cos, -sin if back else sin)
-        if self.q.shape[-1] < q.shape[-1]:
-            q, k = q.clone(), k.clone()
-            q[..., part], k[..., part] = turned
-            return q, k
-        return turned
+        part = x[..., offset : offset + self.q.shape[-1]].contiguous()
+        turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
+        return torch.cat([x[..., :offset], turned, x[..., offset + part.shape[-1] :]], dim=-1)
 
 
 def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
