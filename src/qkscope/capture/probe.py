@@ -28,12 +28,9 @@ def probe(model: Any) -> Facts:
     inputs = feed.short_inputs(model)
     calls = _calls(model, inputs)
     if not calls:
-        code = "they hold attention code of their own, in which no softmax of one product q·k is seen"
-        why = (
-            code
-            if own_attention(model)
-            else "none of their modules is an attention that does, or their forward was replaced"
-        )
+        why = "none of their modules is an attention that does, or their forward was replaced"
+        if own_attention(model):
+            why = "they hold attention code of their own, in which no softmax of one product q·k is seen"
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
     first, modules = calls[0], [call.module for call in calls]
     if len(set(modules)) < len(modules):
@@ -101,10 +98,9 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
     """
 
     def alike(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        first = lambda x: x[:, :1].expand_as(x).contiguous()  # noqa: E731
-        if "hidden_states" in kwargs:
-            return args, kwargs | {"hidden_states": first(kwargs["hidden_states"])}
-        return (first(args[0]), *args[1:]), kwargs
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        same = x[:, :1].expand_as(x).contiguous()
+        return (args, kwargs | {"hidden_states": same}) if "hidden_states" in kwargs else ((same, *args[1:]), kwargs)
 
     with cleared([call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]):
         others = _calls(model, inputs)
@@ -129,14 +125,18 @@ def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call])
 
 
 def _layer(call: Call, family: dict[Space, str]) -> Layer:
-    refusals = dict(family)
-    offset = None
-    if call.rotary is not None:
-        offset = _offset(call, call.rotary)
-        if offset is None:
-            reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
-            refusals |= {"pre_rope": reason, "query_frame": reason}
-        elif not _turns_back(call, call.rotary, offset):
+    refusals, rotary = dict(family), call.rotary
+    offset = None if rotary is None else _offset(call, rotary)
+    if rotary is not None and offset is None:
+        reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
+        refusals |= {"pre_rope": reason, "query_frame": reason}
+    elif rotary is not None and offset is not None:
+        row, last = (torch.tensor([value], device=call.q.device) for value in (0, call.q.shape[2] - 1))
+        turned, _ = rotary.turn_back(call.q[:1, :, -1].float(), call.k[:1, :, -1:].float(), row, last, offset)
+        given = rotary.q[:1, :, -1].float()
+        # the attention scaling stays in the vector, so compare directions; half precision rounds the rotated vector
+        alike = torch.nn.functional.cosine_similarity(turned[..., offset : offset + given.shape[-1]], given, dim=-1)
+        if not bool(alike.min() > 0.999):
             refusals.setdefault("query_frame", "the rotary function is more than a rotation and cannot be turned back")
     return Layer(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
 
@@ -156,17 +156,6 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
     return None
 
 
-def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
-    last = call.q.shape[2] - 1
-    row, column = (torch.tensor([value], device=call.q.device) for value in (0, last))
-    q, k = call.q[:1, :, last].float(), call.k[:1, :, last:].float()
-    turned, _ = rotary.turn_back(q, k, row, column, offset)
-    given = rotary.q[:1, :, last].float()
-    turned = turned[..., offset : offset + given.shape[-1]]
-    # the attention scaling stays in the vector, so compare directions; half precision rounds the rotated vector
-    return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
-
-
 def _counting(
     model: Any, inputs: dict[str, Tensor], calls: list[Call], hybrid: bool
 ) -> tuple[bool, int, tuple[PaddingSide, ...]]:
@@ -184,26 +173,23 @@ def _counting(
     def same_at(positions: Tensor) -> bool:
         return _same_vectors(calls, _calls(model, inputs | {"position_ids": positions}, last=0))
 
-    takes, first = False, 0
+    takes, first, pad = False, 0, feed.model_pad_id(model) or 0
     if "position_ids" in feed.forward_arguments(model.base_model):
         takes = same_at(counted)
         if takes and not hybrid and not same_at(counted + counted % 2):
             return True, 0, SIDES
-        behind = (feed.model_pad_id(model) or 0) + 1
         limit = feed.context_limit(model)
-        if not takes and (limit is None or behind + counted.shape[1] < limit) and same_at(counted + behind):
-            first = behind
-    return takes, first, tuple(side for side in SIDES if _padding_is_harmless(model, calls, side, takes))
-
-
-def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
-    (alone,), (longer, _) = feed.short_ids(model, (6,)), feed.short_ids(model, (9, 6))
-    batch = feed.pad_rows([longer, alone], feed.model_pad_id(model) or 0, side, takes_positions)
-    batch = {name: value.to(feed.input_device(model)) for name, value in batch.items()}
-    columns = slice(3, None) if side == "left" else slice(None, 6)
+        if not takes and (limit is None or pad + 1 + counted.shape[1] < limit) and same_at(counted + pad + 1):
+            first = pad + 1
+    rows = [feed.short_ids(model, (9, 6))[0], feed.short_ids(model, (6,))[0]]
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
-    return _same_vectors(calls, _calls(model, batch, last=last), columns)
+    harmless = []
+    for side, columns in zip(SIDES, (slice(3, None), slice(None, 6)), strict=True):
+        batch = {name: x.to(counted.device) for name, x in feed.pad_rows(rows, pad, side, takes).items()}
+        if _same_vectors(calls, _calls(model, batch, last=last), columns):
+            harmless.append(side)
+    return takes, first, tuple(harmless)
 
 
 def _same_vectors(calls: list[Call], others: list[Call], columns: slice = slice(None)) -> bool:
