@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkscope.capture.pick import Capture, Facts, Places
 from qkscope.capture.spaces import Rotary, Space
-from qkscope.capture.tap import Call, Stop, overlay
+from qkscope.capture.tap import Call, Stop
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -154,8 +154,7 @@ class Picker:
     def _take(self, call: Call, plan: Plan) -> None:
         """Let the layer wait, after those that wait and are not like it were worked up."""
         rotary, offset = self._rotation(call)
-        # heads of this layer see what others do not, or were edited
-        alone = bool(call.set_logits) or (call.mask is not None and call.mask.shape[1] > 1)
+        alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
         shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
         turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
         mask = call.layer if alone else None, id(call.mask), call.causal
@@ -205,7 +204,7 @@ class Picker:
         at_keys, elsewhere = self._masks(call)
         q, k = _choose(all_q, plan.heads), _keys(all_k, plan.kv, at)
         bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(-1, len(plan.heads), -1)
-        _put(self.bias, plan.slots, self._with_set(call, plan, at, q, k, bias))
+        _put(self.bias, plan.slots, bias)
         if self.rest is not None and self.top is not None:
             rest, top = self._rest(call, at, all_q, all_k, elsewhere)
             rest = rest if sinks is None else torch.logaddexp(rest, sinks.expand_as(rest))
@@ -241,25 +240,13 @@ class Picker:
         sums, tops = [], []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
-            row, query = at.row[part], at.query[part]
+            row = at.row[part]
             every_k = (k if self._one_each and len(row) == batch else k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1)) * call.scale
             logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2)) + mask[part]
-            for head, value in call.set_logits.items():
-                logits[:, head] = overlay(logits[:, head], value[row, query])
             sums.append(logits.logsumexp(-1))
             tops.append(logits.amax(-1))
         return _cat(sums, 0), _cat(tops, 0)
-
-    def _with_set(self, call: Call, plan: Plan, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
-        for head in call.set_logits.keys() & set(plan.heads):
-            slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
-            logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
-            there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
-            bias = bias.clone()
-            bias[:, slot] = overlay(bias[:, slot], there - logits)
-        return bias
 
     def finish(
         self,

@@ -159,7 +159,7 @@ class Patch:
         if "queries" in kinds:
             call.q = call.q.clone()
         past = call.k.shape[2] - call.q.shape[2]  # with a cache only the newest queries are computed
-        for edit in edits:
+        for edit in sorted(edits, key=lambda edit: edit.kind == "logits"):  # which are what q and k do not give
             if edit.kind != "outputs":
                 call.redo.add(edit.head.index)
             if isinstance(edit, Edit):
@@ -185,4 +185,8 @@ def _apply(edit: Edit, call: Call, past: int) -> None:
         if edit.kind == "queries":
             call.q[row, index, query] = value.to(call.q.dtype)
         else:
-            call.logits_to_set(index)[row, query, key] = value.float()
+            k = call.k[row, index // (call.q.shape[1] // call.k.shape[1]), key].float()
+            computed = call.cap(call.scale * (call.q[row, index, query].float() * k).sum(-1))
+            mask = call.own_mask(index)
+            hidden = mask[row, query, key] == -torch.inf
+            mask[row, query, key] = (value.float() - computed).masked_fill(hidden, -torch.inf)

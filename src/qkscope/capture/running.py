@@ -182,13 +182,13 @@ class Runner(Shape):
                     call.outputs[head.index] = means
             for head, key, query in self._hidden:
                 if head.layer == call.layer:
-                    logits = call.logits_to_set(head.index)
-                    for row in range(len(logits)):
-                        rows = slice(None) if query is None else self._known(seen, row, query)
+                    mask = call.own_mask(head.index)
+                    for row in range(len(mask)):
+                        at = None if query is None else self._known(seen, row, query)
                         column = self._known(seen, row, key)
-                        if query is not None and column > rows and call.causal:  # type: ignore[operator]
+                        if at is not None and column > at and mask[row, at, column] == -torch.inf:
                             raise BadInput(f"{head} cannot see token {key} from token {query}, which stands before it.")
-                        logits[row, rows, column] = -torch.inf
+                        mask[row, slice(None) if at is None else at, column] = -torch.inf
 
         def ablated(_module: nn.Module, _args: Any, out: Any) -> Any:
             return (means(out[0]), *out[1:]) if isinstance(out, tuple) else means(out)

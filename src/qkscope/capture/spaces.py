@@ -236,18 +236,11 @@ def depends_on_length(module: nn.Module) -> bool:
 
 def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
     def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _forget_lengths(module)
-        if position_ids.ndim != 2 or len(position_ids) == 1:
-            return rotate(x, position_ids, *args, **kwargs)
-        tables: list[Tensor] = []
-        ends = position_ids.amax(-1)
-        for end in ends.unique():  # from short to long: what dynamic RoPE keeps is then outgrown each time
-            rows = ends == end
-            for i, table in enumerate(rotate(x[rows], position_ids[rows], *args, **kwargs)):
-                if i == len(tables):
-                    tables.append(table.new_empty((len(ends), *table.shape[1:])))
-                tables[i][rows] = table
-        return tuple(tables)
+        tables = []
+        for row in position_ids.split(1) if position_ids.ndim == 2 else [position_ids]:
+            _forget_lengths(module)
+            tables.append(rotate(x[:1], row, *args, **kwargs))  # which only asks x for its device and type
+        return tuple(torch.cat(rows) for rows in zip(*tables, strict=True)) if len(tables) > 1 else tables[0]
 
     return rotate_rows
 

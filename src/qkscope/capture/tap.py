@@ -76,9 +76,9 @@ def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
 class Call:
     """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
 
-    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
-    (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
-    computed again from this record. One that knows the output of every head itself puts it into `output`; what a head
+    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and what is added to the logits
+    of a head (`own_mask`); it names the query heads concerned in `redo`, and their output is computed again from this
+    record. One that knows the output of every head itself puts it into `output`; what a head
     put out, [b, s, e], can be changed by a function in `outputs`. `biases`
     names what else the call adds to its logits: the probe refuses a model where there is any. `weights` gives what the
     model's own softmax gave, where its own code was watched.
@@ -98,7 +98,7 @@ class Call:
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
     output: Float[Tensor, "b s h e"] | None = None
-    set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
+    redrawn: bool = False  # whether the mask is this record's, and one for each head
     outputs: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     weights: Callable[[], Float[Tensor, "b h s t"]] | None = None
 
@@ -106,11 +106,18 @@ class Call:
         """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def logits_to_set(self, head: int) -> Float[Tensor, "b s t"]:
-        """A table of one head's logits to write into (`set_logits`); its output is computed again."""
+    def own_mask(self, head: int) -> Float[Tensor, "b s t"]:
+        """The additive mask of one head, to be written into; its output is computed again."""
+        if not self.redrawn:
+            mask = self._every_mask()
+            self.mask, self.causal, self.redrawn = mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1), False, True
         self.redo.add(head)
-        shape = *self.q.shape[::2], self.k.shape[2]
-        return self.set_logits.setdefault(head, torch.full(shape, torch.nan, device=self.q.device))
+        return self.mask[:, head]  # type: ignore[index]
+
+    def _every_mask(self) -> Float[Tensor, "b m s t"]:
+        batch, _, queries, _ = self.q.shape
+        every = torch.cartesian_prod(*(torch.arange(n, device=self.q.device) for n in (batch, queries)))
+        return self.mask_rows(*every.unbind(1)).unflatten(0, (batch, queries)).transpose(1, 2)
 
     def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
         """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h where heads differ."""
@@ -133,25 +140,15 @@ class Call:
         mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
         q, k = self.q[batch, head, query].float(), self.k[:, head // group][batch].float()
         bias = mask[:, head if mask.shape[1] > 1 else 0]
-        if head in self.set_logits:  # what was set by hand becomes part of the bias
-            computed = self.cap(self.scale * torch.einsum("rd,rtd->rt", q, k))
-            bias = overlay(bias, self.set_logits[head][batch, query] - computed)
         cap = None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device)
         rest = None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1)
         return AttentionRows(q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest)
 
     def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """What the softmax of some query heads is given, from this record, in float32; -inf hides a key."""
-        batch, _, queries, _ = self.q.shape
-        index = torch.tensor(heads, device=self.q.device)
+        index, mask = torch.tensor(heads, device=self.q.device), self._every_mask()
         logits = self.cap(self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2))
-        row, query = torch.cartesian_prod(*(torch.arange(n, device=index.device) for n in (batch, queries))).unbind(1)
-        mask = self.mask_rows(row, query).unflatten(0, (batch, queries)).transpose(1, 2)  # [b, m, s, t]
-        logits = logits + (mask if mask.shape[1] == 1 else mask[:, index])
-        for head in self.set_logits.keys() & set(heads):
-            slot = heads.index(head)
-            logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
-        return logits
+        return logits + (mask if mask.shape[1] == 1 else mask[:, index])
 
     def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """The whole attention pattern of some query heads, from this record, in float32."""
@@ -169,11 +166,6 @@ class Call:
         return (self.attention(heads) @ self._of(self.v, heads)).transpose(1, 2)
 
 
-def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Logits with those put over them that were set by hand; NaN sets nothing, and what is hidden stays so."""
-    return torch.where(others.isnan() | (logits == -torch.inf), logits, others)
-
-
 # ---------------------------------------------------------------- where its modules are
 
 
@@ -188,22 +180,22 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return todo
 
 
+def _places_of(model: Any, name: str) -> list[tuple[nn.ModuleList, int]]:
+    """The lists of layers a module stands in, outermost first, and the number of its layer in each."""
+    parts = name.split(".")
+    outer = [(model.get_submodule(".".join(parts[:end])), parts[end]) for end in range(1, len(parts))]
+    return [(part, int(number)) for part, number in outer if isinstance(part, nn.ModuleList)]
+
+
 def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
     """The outermost list of layers a module stands in, and the number of its layer there."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        outer = model.get_submodule(".".join(parts[:end]))
-        if isinstance(outer, nn.ModuleList):
-            return outer, int(parts[end])
-    return None
+    return next(iter(_places_of(model, name)), None)
 
 
 def block_of(model: Any, name: str) -> nn.Module:
     """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1):
-        if isinstance(model.get_submodule(".".join(parts[: end - 1])), nn.ModuleList):
-            return model.get_submodule(".".join(parts[:end]))
+    for layers, number in reversed(_places_of(model, name)):
+        return layers[number]
     raise BadInput(f"{name} is not part of a list of layers.")
 
 
