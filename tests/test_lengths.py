@@ -82,14 +82,6 @@ def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched(factor: f
     Scope.from_model(model)
 
 
-@pytest.mark.parametrize(
-    "family", ["bert (decoder)", "modernbert-decoder", "opt (projected)", "gemma4_text", "minimax"]
-)
-def test_why_is_answered_of_a_head(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family), check=False)
-    assert why(scope, Example(ids=tuple(range(10, 30))), scope.heads()[-1], draws=2).answer
-
-
 def test_heads_of_different_widths_stand_in_one_answer() -> None:
     scope = Scope.from_model(tiny_model("gemma4_text"), check=False)
     assert len({layer.d_head for layer in scope.facts.layers}) == 2
@@ -102,9 +94,3 @@ def test_an_lm_head_of_several_layers_shows_no_straight_way() -> None:
     assert all(row["direct"] is None for row in why(scope, prompt, scope.heads()[-1], draws=2).tables["output"])
     with pytest.raises(BadInput, match="what stands between its residual stream and its logits is not linear"):
         why(scope, prompt)
-
-
-def test_a_decoder_deeper_than_its_encoder_is_served_whatever_its_cache_does() -> None:
-    scope = Scope.from_model(tiny_model("bart (deeper decoder)"))
-    assert scope.model.config.use_cache
-    assert scope.facts.sides == ("right",)

@@ -33,8 +33,6 @@ FORMS = [
     ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
     ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
 ]
-FAMILIES = ["gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon", "xglm"]
-TURNED = {"gptj", "codegen", "falcon"}
 EXAMPLES = marked((12, 7, 9), (1, 4, -1))
 
 
@@ -44,7 +42,7 @@ def test_every_form_passes_the_self_check(family: str, form: dict) -> None:
     assert check.attention_error < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt_neo", "gptj", "bloom", "falcon"])
 def test_half_precision_is_served_and_hides_what_it_hides(family: str) -> None:
     scope = Scope.from_model(tiny_model(family).to(torch.float16))
     encoded = scope.encode(EXAMPLES)
@@ -81,11 +79,11 @@ def test_a_local_layer_sees_its_window_alone() -> None:
     assert batch.scale.tolist() == [1.0] * 8  # its logits are not divided by √d
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gptj", "falcon", "mpt"])
 def test_pre_rope_is_another_space_where_something_turns_and_the_same_where_nothing_does(family: str) -> None:
     scope = Scope.from_model(tiny_model(family))
     post, pre = (next(iter(scope.capture(EXAMPLES, space=space))) for space in ("post_rope", "pre_rope"))
-    assert (post.k - pre.k).abs().max() > 0.1 if family in TURNED else torch.equal(post.k, pre.k)
+    assert (post.k - pre.k).abs().max() > 0.1 if family != "mpt" else torch.equal(post.k, pre.k)
 
 
 @pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])
