@@ -103,7 +103,7 @@ class _Trial:
         logits = torch.cat([logits.flatten().cpu() for logits in every])
         eps = torch.finfo(self.model.dtype).eps * float(logits[logits.isfinite()].abs().max())
         self.tolerance = (1e-2 if self.half else 1e-3) + eps
-        error = max(_error(one, 0, there, one) for one, there in zip(alone, reported, strict=True))
+        error = max(_error(run, 0, weights, run) for run, weights in zip(alone, reported, strict=True))
         if not error <= self.tolerance:
             why = "softmax(scale q·k + mask) of what its attention call is given is not the attention that it reports"
             raise refusal(self.model, f"{why} (off by {error:.2g})")

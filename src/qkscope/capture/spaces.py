@@ -34,7 +34,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 class Rotary:
     """What a rotary function was given in one layer, heads before positions: ``[b, h, s, r]``; r may be under d."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., tuple[Tensor, Tensor | None]]
     q: Float[Tensor, "b h s r"]
     k: Float[Tensor, "b g s r"]
     cos: Tensor
@@ -167,18 +167,17 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
 
 
 def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
-    parameters = inspect.signature(function).parameters
-    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+    signature = inspect.signature(function)
 
-    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        turned = [function(x.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2) for x in (q, k)]
-        return turned[0], turned[1]
+    def turn_one(q: Tensor, _k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        return function(q.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2), None
 
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        named = dict(zip(parameters, args, strict=False)) | kwargs
-        given = {name: named[name] if name in named else defaults[name] for name in parameters}
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
         alone, x = "q" not in given, next(iter(given.values()))
@@ -187,7 +186,7 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
         if alone or given.get("unsqueeze_dim", 1) != 1:
             vectors = tuple(x.transpose(1, 2) for x in vectors)
         q, k, q_rotated, k_rotated = vectors
-        turn = both if alone else function
+        turn = turn_one if alone else function
         heard.append(Rotary(turn, q, k, given["cos"], given["sin"], q_rotated, k_rotated, alone))
         return rotated
 

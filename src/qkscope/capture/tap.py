@@ -285,7 +285,7 @@ def tap(
             return _edited(call, run().transpose(1, 2)).transpose(1, 2)
 
         if anatomy.own:
-            stack.enter_context(watched([own for own in anatomy.own if layers is None or id(own) in layers], serve))
+            stack.enter_context(watched([part for part in anatomy.own if layers is None or id(part) in layers], serve))
         else:
             stack.enter_context(_interface(model, anatomy.configs, show, layers))
         expected = list((layers or {}).values())  # in the order in which they are called
