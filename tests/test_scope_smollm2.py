@@ -24,7 +24,7 @@ def test_shape_fingerprint_and_self_check(scope: Scope) -> None:
 
 def test_l18h6_attends_to_the_box_of_the_queried_word(scope: Scope) -> None:
     right = []
-    prompts = [unit[0] for unit in tasks.binding(form="list").test(24)]
+    prompts = [unit[0] for unit in tasks.binding(form="list").test(12)]
     for batch in scope.capture(prompts, ["L18H6", "L0H0"], batch_size=12):
         right.append(batch.attention().argmax(-1) == batch.labels["answer"].argmax(-1)[:, None])
     accuracy = torch.cat(right).float().mean(0)
