@@ -117,7 +117,8 @@ class Rotary:
             cos, sin = cos / scaling, sin / scaling
         part = x[..., offset : offset + self.q.shape[-1]].contiguous()
         turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
-        return torch.cat([x[..., :offset], turned, x[..., offset + part.shape[-1] :]], dim=-1)
+        rest = x[..., offset + part.shape[-1] :]
+        return turned if part.shape == x.shape else torch.cat([x[..., :offset], turned, rest], dim=-1)
 
 
 def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
