@@ -258,11 +258,7 @@ class Runner(Shape):
 
     @contextmanager
     def _tap(
-        self,
-        *visits: Callable[[Call], None],
-        rotary: bool = False,
-        first: int = 0,
-        only: Collection[int] | None = None,
+        self, *visits: Callable[[Call], None], rotary: bool = False, first: int = 0, only: Collection[int] | None = None
     ) -> Iterator[list[int]]:
         facts = self.facts
         shown = facts.layer_of.values() if only is None else only

@@ -175,11 +175,7 @@ class Scope(Runner):
         return tokenizer_hash(self.tokenizer)
 
     def encode(
-        self,
-        examples: Sequence[Example | str],
-        *,
-        chat: bool = False,
-        padding_side: PaddingSide | None = None,
+        self, examples: Sequence[Example | str], *, chat: bool = False, padding_side: PaddingSide | None = None
     ) -> Encoding:
         """Turn examples into one padded batch; a mark is the last token of its words, found on the ids the model sees.
 
