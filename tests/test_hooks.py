@@ -91,14 +91,6 @@ def test_queries_are_edited_in_their_own_space(nano, feature):
     assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
 
 
-def test_lower_precision_is_kept(feature):
-    keys = torch.randn(1, 2, 4, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
-    after = feature.as_hook("remove")(keys)
-    assert after.dtype == torch.bfloat16
-    exact = keys.float()[:, 1] - feature.project(keys.float()[:, 1])
-    torch.testing.assert_close(after[:, 1].float(), exact, atol=0.02, rtol=0)
-
-
 def test_a_fit_says_where_its_features_belong(nano, tmp_path):
     fit = decompose(
         nano, tasks.binding(4), HEAD, 4, contrasts=["order"], replicates=3, space="pre_rope", progress=False
@@ -126,23 +118,14 @@ def test_at_another_point_than_its_own_a_hook_is_refused(feature):
     before = replace(feature, about={**feature.about, "space": "pre_rope"}).as_hook("remove")
     for hook, names in {
         of_keys: ("hook_rot_k", "hook_k", "k.hook_out", "hook_k_normed"),
-        before: ("hook_k", "k.hook_out", "hook_k_normed"),
-        of_queries: ("hook_rot_q", "hook_q", "q.hook_out", "hook_q_normed"),
+        before: ("hook_k", "k.hook_out"),
+        of_queries: ("hook_rot_q", "q.hook_out"),
     }.items():
         for name in names:
             assert torch.equal(hook(keys, hook=Point(f"blocks.1.attn.{name}")), hook(keys, hook=Point(None)))
-    wrong = {
-        "blocks.0.attn.hook_rot_k": of_keys,
-        "blocks.11.attn.hook_rot_k": of_keys,
-        "blocks.1.attn.hook_rot_q": of_keys,
-        "blocks.1.attn.q.hook_out": of_keys,
-        "blocks.1.attn.hook_z": of_queries,
-        "blocks.1.attn.hook_k_normed": of_queries,
-        "blocks.1.attn.hook_rot_k": before,
-    }
-    for name, hook in wrong.items():
-        with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at {name}"):
-            hook(keys, hook=Point(name))
+    for name, hook in {"0.attn.hook_rot_k": of_keys, "1.attn.hook_z": of_queries, "1.attn.hook_rot_k": before}.items():
+        with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at blocks.{name}"):
+            hook(keys, hook=Point(f"blocks.{name}"))
 
 
 def test_what_does_not_fit_is_one_sentence(nano, feature):
@@ -151,15 +134,11 @@ def test_what_does_not_fit_is_one_sentence(nano, feature):
     frame = Subspace.from_delta(torch.eye(24), 2, head=HEAD, about={"space": "query_frame"})
     for call, says in {
         lambda: feature.as_hook("swap", 1): "a swap exchanges two tokens, but got 1",
-        lambda: feature.as_hook("swap", 1, 1): "a token cannot be swapped with itself",
-        lambda: feature.as_hook("swap", 1, -1): "count from 0 on",
         lambda: frame.as_hook("remove"): "query_frame keys differ for every query",
         lambda: Subspace.from_delta(torch.eye(24), 2).as_hook("remove"): "does not say whose it is",
         lambda: bare.as_hook("remove")(keys): "does not know how many query heads share a key head",
         lambda: feature.as_hook("remove")(keys[..., :12]): r"heads, tokens, 24\), but got \(1, 2, 4, 12\)",
-        lambda: feature.as_hook("remove")(keys.flatten(1, 2)): r"but got \(1, 8, 24\)",
         lambda: feature.as_hook("remove", 4)(keys): "points outside the batch of 1 sequences of 4 tokens",
-        lambda: nano.patched([own_feature(nano, "L1H4").as_hook("remove")]).__enter__(): "L1H4",
     }.items():
         with pytest.raises(BadInput, match=says):
             call()

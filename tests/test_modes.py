@@ -60,8 +60,10 @@ def test_heads_and_why_are_the_same_in_a_training_loop(nano):
     assert nano.model.training
 
 
-@pytest.mark.parametrize("asked", ["heads", "why", "trace", "generate", "last"])
-@pytest.mark.parametrize("change", ["replaced", "removed", "added", "mlp"])
+CHANGES = {"heads": "replaced", "why": "removed", "trace": "added", "generate": "mlp"}
+
+
+@pytest.mark.parametrize(("asked", "change"), CHANGES.items())
 def test_modules_that_changed_after_the_scope_was_made_are_an_error(nano, change, asked):
     other = qk.Scope.load("nano:mixed", check=False).model
     layers = nano.model.model.layers
@@ -78,54 +80,17 @@ def test_modules_that_changed_after_the_scope_was_made_are_an_error(nano, change
         "why": lambda: qk.why(nano, PROMPT, "L1H0"),
         "trace": lambda: qk.trace(nano, TASK, "L1H0", n=4),
         "generate": lambda: nano.generate(nano.encode([PROMPT])),
-        "last": lambda: list(nano.capture([PROMPT], "L0H0")),
     }
     with pytest.raises(BadInput, match=r"the Scope was made: make a new one|layer 3 cannot be traced"):
         verbs[asked]()
 
 
-@pytest.mark.parametrize("silent", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("silent", [(1,), (0, 1, 2)])
 def test_a_layer_that_is_asked_for_and_never_called_is_an_error(nano, silent):
     for i in silent:
         nano.model.model.layers[i].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(BadInput, match=r"call(ed)? its attention, as (it|they) did when the Scope was made"):
         list(nano.capture([PROMPT], "L0H0,L2H0"))
-
-
-def test_a_block_that_runs_nothing_is_no_error(nano):
-    with nano.patched([]):
-        pass
-
-
-def test_results_carry_the_weights_that_were_measured(nano):
-    stored = qk.find_heads(nano, TASK, n=4).provenance["asked"]["weights"]
-    weight = nano.model.model.layers[1].mlp.up_proj.weight
-    version, before = weight._version, weight.data[1, 1:90].clone()
-    weight.data[1, 1:90] += 1  # around the counter of versions, and between any few numbers that one might look at
-    assert weight._version == version
-    changed = qk.find_heads(nano, TASK, n=4).provenance["asked"]["weights"]
-    assert changed != stored
-    weight.data[1, 1:90] = before
-    assert nano.weights_hash == stored
-    rows = weight.data[:2].clone()
-    weight.data[:2] = rows.flip(0)  # the same numbers elsewhere
-    assert nano.weights_hash not in (stored, changed)
-    weight.data[:2] = rows.flip(1)
-    assert nano.weights_hash not in (stored, changed)
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool, torch.int8])
-def test_every_bit_of_a_tensor_counts(kind):
-    from qkscope.capture.files import tensors_hash
-
-    base = torch.zeros(1031, dtype=kind)
-    for start in (0, 1):  # also where it begins within 8 bytes
-        seen = {tensors_hash([("x", base[start:])])}
-        for place in (start, 7, 511, 512, 1030):
-            changed = base.clone()
-            changed[place] = 1
-            seen.add(tensors_hash([("x", changed[start:])]))
-        assert len(seen) == 6
 
 
 @pytest.mark.parametrize("in_place", [False, True])

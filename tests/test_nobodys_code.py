@@ -76,18 +76,15 @@ def _beside_a_gguf(folder: Path) -> None:
 
 TRICKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an Auto class as architecture": (_config(architectures=["AutoModelForSpeechSeq2Seq"]), "is no model of transfor"),
-    "AutoModelForCausalLM as architecture": (_config(architectures=["AutoModelForCausalLM"]), "is no model of transf"),
     "a function as architecture": (_config(architectures=["pipeline"]), "is no model of transformers"),
     "its own class as architecture": (_config(architectures=["Evil"]), "is no model of transformers"),
     "a type nobody knows": (_config(model_type="evil", architectures=["Evil"]), "brings its own code"),
-    "no architecture": (_config(architectures=None, model_type="evil"), "brings its own code"),
     "a known model with code beside it": (_config(), "loaded LlamaForCausalLM"),
     "a tokenizer of its own": (
         _tokenizer("Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
         "loaded LlamaForCausalLM",
     ),
     "a tokenizer that is an Auto class": (_tokenizer("AutoProcessor"), "loaded LlamaForCausalLM and NoneType"),
-    "a tokenizer that is a model": (_tokenizer("AutoModelForCausalLM"), "loaded LlamaForCausalLM and NoneType"),
     "generation of its own": (_generate, "loaded LlamaForCausalLM"),
     "weights that are code": (_config(transformers_weights="evil.py"), "'evil.py' is no file of weights"),
     "weights that are a pickle": (_pickle, "is a pickle that holds more than tensors"),

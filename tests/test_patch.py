@@ -7,31 +7,26 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from id_prompts import marked
 from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Key
+from qkscope.examples import Example
 from qkscope_papers.families import tiny_model
 
 HEAD = "L0H1"
-OWN_CODE = ["gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon"]
 
 
 def encode(scope: Scope) -> Encoding:
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for length in (10, 7):
-        tokens = torch.randint(5, 100, (length,), generator=generator).tolist()
-        made.append(Example(ids=tokens, keys=[Key((p, p + 1)) for p in (length - 4, length - 2)]))
-    return scope.encode(made)
+    return scope.encode(marked((10, 7), (-4, -2)))
 
 
 def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "gpt_oss", "opt", "gpt_neox", "phi3", *OWN_CODE])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "opt", "gptj", "bloom", "falcon"])
 def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param), check=False)
 
@@ -72,19 +67,6 @@ def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
 
 def ids_of(encoded: Encoding, row: int) -> list[int]:
     return encoded.inputs["input_ids"][row][encoded.inputs["attention_mask"][row].bool()].tolist()
-
-
-def test_writing_what_is_there_changes_nothing(scope: Scope) -> None:
-    encoded = encode(scope)
-    plain = scope.capture_inputs(encoded, logits=True)
-    slot = [str(head) for head in plain.heads].index(HEAD)
-    keys = plain.k[:, plain.kv_of_head[slot]]
-    edits = [
-        Edit.keys(HEAD, plain.key_positions, keys),
-        Edit.queries(HEAD, plain.query_positions, plain.q[:, slot]),
-    ]
-    same = scope.capture_inputs(encoded, logits=True, edits=edits)
-    torch.testing.assert_close(same.logits, plain.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_only_the_edited_query_head_and_what_follows_it_changes(scope: Scope) -> None:
@@ -135,9 +117,8 @@ def test_a_patched_run_equals_the_same_edit_made_in_the_projection(family: str) 
         assert (wanted - scope.model(**encoded.inputs).logits[:, -1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_generation_is_greedy_and_edits_hold_at_every_step(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family), check=False)
+def test_generation_is_greedy_and_edits_hold_at_every_step() -> None:
+    scope = Scope.from_model(tiny_model("mistral"), check=False)
     encoded = encode(scope)
     plain = scope.generate(encoded, max_new_tokens=6)
     keys = encoded.places.keys
@@ -159,17 +140,17 @@ def test_generation_is_greedy_and_edits_hold_at_every_step(family: str) -> None:
 
 def test_bad_edits_are_one_sentence() -> None:
     scope = Scope.from_model(tiny_model("llama"), check=False)
-    encoded = encode(scope)
-    at = torch.tensor([[3], [3]])
-    with pytest.raises(BadInput, match=r"L0H9 does not exist: .* heads H0 to H3"):
-        scope.capture_inputs(encoded, edits=[Edit.keys("L0H9", at, noise(2, 1, 16))])
-    with pytest.raises(BadInput, match="has width 16"):
-        scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at, noise(2, 1, 15))])
-    with pytest.raises(BadInput, match="points outside the batch"):
-        scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at + 90, noise(2, 1, 16))])
-    with pytest.raises(BadInput, match="a position for each of its values"):
-        Edit.keys(HEAD, at, noise(2, 2, 16))
+    encoded, at = encode(scope), torch.tensor([[3], [3]])
+    apart = {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])}
+    for head, places, width, said in (
+        ("L0H9", at, 16, r"L0H9 does not exist: .* heads H0 to H3"),
+        (HEAD, at, 15, "has width 16"),
+        (HEAD, at + 90, 16, "points outside the batch"),
+        (HEAD, at[:1], 16, "a position for each of its values"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            scope.capture_inputs(encoded, edits=[Edit.keys(head, places, noise(2, 1, width))])
     with pytest.raises(BadInput, match="end together"):
-        scope.generate({"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])})
+        scope.generate(apart)
     skipped = scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at.clone().fill_(-1), noise(2, 1, 16))])
     torch.testing.assert_close(skipped.attention(), scope.capture_inputs(encoded).attention(), atol=1e-6, rtol=0)

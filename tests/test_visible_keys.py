@@ -112,9 +112,7 @@ def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
     ):
         list(capture_units(gemma, looking(11, [1, 10]), [Head(near, 0)]))
 
-    def draw(use, contrast, n):
-        marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
-        return [(Example(ids=tuple(range(10, 22)), keys=marks),)]
-
-    seen = qk.find_heads(gemma, Task("mine", {"mine": Contrast("mine", "")}, draw), 1)  # a head that sees it decides
-    assert len(seen.tables["heads"]) == len(gemma.heads())
+    marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
+    units = [(Example(ids=tuple(range(10, 22)), keys=marks),)]
+    task = Task("mine", {"mine": Contrast("mine", "")}, lambda use, contrast, n: units)
+    assert len(qk.find_heads(gemma, task, 1).tables["heads"]) == len(gemma.heads())  # a head that sees it decides

@@ -105,16 +105,15 @@ class AttentionRows:
 
     def at(self, index: Int[Tensor, " m"]) -> AttentionRows:
         """Some of the rows."""
-        own = {name: value[index] for name in _PER_ROW if (value := getattr(self, name)) is not None}
-        return replace(self, **own)
+        return replace(self, **{name: x[index] for name in _PER_ROW if (x := getattr(self, name)) is not None})
 
     def of_head(self, column: int) -> AttentionRows:
         """The rows of one head, with the keys that it reads."""
         one, kv = slice(column, column + 1), column if self.kv_of_head is None else int(self.kv_of_head[column])
-        own = {name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None}
+        rows = {name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None}
         scale = self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
         cap = None if self.softcap is None else self.softcap[one]
-        return replace(self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **own)
+        return replace(self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **rows)
 
     def present(self) -> Bool[Tensor, "n k"]:
         """False where a slot is padding."""
@@ -155,10 +154,7 @@ class AttentionRows:
     def attention(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
         """Attention on the named keys, normalised over the whole row."""
         logits = self.logits(products)
-        rest = self.rest
-        if rest is not None and rest.shape != logits.shape[:-1]:  # edited several times over
-            rest = rest.expand(logits.shape[:-1])
-        return soft(logits, rest)
+        return soft(logits, None if self.rest is None else self.rest.expand(logits.shape[:-1]))  # edited several times
 
     def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
         """The slot of the key with the most attention; −1 where that is a token that is not named.

@@ -112,9 +112,7 @@ class Example:
 
     @property
     def _sequence(self) -> Sequence[Any]:
-        sequence = self.text if self.text is not None else self.ids
-        assert sequence is not None
-        return sequence
+        return self.text if self.text is not None else self.ids or ()
 
     def piece(self, span: Span) -> Any:
         """What stands at a span: a piece of text, or a tuple of ids.
@@ -163,12 +161,8 @@ class Example:
             As in `Example`.
         """
         labels = keys if isinstance(keys, Mapping) else {word: {} for word in keys}
-        return cls(
-            text=text,
-            queries=tuple(find_span(text, word) for word in queries),
-            keys=tuple(Key(find_span(text, word), dict(own)) for word, own in labels.items()),
-            cluster=cluster,
-        )
+        marked = tuple(Key(find_span(text, word), dict(signs)) for word, signs in labels.items())
+        return cls(text, queries=tuple(find_span(text, word) for word in queries), keys=marked, cluster=cluster)
 
 
 def find_span(text: str, word: str) -> Span:
@@ -181,16 +175,13 @@ def find_span(text: str, word: str) -> Span:
         raise BadInput("an empty word cannot be marked: name the word to look for.")
     # the edges only count as word borders where the word itself begins or ends with a letter or digit
     before, after = (r"(?<!\w)" if re.match(r"\w", word) else ""), (r"(?!\w)" if re.search(r"\w\Z", word) else "")
-    found = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
-    if not found:
+    spans = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
+    if not spans:
         raise BadInput(f"{word!r} does not stand in the text {came(text)}: check its spelling and case.")
-    if len(found) > 1:
-        places = ", ".join(str(start) for start, _ in found[:8])
-        raise BadInput(
-            f"{word!r} stands {len(found)} times in the text {came(text)} (at {places}): name it by its span"
-            " (start, stop) instead."
-        )
-    return found[0]
+    if len(spans) > 1:
+        times = f"{len(spans)} times in the text {came(text)} (at {', '.join(str(start) for start, _ in spans[:8])})"
+        raise BadInput(f"{word!r} stands {times}: name it by its span (start, stop) instead.")
+    return spans[0]
 
 
 class Draft:
@@ -233,6 +224,5 @@ class Draft:
 
     def example(self, cluster: str | int = "") -> Example:
         """The finished example."""
-        return Example(
-            self._text, queries=tuple(self._queries), keys=tuple(self._keys), cluster=cluster, roles=dict(self._roles)
-        )
+        queries, keys = tuple(self._queries), tuple(self._keys)
+        return Example(self._text, queries=queries, keys=keys, cluster=cluster, roles=dict(self._roles))

@@ -58,10 +58,6 @@ class Hook:
             raise BadInput(f"{self.space} keys differ for every query, so no hook can edit them: fit in post_rope.")
         if self.does == "swap" and len(self.tokens) != 2:
             raise BadInput(f"a swap exchanges two tokens, but got {len(self.tokens)}: give as_hook('swap', a, b).")
-        if self.does == "swap" and bool((torch.as_tensor(self.tokens[0]) == torch.as_tensor(self.tokens[1])).any()):
-            raise BadInput("a token cannot be swapped with itself: give two that differ in every sequence.")
-        if any(bool((torch.as_tensor(token) < 0).any()) for token in self.tokens):
-            raise BadInput("tokens of a hook count from 0 on: they are columns of the batch that runs.")
 
     def __repr__(self) -> str:
         return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {self.basis.shape[1]})"
@@ -87,46 +83,39 @@ class Hook:
             [batch, tokens, heads, d_head], as in TransformerLens.
         hook : TransformerLens' hook point, which it gives to every hook.
         """
-        self._check_point(getattr(hook, "name", None))
+        point, side, layer = getattr(hook, "name", None), self.kind[0], f"blocks.{self.head.layer}.attn"
+        # a model without rotation has its last keys at hook_k, which calls itself ``k.hook_out`` in a bridge
+        there = {f"{layer}.{name}" for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed")}
+        if point and point not in {self.name, *there}:
+            raise BadInput(f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks.")
         if x.ndim != 4 or x.shape[-1] != self.width:
-            raise BadInput(
-                f"{self!r} edits {self.kind} of shape (batch, heads, tokens, {self.width}), but got {tuple(x.shape)}."
-            )
+            wanted = f"(batch, heads, tokens, {self.width})"
+            raise BadInput(f"{self!r} edits {self.kind} of shape {wanted}, but got {tuple(x.shape)}.")
         if self.kind == "keys" and self.group_size is None:
-            raise BadInput(
-                f"{self!r} does not know how many query heads share a key head: give group_size to as_hook"
-                " (scope.group_size, or 1 where keys are repeated)."
-            )
+            give = "give group_size to as_hook (scope.group_size, or 1 where keys are repeated)"
+            raise BadInput(f"{self!r} does not know how many query heads share a key head: {give}.")
         index = self.head.kv(self.group_size or 1) if self.kind == "keys" else self.head.index
         axis = 1 if hook is None or getattr(hook, "pos_dim", None) == 2 else 2
         x = x.clone()
-        own = x.select(axis, index)
-        own.copy_(self.edited(own))
+        vectors = x.select(axis, index)
+        vectors.copy_(self.edited(vectors))
         return x
 
-    def _check_point(self, point: str | None) -> None:
-        """Refuse a point of another layer or side; a model without rotation has its last keys at ``hook_k``."""
-        side, layer = self.kind[0], f"blocks.{self.head.layer}.attn"
-        # a bridge's point of the name ``hook_k`` calls itself ``k.hook_out``
-        own = {self.name, *(f"{layer}.{name}" for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"))}
-        if point and point not in own:
-            raise BadInput(f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks.")
-
-    def edited(self, own: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+    def edited(self, vectors: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Queries or keys of the one head, edited.
 
         Parameters
         ----------
-        own : at all tokens of the batch.
+        vectors : at all tokens of the batch.
         """
-        batch, length, _ = own.shape
-        rows = torch.arange(batch, device=own.device)
-        at = [torch.as_tensor(token, device=own.device).expand(batch) for token in self.tokens]
+        (batch, length, _), device = vectors.shape, vectors.device
+        rows = torch.arange(batch, device=device)
+        at = [torch.as_tensor(token, device=device).expand(batch) for token in self.tokens]
         if any(int(token.max()) >= length for token in at):
             raise BadInput(f"{self!r} points outside the batch of {batch} sequences of {length} tokens.")
-        basis = self.basis.to(own.device, torch.float32)
-        inside = (own.float() @ basis) @ basis.mT
+        basis = self.basis.to(device, torch.float32)
+        inside = (vectors.float() @ basis) @ basis.mT
         change = torch.zeros_like(inside) if at else -inside
         for token, other in zip(at, reversed(at), strict=True):
             change[rows, token] = (inside[rows, other] if self.does == "swap" else 0) - inside[rows, token]
-        return (own.float() + change).to(own.dtype)
+        return (vectors.float() + change).to(vectors.dtype)

@@ -16,18 +16,17 @@ Its files, in reading order. The way of a batch through a model:
 - ``gather``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``tokens``: what a token is before any context, and what it reads as
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
-- ``changes``: writers ablated, keys hidden, tokens replaced, for a ``with`` block
-- ``running``: runs under the tap, watched, patched, continued, with such changes in force
+- ``running``: runs under the tap, watched, patched, continued; writers ablated, keys hidden, tokens replaced, for a
+  ``with`` block
 
 Whether a model can be trusted to be looked into:
 
 - ``probe``: what its attention is and how it counts positions, read off live calls, or the true cause of a refusal
 - ``check``: the facts that must hold before a number is believed, also beyond every length that a config names
 - ``small``: a config made small, its lengths made short, and loud weights for it
-- ``blocks``: each block taken apart into what it adds to the residual stream, by looking; ``norms`` as linear maps;
-  ``layers``: where a module stands among them
+- ``blocks``: each block taken apart into what it adds to the residual stream, by looking; norms as linear maps
 
 From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are what makes it and its
-fingerprint, ``packages`` those that hold a model and how they are installed, ``gguf`` turns a GGUF file into a checked
-folder. A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
+fingerprint, and those in packages; ``gguf`` turns a GGUF file into a checked folder. A bridge of TransformerLens or a
+model of nnsight is unwrapped in ``load``.
 """

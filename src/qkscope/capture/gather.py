@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkscope.capture.pick import Capture, Facts, Places
 from qkscope.capture.spaces import Rotary, Space
-from qkscope.capture.tap import Call, Stop, overlay
+from qkscope.capture.tap import Call, Stop
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 
@@ -71,36 +71,13 @@ def layout_of(
     return Layout(plans, tuple(kv_of_head))
 
 
-class Buffer(NamedTuple):
-    """A layer that waits, or layers that are alike, as if they were one with many heads.
+class LayerBuffer(NamedTuple):
+    """What is kept of a layer that waits: queries at their places, every key, and sinks."""
 
-    Of a call are left queries at their places and every key. `kind` is what layers must have in common to be worked up
-    together; `call` is the first one's, its mask and its rotation those of all.
-    """
-
-    kind: tuple[Any, ...]
-    call: Call
     plan: Plan
     q: Float[Tensor, "*b h d"]
     k: Float[Tensor, "n g t d"]
     sinks: Float[Tensor, "h"] | None
-
-    @classmethod
-    def together(cls, layers: Sequence[Buffer]) -> Buffer:
-        """Concatenate the buffered layers into one, renumbering query and key heads."""
-        first = layers[0]
-        if len(layers) == 1:
-            return first
-        plan, heads, groups = Plan(), 0, 0
-        for layer in layers:
-            plan.heads += [heads + head for head in layer.plan.heads]
-            plan.kv += [groups + kv for kv in layer.plan.kv]
-            plan.slots += layer.plan.slots
-            plan.kv_slots += layer.plan.kv_slots
-            heads, groups = heads + layer.q.shape[-2], groups + layer.k.shape[1]
-        sinks = [layer.sinks for layer in layers if layer.sinks is not None]
-        q, k = torch.cat([layer.q for layer in layers], -2), torch.cat([layer.k for layer in layers], 1)
-        return first._replace(plan=plan, q=q, k=k, sinks=torch.cat(sinks) if sinks else None)
 
 
 class Picker:
@@ -147,25 +124,16 @@ class Picker:
         self.deepest, self.plans = max(layout.plans), layout.plans
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
         (rows, keys), device = places.keys.shape, places.row.device
-        self.capture = Capture(
-            heads=self.heads,
-            q=torch.zeros(rows, len(heads), widths[0], device=device),
-            k=torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device),
-            kv_of_head=index_on(device, layout.kv_of_head),
-            key_mask=places.key_mask,
-            scale=torch.empty(0),
-            softcap=None,
-            bias=torch.zeros(rows, len(heads), keys, device=device),
-            rest=torch.zeros(rows, len(heads), device=device) if rest else None,
-            example=places.row,
-            query_positions=places.query,
-            key_positions=places.keys,
-            space=space,
-            top=torch.zeros(rows, len(heads), device=device) if rest else None,
-        )
+        self.kv_of_head = index_on(device, layout.kv_of_head)
+        shape = (rows, len(heads))
+        self.q, self.bias = (torch.zeros(*shape, n, device=device) for n in (widths[0], keys))
+        self.k = torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device)
+        self.rest, self.top = (torch.zeros(shape, device=device) if rest else None for _ in range(2))
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
-        self._waiting: list[Buffer] = []
+        self._kind: tuple[Any, ...] = ()  # what the layers that wait have in common
+        self._first: Call | None = None  # of these calls only the first is kept whole: mask and rotation are all's
+        self._waiting: list[LayerBuffer] = []
         self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, tuple[Tensor, Tensor]]] = {}
 
     # ------------------------------------------------------------------ layers come, wait, and are worked up
@@ -176,8 +144,7 @@ class Picker:
         if plan is not None:
             for slot in plan.slots:
                 self.scales[slot] = call.scale
-                if call.softcap is not None:
-                    self.softcaps[slot] = float(call.softcap)
+                self.softcaps[slot] = torch.inf if call.softcap is None else float(call.softcap)
             self._take(call, plan)
         if call.layer == self.deepest:
             self._work_up()
@@ -186,16 +153,20 @@ class Picker:
 
     def _take(self, call: Call, plan: Plan) -> None:
         """Let the layer wait, after those that wait and are not like it were worked up."""
-        kind = self._kind(call)
-        held = sum(layer.q.nbytes + layer.k.nbytes for layer in self._waiting)
-        if held and (kind != self._waiting[0].kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
-            self._work_up()
-        at = self._places(call.q.device)
-        q = call.q[at.row, :, at.query]  # every head of one place is a small tensor: heads are chosen later
-        # of the calls of one kind only the first is kept whole: its mask and its rotation are those of all
-        first = self._waiting[0].call if self._waiting else call
-        self._waiting.append(Buffer(kind, first, plan, q, call.k, call.sinks))
         rotary, offset = self._rotation(call)
+        alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
+        shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
+        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
+        mask = call.layer if alone else None, id(call.mask), call.causal
+        kind = *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, rotary is None, offset
+        held = sum(layer.q.nbytes + layer.k.nbytes for layer in self._waiting)
+        if held and (kind != self._kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
+            self._work_up()
+        if not self._waiting:
+            self._kind, self._first = kind, call
+        at = self._places(call.q.device)
+        # every head of one place is a small tensor: heads are chosen later
+        self._waiting.append(LayerBuffer(plan, call.q[at.row, :, at.query], call.k, call.sinks))
         if self.space == "pre_rope" and rotary is not None:
             every_q, every_k = rotary.unrotated(call.q, call.k, offset)
             self._put_vectors(plan, _choose(every_q[at.row, :, at.query], plan.heads), _keys(every_k, plan.kv, at))
@@ -204,15 +175,6 @@ class Picker:
         """The rotation of a layer and where its dimensions begin; None where nothing rotates."""
         offset = self.facts.layers[call.layer].offset
         return (None, 0) if offset is None else (call.rotary, offset)
-
-    def _kind(self, call: Call) -> tuple[Any, ...]:
-        # heads of this layer see what others do not, or were edited
-        alone = bool(call.set_logits) or (call.mask is not None and call.mask.shape[1] > 1)
-        mask = call.layer if alone else None, id(call.mask), call.causal
-        shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
-        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
-        offset = self.facts.layers[call.layer].offset
-        return *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, offset
 
     def _places(self, device: torch.device) -> Places:
         """The places on a layer's device, padded slots pointing at column 0."""
@@ -224,19 +186,30 @@ class Picker:
     # ------------------------------------------------------------------ what is taken of them
 
     def _work_up(self) -> None:
-        """Take queries, named keys, their masks, and the rest of the rows from the layers that wait."""
-        if not self._waiting:
+        """Take queries, named keys, their masks, and the rest of the rows from the layers that wait, as from one."""
+        layers, call, self._waiting = self._waiting, self._first, []
+        if not layers or call is None:
             return
-        layers, self._waiting = Buffer.together(self._waiting), []
-        call, plan, at, out = layers.call, layers.plan, self._places(layers.q.device), self.capture
+        plan, heads, groups = Plan(), 0, 0
+        for layer in layers:  # renumbering query and key heads
+            plan.heads += [heads + head for head in layer.plan.heads]
+            plan.kv += [groups + kv for kv in layer.plan.kv]
+            plan.slots += layer.plan.slots
+            plan.kv_slots += layer.plan.kv_slots
+            heads, groups = heads + layer.q.shape[-2], groups + layer.k.shape[1]
+        all_q = _cat([layer.q for layer in layers], -2).float()
+        all_k = _cat([layer.k for layer in layers], 1)
+        sinks = None if call.sinks is None else _cat([layer.sinks for layer in layers], 0).float()  # type: ignore[misc]
+        at = self._places(all_q.device)
         at_keys, elsewhere = self._masks(call)
-        every_q = layers.q.float()
-        q, k = _choose(every_q, plan.heads), _keys(layers.k, plan.kv, at)
-        bias = at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)
-        _put(out.bias, plan.slots, self._with_set(layers, at, q, k, bias.expand(-1, len(plan.heads), -1)))
-        if out.rest is not None and out.top is not None:
-            for kept, value in zip((out.rest, out.top), self._rest(layers, at, every_q, elsewhere), strict=True):
-                _put(kept, plan.slots, _choose(value, plan.heads))
+        q, k = _choose(all_q, plan.heads), _keys(all_k, plan.kv, at)
+        bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(-1, len(plan.heads), -1)
+        _put(self.bias, plan.slots, bias)
+        if self.rest is not None and self.top is not None:
+            rest, top = self._rest(call, at, all_q, all_k, elsewhere)
+            rest = rest if sinks is None else torch.logaddexp(rest, sinks.expand_as(rest))
+            _put(self.rest, plan.slots, _choose(rest, plan.heads))
+            _put(self.top, plan.slots, _choose(top, plan.heads))
         rotary, offset = self._rotation(call)
         if self.space == "query_frame" and rotary is not None:
             q, k = rotary.turn_back(q, k, at.row, at.query, offset)
@@ -244,8 +217,8 @@ class Picker:
             self._put_vectors(plan, q, k)
 
     def _put_vectors(self, plan: Plan, q: Tensor, k: Tensor) -> None:
-        _put(self.capture.q, plan.slots, q)
-        _put(self.capture.k, plan.kv_slots, k)
+        _put(self.q, plan.slots, q)
+        _put(self.k, plan.kv_slots, k)
 
     def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
         """Additive masks of the chosen queries: of the named keys, and of all the others; layers share their masks."""
@@ -261,33 +234,19 @@ class Picker:
             self._by_mask[shared] = call.mask, both  # the mask is held, so that its id is not used again
         return self._by_mask[shared][1]
 
-    def _rest(self, layers: Buffer, at: Places, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _rest(self, call: Call, at: Places, q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
-        call, (batch, groups, _, _) = layers.call, layers.k.shape
+        batch, groups = k.shape[:2]
         sums, tops = [], []
         for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
-            row, query = at.row[part], at.query[part]
-            every_k = (layers.k if self._one_each and len(row) == batch else layers.k[row]).float()
+            row = at.row[part]
+            every_k = (k if self._one_each and len(row) == batch else k[row]).float()
             grouped = q[part].unflatten(1, (groups, -1)) * call.scale
             logits = call.cap((grouped @ every_k.transpose(-1, -2)).flatten(1, 2)) + mask[part]
-            for head, value in call.set_logits.items():
-                logits[:, head] = overlay(logits[:, head], value[row, query])
             sums.append(logits.logsumexp(-1))
             tops.append(logits.amax(-1))
-        rest, top = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (sums, tops))
-        return rest if layers.sinks is None else torch.logaddexp(rest, layers.sinks.float().expand_as(rest)), top
-
-    def _with_set(self, layers: Buffer, at: Places, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        """A logit that was set by hand becomes part of the bias, so that `cap(scale q·k) + bias` is what was set."""
-        call, plan = layers.call, layers.plan
-        for head in call.set_logits.keys() & set(plan.heads):
-            slot, kv = plan.heads.index(head), plan.kv.index(head // (call.q.shape[1] // call.k.shape[1]))
-            logits = call.cap(call.scale * torch.einsum("bd,bkd->bk", q[:, slot], k[:, kv]))
-            there = call.set_logits[head][at.row, at.query].gather(-1, at.keys)
-            bias = bias.clone()
-            bias[:, slot] = overlay(bias[:, slot], there - logits)
-        return bias
+        return _cat(sums, 0), _cat(tops, 0)
 
     def finish(
         self,
@@ -296,16 +255,21 @@ class Picker:
         logits: Float[Tensor, "b v"] | None = None,
     ) -> Capture:
         """The batch, after the forward."""
-        if not bool(self.capture.q.sum(dtype=torch.float64).isfinite()):
+        if not bool(self.q.sum(dtype=torch.float64).isfinite()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
         if logits is not None and bool(logits.isnan().any()):
             raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
-        self.capture.k.masked_fill_(~self.places.key_mask[:, None, :, None], 0.0)
-        scale, softcap = torch.tensor([self.scales, self.softcaps]).to(self.places.row.device, non_blocking=True)
-        softcap = softcap if min(self.softcaps) < torch.inf else None
-        return dataclasses.replace(
-            self.capture, scale=scale, softcap=softcap, example=example, labels=labels, logits=logits
-        )
+        at = self.places
+        self.k.masked_fill_(~at.key_mask[:, None, :, None], 0.0)
+        scale, cap = torch.tensor([self.scales, self.softcaps]).to(at.row.device, non_blocking=True)
+        softcap = cap if min(self.softcaps) < torch.inf else None
+        vectors = self.heads, self.q, self.k, self.kv_of_head, at.key_mask, scale, softcap, self.bias, self.rest
+        return Capture(*vectors, example, at.query, at.keys, labels, logits, self.space, self.top)
+
+
+def _cat(parts: list[Tensor], axis: int) -> Tensor:
+    """Concatenate, without a copy where there is one."""
+    return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
 
 def _put(out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:

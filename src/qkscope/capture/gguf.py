@@ -1,8 +1,7 @@
-"""A GGUF file as a model folder in the user's cache: dequantised once, and checked before it is believed.
+"""A GGUF file as a model folder in the user's cache, by the file's hash: dequantised once, checked before it is kept.
 
-Only the file itself is read, once and never its neighbours. Every number of it must end up in the model and every
-weight of the model must come from it. The folder keeps the hashes of its files, so that what was changed there is made
-anew instead of being loaded.
+Only the file itself is read, never its neighbours. Every number of it must end up in the model and every weight of the
+model must come from it.
 
 The tokenizer must follow the file's own rules (``tokenizer.ggml.*``); what they leave unsaid is as in llama.cpp, where
 these files come from. transformers reads the vocabulary but not whether a text starts with its first token, and Gemma
@@ -11,10 +10,7 @@ without its ``<bos>`` is another model: after "... John gave a drink to" it says
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,15 +22,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qkscope.capture.files import cache_dir, check_report, file_hash, making, read_json, write_json
+from qkscope.capture.files import cache_dir, check_report, making, read_json, write_json
 from qkscope.capture.spaces import swapped
 from qkscope.errors import BadInput
 from qkscope.runs.progress import doing
 
-log = logging.getLogger(__name__)
-
+_LAYOUT = 3  # of the folders in the cache
 _BLANK, _WORDS = "▁", 64  # a space in front of a word, and how many words are tried
-_MANIFEST = "made.json"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _UNSAID = {"llama": {"bos": 1, "eos": 2, "unk": 0}}
 _BPE_WITH_FIRST = {  # kinds of byte-level vocabulary with a first token, unless the file says otherwise
@@ -44,29 +38,9 @@ _BPE_WITH_FIRST = {  # kinds of byte-level vocabulary with a first token, unless
 
 def dequantised(file: Path, digest: str) -> Path:
     """The folder with a GGUF file's weights as safetensors, made on first use."""
-    folder = cache_dir("gguf", digest)
-    with suppress(OSError):  # a folder among the files, or none at all
-        if read_json(folder / _MANIFEST) == _hashes(folder):
-            return folder
-        log.warning("%s was changed since it was written, and is made anew", folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    model, tokenizer, rules = _read(file)
-    with making(folder) as temporary:
-        model.save_pretrained(temporary)
-        if rules is not None:
-            rules.save(tokenizer, temporary)
-        write_json(temporary / _MANIFEST, _hashes(temporary))
-    return folder
-
-
-def _hashes(folder: Path) -> dict[str, Any]:
-    """The hashes of all files of a folder, as its manifest has them."""
-    files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _MANIFEST}
-    return {"layout": 2, "files": files}
-
-
-def _read(file: Path) -> tuple[Any, Any, TokenRules | None]:
-    """The model of a file, its tokenizer and the rules for that."""
+    folder = cache_dir("gguf", f"{digest}-{_LAYOUT}")
+    if folder.is_dir():
+        return folder
     options: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
     with doing(f"reading {file.name} once"), TemporaryDirectory() as alone:
         reader = gguf.GGUFReader(file)
@@ -74,17 +48,20 @@ def _read(file: Path) -> tuple[Any, Any, TokenRules | None]:
         rules = TokenRules.of(fields)
         Path(alone, "model.gguf").symlink_to(file.resolve())  # what lies beside the file is none of its business
         silent = (modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
-        with swapped((gguf, "GGUFReader", lambda *_: reader), silent):
+        with swapped((gguf, "GGUFReader", lambda *_: reader), silent):  # reading it takes seconds
             model, report = AutoModelForCausalLM.from_pretrained(
                 alone, dtype=torch.float32, output_loading_info=True, **options
             )
-            tokenizer: Any = None if rules is None else AutoTokenizer.from_pretrained(alone, **options)
+            tokenizer = AutoTokenizer.from_pretrained(alone, **options) if rules else None
     _check_whole(file, reader, fields, model, report)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised
     model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model, tokenizer, rules
+    vars(model.config).pop("quantization_config", None)
+    with making(folder) as temporary:
+        model.save_pretrained(temporary)
+        if rules:
+            rules.save(tokenizer, temporary)
+    return folder
 
 
 def _check_whole(file: Path, reader: Any, fields: Mapping[str, Any], model: Any, report: Mapping[str, Any]) -> None:

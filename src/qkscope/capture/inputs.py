@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.capture.spaces import rotary_settings
 from qkscope.errors import BadInput
@@ -73,26 +73,6 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
     return logits[row, query].float()
 
 
-def check_ends(inputs: dict[str, Any], sides: Sequence[PaddingSide]) -> None:
-    """Refuse a batch that cannot be continued: every prompt must end in the last column."""
-    if "input_ids" not in inputs:
-        raise BadInput("generation needs input_ids: give a batch from encode.")
-    mask = inputs.get("attention_mask")
-    if mask is not None and not bool(mask[:, -1].all()):
-        how = "encode with padding_side='left'" if "left" in sides else "generate from one at a time"
-        raise BadInput(f"generation needs prompts that end together: {how}.")
-
-
-def greedy(model: Any, inputs: dict[str, Any], pad_id: int, max_new_tokens: int) -> Tensor:
-    """New ids, the likeliest at each step.
-
-    Without a cache every step is a whole forward, so that what patches a forward holds wherever it points.
-    """
-    given = {name: value for name, value in inputs.items() if name != "position_ids"}  # it counts on from the mask
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_id, "use_cache": False}
-    return model.generate(**given, **options)[:, given["input_ids"].shape[1] :]
-
-
 def model_pad_id(model: Any) -> int | None:
     """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are not it."""
     config = text_config(model)
@@ -119,13 +99,6 @@ def added_token(tokenizer: Any) -> int | None:
     return whole[0] if list(whole[:1]) != list(bare[:1]) else None
 
 
-def vocabulary_size(model: Any) -> int | None:
-    """How many ids a model knows; None where it does not say."""
-    with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have none
-        return model.get_input_embeddings().num_embeddings
-    return None
-
-
 def positions_of(mask: Tensor) -> Tensor:
     """Position ids that count real tokens from 0, whatever the padding side."""
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -133,12 +106,8 @@ def positions_of(mask: Tensor) -> Tensor:
 
 def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool) -> dict[str, Tensor]:
     """Sequences of ids as one padded batch, with position ids where the model takes them."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad_id)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for i, row in enumerate(rows):
-        columns = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, columns], mask[i, columns] = row, 1
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
     return {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions_of(mask)} if positions else {})
 
 
@@ -157,10 +126,9 @@ def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), positions: bool = 
     """Inputs for a check: ids padded on the left, or an image for an image encoder."""
     device = input_device(model)
     if model.main_input_name == "pixel_values":
-        sizes = model.config.image_size
-        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-        generator = torch.Generator().manual_seed(0)
-        pixels = torch.randn((len(lengths), model.config.num_channels, height, width), generator=generator)
+        size = model.config.image_size
+        shape = len(lengths), model.config.num_channels, *((size, size) if isinstance(size, int) else size)
+        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         return {"pixel_values": pixels.to(device, model.dtype)}
     batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "left", positions)
     return {name: value.to(device) for name, value in batch.items()}
@@ -221,9 +189,8 @@ def check_visible(
         return
     row, head, key = blind.nonzero()[0].tolist()
     place = place_of(encoded.examples[int(encoded.example[row])], key)
-    if int(encoded.places.keys[row, key]) > int(encoded.places.query[row]):
-        why = "stands after the query, and this model looks back only: mark a key before the query, or another query"
-    else:
+    why = "stands after the query, and this model looks back only: mark a key before the query, or another query"
+    if int(encoded.places.keys[row, key]) <= int(encoded.places.query[row]):
         far = f"is out of sight of {heads[head]}, which looks only so far back"
         why = f"{far}: shorten the prompt, or leave this head out"
     raise BadInput(f"{place} {why}.")

@@ -29,11 +29,10 @@ from transformers.generation import utils as generation_utils
 from transformers.utils import cached_file
 from transformers.utils import logging as bars
 
-from qkscope.capture.files import check_report, file_hash, folder_hash, read_config
-from qkscope.capture.packages import EMBEDDED, packaged_file
+from qkscope.capture.files import EMBEDDED, check_report, file_hash, folder_hash, packaged_file
 from qkscope.capture.spaces import swapped
 from qkscope.capture.tap import SERVED
-from qkscope.errors import BadInput, check_device, check_name_length
+from qkscope.errors import BadInput, check_device
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +77,10 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
     if model.lower() in EMBEDDED:
         return Place(model, revision, packaged_file(model.lower()))
     gguf = model.lower().endswith(".gguf")
-    try:
-        there, folder = path.exists(), path.is_dir()
-    except OSError as error:
-        check_name_length(error)
-        raise
-    if folder or (gguf and path.is_file()):  # a folder of no model is refused when it is opened
+    if path.is_dir() or (gguf and path.is_file()):  # a folder of no model is refused when it is opened
         return Place(model, revision, path / revision if revision else path)
-    if gguf or there or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        what = "is no model folder and no .gguf file" if there else "does not exist"
+    if gguf or path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        what = "is no model folder and no .gguf file" if path.exists() else "does not exist"
         raise BadInput(f"{name} {what}: give a folder with config.json, a .gguf file or a hub id.")
     return Place(model, revision, None)
 
@@ -136,18 +130,18 @@ def load(
     """
     if device_map is not None and device is not None:
         raise BadInput("device and device_map exclude each other: give one of them.")
-    target = (
-        None if device_map is not None else check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    )
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype or "auto"
     if kind not in ("auto", torch.float32, torch.bfloat16, torch.float16):
         raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
     options = {"dtype": kind, "attn_implementation": attn, "device_map": device_map}
     place = locate(name, revision)
     with _guarded(str(name), revision):
+        if device_map is None:
+            check_device(target)
         model, tokenizer, commit, digest = _open(place, {k: v for k, v in options.items() if v is not None})
         model.eval().requires_grad_(False)
-        if target is not None:
+        if device_map is None:
             model.to(target)
     return model, tokenizer, place.name, commit or place.revision, digest
 
@@ -157,26 +151,22 @@ def _open(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str |
     path, commit = place.path, None
     if path is None:
         config = Path(cached_file(place.name, "config.json", revision=place.revision))
-        read_config(config)  # before transformers makes a config of it
         # the rest comes from the same commit, whatever happens to the branch meanwhile
         commit = config.parent.name if config.parent.parent.name == "snapshots" else place.revision
         model, tokenizer = _model(place.name, place.name, commit, options), _tokenizer(place.name, commit)
         with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
             return model, tokenizer, commit, folder_hash(config.parent)
         return model, tokenizer, commit, None
-    digest, folder = _path_hash(path), path
+    read_hash = folder_hash if path.is_dir() else file_hash  # a GGUF file holds the config too
+    digest, folder = read_hash(path), path
     if not path.is_dir():
         from qkscope.capture.gguf import dequantised  # takes a while to import
 
         folder = dequantised(path, digest)
     model, tokenizer = _model(str(path), str(folder), None, options), _tokenizer(str(folder), None)
-    if _path_hash(path) != digest:
+    if read_hash(path) != digest:
         raise BadInput(f"{path} changed while it was loaded: try again when it is written.")
     return model, tokenizer, None, digest
-
-
-def _path_hash(path: Path) -> str:
-    return folder_hash(path) if path.is_dir() else file_hash(path)  # a GGUF file holds the config too
 
 
 def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:
@@ -190,14 +180,11 @@ def _model(name: str, source: str, revision: str | None, options: dict[str, Any]
     if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
         config._attn_implementation = None
     named = config.architectures or []
-    kinds = [getattr(transformers, kind, None) for kind in named if isinstance(kind, str)]
+    kinds = [getattr(transformers, str(kind), None) for kind in named]
     classes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
-    classes = [kind for kind in classes if kind.__module__.startswith("transformers.")]
     if named and not classes:
-        raise BadInput(
-            f"{name} says that it is a {named[0]!s:.80}, which is no model of transformers, and code that comes with a "
-            "model is never run: use a model transformers knows."
-        )
+        unknown = f"{name} says that it is a {named[0]!s:.80}, which is no model of transformers"
+        raise BadInput(f"{unknown}, and code that comes with a model is never run: use a model transformers knows.")
     # weights of another shape are let through here, and refused by name with what else does not fit
     asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = (*classes, transformers.AutoModelForCausalLM)[0].from_pretrained(source, **asked, **options)
@@ -209,7 +196,7 @@ def _tokenizer(source: str, revision: str | None) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # without a tokenizer a model can still be given ids
-        log.info("no tokenizer for %s: %s", source, _first_line(error))
+        log.info("no tokenizer for %s: %s", source, error)
         return None
     return tokenizer if isinstance(tokenizer, transformers.PreTrainedTokenizerBase) else None
 
@@ -248,23 +235,14 @@ def _guarded(name: str, revision: str | None) -> Iterator[None]:
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(_sentence(error, name, revision)) from error
-
-
-def _sentence(error: Exception, name: str, revision: str | None) -> str:
-    chain: list[BaseException] = [error]
-    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    text = " ".join(f"{type(link).__name__} {link}" for link in chain)
-    for pattern, sentence in _CAUSES.items():
-        if re.search(pattern, text):
-            return sentence.format(name=name, revision=revision)
-    why = f"{type(error).__name__}: {_first_line(error)}"
-    return f"{name} could not be loaded ({why}): it may be damaged or half downloaded, so download it again."
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        chain: list[BaseException] = [error]
+        while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        text = " ".join(f"{type(link).__name__} {link}" for link in chain)
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        damaged = f"{name} could not be loaded ({why}): it may be damaged or half downloaded, so download it again."
+        known = (say.format(name=name, revision=revision) for cause, say in _CAUSES.items() if re.search(cause, text))
+        raise BadInput(next(known, damaged)) from error
 
 
 # ---------------------------------------------------------------- models that other tools hold
@@ -281,10 +259,9 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     kind = type(model).__name__
     if "transformer_lens" in packages:
         if getattr(model, "_weights_processed", False):
-            raise BadInput(
-                f"the weights of this {kind} were processed (layer norms folded, matrices centred), so they are not the"
-                " model's: boot it again, and use it without enable_compatibility_mode(), or with no_processing=True."
-            )
+            why = "were processed (layer norms folded, matrices centred), so they are not the model's: boot it again"
+            how = "use it without enable_compatibility_mode(), or with no_processing=True"
+            raise BadInput(f"the weights of this {kind} {why}, and {how}.")
         inside = getattr(model, "original_model", None)
     elif "nnsight" in packages:
         if not getattr(model, "dispatched", True):
@@ -293,24 +270,17 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     else:
         return model, tokenizer
     if not isinstance(inside, PreTrainedModel):
-        raise BadInput(
-            f"this {kind} wraps no model of transformers, so it cannot be looked into: load one with transformers,"
-            " or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)."
-        )
-    return _plain(inside, kind), getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-
-
-def _plain(model: Any, kind: str) -> Any:
-    """A model of the same class on the same tensors, of parts that nobody changed."""
+        how = "load one with transformers, or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)"
+        raise BadInput(f"this {kind} wraps no model of transformers, so it cannot be looked into: {how}.")
     tensors = {  # in a bridge, a part that was replaced stands inside its replacement
         name.replace("_original_component.", ""): tensor
-        for named in (model.named_parameters, model.named_buffers)
+        for named in (inside.named_parameters, inside.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     }
     if len({tensor.device for tensor in tensors.values()}) > 1:
         raise BadInput(f"the weights of this {kind} are spread over devices: load it on one.")
     with torch.device("meta"):
-        plain = type(model)(copy.deepcopy(model.config))
+        plain = type(inside)(copy.deepcopy(inside.config))
 
     def same(name: str, empty: Tensor) -> Tensor:
         tensor = tensors.get(name.lstrip("."))
@@ -321,4 +291,4 @@ def _plain(model: Any, kind: str) -> Any:
     for path, module in plain.named_modules():
         for slots in (module._parameters, module._buffers):
             slots.update({name: same(f"{path}.{name}", x) for name, x in slots.items() if x is not None})
-    return plain.eval()
+    return plain.eval(), getattr(model, "tokenizer", None) if tokenizer is None else tokenizer

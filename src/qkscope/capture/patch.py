@@ -158,45 +158,35 @@ class Patch:
             call.k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
         if "queries" in kinds:
             call.q = call.q.clone()
-        for edit in edits:
-            _hook(edit, call) if isinstance(edit, Hook) else _apply(edit, call)
+        past = call.k.shape[2] - call.q.shape[2]  # with a cache only the newest queries are computed
+        for edit in sorted(edits, key=lambda edit: edit.kind == "logits"):  # which are what q and k do not give
             if edit.kind != "outputs":
                 call.redo.add(edit.head.index)
+            if isinstance(edit, Edit):
+                _apply(edit, call, past)
+            elif edit.kind == "keys" or not (past and edit.tokens):  # queries that are named have passed
+                vectors = (call.k if edit.kind == "keys" else call.q)[:, edit.head.index]
+                vectors.copy_(edit.edited(vectors))
 
 
-def _hook(hook: Hook, call: Call) -> None:
-    index, cached = hook.head.index, call.q.shape[2] < call.k.shape[2]
-    if hook.kind == "keys":
-        call.k[:, index] = hook.edited(call.k[:, index])
-    elif not (cached and hook.tokens):  # with a cache only the newest queries are computed: those named have passed
-        call.q[:, index] = hook.edited(call.q[:, index])
-
-
-def _apply(edit: Edit, call: Call) -> None:
-    (batch, _, queries, _), keys, index = call.q.shape, call.k.shape[2], edit.head.index
+def _apply(edit: Edit, call: Call, past: int) -> None:
+    batch, keys, index = len(call.q), call.k.shape[2], edit.head.index
     row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
-    if (
-        edit.kind != "outputs"
-        and len(row)
-        and max(int(row.max()) - batch, int(torch.maximum(query, key).max()) - keys) >= 0
-    ):
-        raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
-    if edit.kind == "outputs":
-        rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
-        before = call.outputs.get(index, lambda z: z)  # of other sequences
-        if len(value):
-            call.outputs[index] = lambda z: torch.where(rows[:, None, None], value[:1, None].to(z), before(z))
-        return
     if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
         raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
-    if edit.kind == "keys":
+    if edit.kind == "outputs" and len(row):
+        rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
+        before = call.outputs.get(index, lambda z: z)  # of other sequences
+        call.outputs[index] = lambda z: torch.where(rows[:, None, None], value[:1, None].to(z), before(z))
+    elif edit.kind == "keys":
         call.k[row, index, key] = value.to(call.k.dtype)
-    else:
-        query = query - (keys - queries)  # with a cache only the newest queries are computed
-        row, query, key, value = (x[query >= 0] for x in (row, query, key, value))
+    elif edit.kind != "outputs":
+        row, query, key, value = (x[query >= past] for x in (row, query - past, key, value))
         if edit.kind == "queries":
             call.q[row, index, query] = value.to(call.q.dtype)
         else:
-            shape = (batch, queries, keys)
-            others = call.set_logits.setdefault(index, torch.full(shape, torch.nan, device=call.q.device))
-            others[row, query, key] = value.float()
+            k = call.k[row, index // (call.q.shape[1] // call.k.shape[1]), key].float()
+            computed = call.cap(call.scale * (call.q[row, index, query].float() * k).sum(-1))
+            mask = call.own_mask(index)
+            hidden = mask[row, query, key] == -torch.inf
+            mask[row, query, key] = (value.float() - computed).masked_fill(hidden, -torch.inf)

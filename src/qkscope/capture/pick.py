@@ -137,16 +137,14 @@ class Shape:
         head = Head.parse(head)
         if head.layer >= self.n_layers:
             raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
-        count, instead = self.facts.layers[head.layer].n_heads, self.facts.layers[head.layer].instead
-        if instead:
-            with_heads = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
-            raise BadInput(
-                f"{head} does not exist: layer {head.layer} of {self.name} has a {instead} instead of attention; heads"
-                f" are in {with_heads}."
-            )
-        if head.index >= count:
-            raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has heads H0 to H{count - 1}.")
-        return head
+        there = self.facts.layers[head.layer]
+        if head.index < there.n_heads:
+            return head
+        has = f"heads H0 to H{there.n_heads - 1}"
+        if there.instead:
+            others = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
+            has = f"a {there.instead} instead of attention; heads are in {others}"
+        raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has {has}.")
 
     def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
         """Heads by name, checked.

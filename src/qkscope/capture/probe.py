@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
-from qkscope.capture.layers import place_of
 from qkscope.capture.own_code import own_attention
 from qkscope.capture.pick import Facts, Layer
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_settings
-from qkscope.capture.tap import Anatomy, Call, Stop, cleared, tap
+from qkscope.capture.tap import Anatomy, Call, Stop, cleared, place_of, tap
 from qkscope.errors import BadInput
 
 
@@ -29,8 +28,9 @@ def probe(model: Any) -> Facts:
     inputs = feed.short_inputs(model)
     calls = _calls(model, inputs)
     if not calls:
-        code = "they hold attention code of their own, in which no softmax of one product q·k is seen"
-        why = _replaced(model) or (code if own_attention(model) else "none of their modules is an attention that does")
+        why = "none of their modules is an attention that does, or their forward was replaced"
+        if own_attention(model):
+            why = "they hold attention code of their own, in which no softmax of one product q·k is seen"
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
     first, modules = calls[0], [call.module for call in calls]
     if len(set(modules)) < len(modules):
@@ -44,16 +44,13 @@ def probe(model: Any) -> Facts:
         raise refusal(model, f"{added}, so they are not scale q·k + mask")
     family = _family_refusals(model, inputs, calls)
     counting = _counting(model, inputs, calls, bool(instead))
-    places = [_place(model, module) for module in modules]
+    names = {part: name for name, part in model.named_modules()}
+    places = [place_of(model, names[module]) for module in modules]
     numbers = [i if place is None else place[1] for i, place in enumerate(places)]
-    layers = {number: _layer(call, family) for number, call in zip(numbers, calls, strict=True)}
-    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
     layer_of = dict(zip(map(id, modules), numbers, strict=True))
+    layers = {layer_of[id(call.module)]: _layer(call, family) for call in calls}
+    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
     return Facts(tuple(layers[number] for number in sorted(layers)), layer_of, *counting, Anatomy.of(model))
-
-
-def _place(model: Any, module: nn.Module) -> tuple[nn.ModuleList, int] | None:
-    return place_of(model, next(name for name, part in model.named_modules() if part is module))
 
 
 def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> list[Call]:
@@ -77,7 +74,7 @@ def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> li
     except BadInput:
         raise
     except Exception as error:  # whatever a foreign modelling file raises, the user needs one sentence
-        raise refusal(model, _replaced(model) or f"a short forward failed with {error!r}") from error
+        raise refusal(model, f"a short forward failed with {error!r}") from error
     return calls
 
 
@@ -101,13 +98,11 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
     """
 
     def alike(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        first = lambda x: x[:, :1].expand_as(x).contiguous()  # noqa: E731
-        if "hidden_states" in kwargs:
-            return args, kwargs | {"hidden_states": first(kwargs["hidden_states"])}
-        return (first(args[0]), *args[1:]), kwargs
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        same = x[:, :1].expand_as(x).contiguous()
+        return (args, kwargs | {"hidden_states": same}) if "hidden_states" in kwargs else ((same, *args[1:]), kwargs)
 
-    hooks = [call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]
-    with cleared(hooks):
+    with cleared([call.module.register_forward_pre_hook(alike, with_kwargs=True) for call in calls]):
         others = _calls(model, inputs)
     apart = 0.0
     for call, other in zip(calls, others, strict=True):
@@ -130,14 +125,18 @@ def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call])
 
 
 def _layer(call: Call, family: dict[Space, str]) -> Layer:
-    refusals = dict(family)
-    offset = None
-    if call.rotary is not None:
-        offset = _offset(call, call.rotary)
-        if offset is None:
-            reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
-            refusals |= {"pre_rope": reason, "query_frame": reason}
-        elif not _turns_back(call, call.rotary, offset):
+    refusals, rotary = dict(family), call.rotary
+    offset = None if rotary is None else _offset(call, rotary)
+    if rotary is not None and offset is None:
+        reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
+        refusals |= {"pre_rope": reason, "query_frame": reason}
+    elif rotary is not None and offset is not None:
+        row, last = (torch.tensor([value], device=call.q.device) for value in (0, call.q.shape[2] - 1))
+        turned, _ = rotary.turn_back(call.q[:1, :, -1].float(), call.k[:1, :, -1:].float(), row, last, offset)
+        given = rotary.q[:1, :, -1].float()
+        # the attention scaling stays in the vector, so compare directions; half precision rounds the rotated vector
+        alike = torch.nn.functional.cosine_similarity(turned[..., offset : offset + given.shape[-1]], given, dim=-1)
+        if not bool(alike.min() > 0.999):
             refusals.setdefault("query_frame", "the rotary function is more than a rotation and cannot be turned back")
     return Layer(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
 
@@ -157,17 +156,6 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
     return None
 
 
-def _turns_back(call: Call, rotary: Rotary, offset: int) -> bool:
-    last = call.q.shape[2] - 1
-    row, column = (torch.tensor([value], device=call.q.device) for value in (0, last))
-    q, k = call.q[:1, :, last].float(), call.k[:1, :, last:].float()
-    turned, _ = rotary.turn_back(q, k, row, column, offset)
-    given = rotary.q[:1, :, last].float()
-    turned = turned[..., offset : offset + given.shape[-1]]
-    # the attention scaling stays in the vector, so compare directions; half precision rounds the rotated vector
-    return bool(torch.nn.functional.cosine_similarity(turned, given, dim=-1).min() > 0.999)
-
-
 def _counting(
     model: Any, inputs: dict[str, Tensor], calls: list[Call], hybrid: bool
 ) -> tuple[bool, int, tuple[PaddingSide, ...]]:
@@ -185,26 +173,23 @@ def _counting(
     def same_at(positions: Tensor) -> bool:
         return _same_vectors(calls, _calls(model, inputs | {"position_ids": positions}, last=0))
 
-    takes, first = False, 0
+    takes, first, pad = False, 0, feed.model_pad_id(model) or 0
     if "position_ids" in feed.forward_arguments(model.base_model):
         takes = same_at(counted)
         if takes and not hybrid and not same_at(counted + counted % 2):
             return True, 0, SIDES
-        behind = (feed.model_pad_id(model) or 0) + 1
         limit = feed.context_limit(model)
-        if not takes and (limit is None or behind + counted.shape[1] < limit) and same_at(counted + behind):
-            first = behind
-    return takes, first, tuple(side for side in SIDES if _padding_is_harmless(model, calls, side, takes))
-
-
-def _padding_is_harmless(model: Any, calls: list[Call], side: PaddingSide, takes_positions: bool) -> bool:
-    (alone,), (longer, _) = feed.short_ids(model, (6,)), feed.short_ids(model, (9, 6))
-    batch = feed.pad_rows([longer, alone], feed.model_pad_id(model) or 0, side, takes_positions)
-    batch = {name: value.to(feed.input_device(model)) for name, value in batch.items()}
-    columns = slice(3, None) if side == "left" else slice(None, 6)
+        if not takes and (limit is None or pad + 1 + counted.shape[1] < limit) and same_at(counted + pad + 1):
+            first = pad + 1
+    rows = [feed.short_ids(model, (9, 6))[0], feed.short_ids(model, (6,))[0]]
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
-    return _same_vectors(calls, _calls(model, batch, last=last), columns)
+    harmless = []
+    for side, columns in zip(SIDES, (slice(3, None), slice(None, 6)), strict=True):
+        batch = {name: x.to(counted.device) for name, x in feed.pad_rows(rows, pad, side, takes).items()}
+        if _same_vectors(calls, _calls(model, batch, last=last), columns):
+            harmless.append(side)
+    return takes, first, tuple(harmless)
 
 
 def _same_vectors(calls: list[Call], others: list[Call], columns: slice = slice(None)) -> bool:
@@ -235,28 +220,13 @@ def _check_kind(model: Any) -> None:
         raise BadInput("compiled code cannot be looked into: give the model as it was before torch.compile.")
     if model.dtype == torch.float64:
         raise BadInput("a model in float64 is not looked into: load it with dtype float32, bfloat16 or float16.")
-    read = model.main_input_name
-    has_decoder = any(hasattr(part, "decoder") for part in (model, model.base_model))
-    if getattr(model.config, "is_encoder_decoder", False) and has_decoder:
+    decodes = any(hasattr(part, "decoder") for part in (model, model.base_model))
+    if getattr(model.config, "is_encoder_decoder", False) and decodes:
         kind = model.config.model_type
         raise BadInput(f"{kind} is an encoder-decoder model: qkscope looks into decoders and encoders only.")
-    if read not in ("input_ids", "pixel_values"):
+    if (read := model.main_input_name) not in ("input_ids", "pixel_values"):
         given = "qkscope can give a model only token ids or an image"
         raise refusal(model, f"{type(model).__name__} reads {read}, and {given}")
-
-
-def _replaced(model: Any) -> str | None:
-    """Say so where the forward of an attention (or of what holds one) is not of its class's own file."""
-    for part in model.modules():
-        if not any("Attention" in type(inner).__name__ for inner in part.modules()):
-            continue
-        forward = vars(part).get("forward", type(part).forward)  # wrappers, as accelerate's, keep the name of the file
-        if forward.__module__ not in {kind.__module__ for kind in type(part).__mro__}:
-            return (
-                f"the forward of {type(part).__name__} was replaced by {forward.__qualname__}, which bypasses"
-                " transformers' attention interface: load the model without that patch"
-            )
-    return None
 
 
 def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
@@ -264,26 +234,23 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
 
     Refuses a model whose layers did not call for another reason: they need what was not given, or call several times.
     """
-    place = _place(model, calls[0].module)
+    place = place_of(model, next(name for name, part in model.named_modules() if part is calls[0].module))
     blocks = [] if place is None else list(place[0])
     expected = len(blocks) or getattr(feed.text_config(model), "num_hidden_layers", len(calls))
-    called = {id(call.module) for call in calls}
-    seeing = [block for block in blocks if any(id(part) in called for part in block.modules())]
+    called = {call.module for call in calls}
+    seeing = [block for block in blocks if not called.isdisjoint(block.modules())]
     silent = {i: block for i, block in enumerate(blocks) if block not in seeing}
     if len(calls) == expected and not silent:
         return {}
     if any("cross" in name for block in silent.values() for name, _ in block.named_children()):
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
-    if len(calls) > expected:
-        why = f"{len(calls)} attention calls come from {expected} layers"
-        raise refusal(model, f"{why}, so which layer is which is not known")
-    usual = {type(part) for block in seeing for part in block.children()}
+    usual, attentions = {type(part) for block in seeing for part in block.children()}, {type(part) for part in called}
     instead = {
         i: [type(part).__name__ for part in block.children() if type(part) not in usual] for i, block in silent.items()
     }
-    attentions = {type(call.module) for call in calls}
     alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
     if len(calls) != len(seeing) or alike or not all(instead.values()):
-        raise refusal(model, f"only {len(calls)} of its {expected} layers call transformers' attention interface")
+        why = f"{len(calls)} attention calls come from {expected} layers"
+        raise refusal(model, f"{why}, so which layer is which is not known")
     return {i: kinds[0] for i, kinds in instead.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.check import Check, check_model, check_once
-from qkscope.capture.encode import Encoder, Encoding, Prompts, Token, choose_side
+from qkscope.capture.encode import Encoder, Encoding, Prompts, choose_side
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, input_device
@@ -23,7 +23,7 @@ from qkscope.capture.load import load, unwrapped
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import probe
-from qkscope.capture.running import Running
+from qkscope.capture.running import Runner
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -34,7 +34,7 @@ from qkscope.runs.work import stream
 
 
 @checked_class
-class Scope(Running):
+class Scope(Runner):
     """A model and its tokenizer, checked. Make one with `Scope.load` or `Scope.from_model`.
 
     Parameters
@@ -71,8 +71,6 @@ class Scope(Running):
         super().__init__()
         if not hasattr(model, "config"):
             raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
-        if tokenizer is not None and not callable(tokenizer):
-            raise BadInput(f"a tokenizer is one of transformers, or None, but got {type(tokenizer).__name__}.")
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
@@ -177,14 +175,9 @@ class Scope(Running):
         return tokenizer_hash(self.tokenizer)
 
     def encode(
-        self,
-        examples: Sequence[Example | str],
-        *,
-        chat: bool = False,
-        padding_side: PaddingSide | None = None,
-        token: Token = "last",
+        self, examples: Sequence[Example | str], *, chat: bool = False, padding_side: PaddingSide | None = None
     ) -> Encoding:
-        """Turn examples into one padded batch with token positions found on the ids the model sees.
+        """Turn examples into one padded batch; a mark is the last token of its words, found on the ids the model sees.
 
         Parameters
         ----------
@@ -195,15 +188,13 @@ class Scope(Running):
         padding_side : str, optional
             ``left`` or ``right``; the captured numbers are the same. If not given it is ``left``, or ``right`` for a
             model that counts positions by columns of the batch.
-        token : str
-            Which token stands for a word of several: ``last`` or ``first``.
 
         Examples
         --------
         >>> Scope.load("nano:mixed").encode(["hat jam hat", "hat: O"])
         Encoding(2 sequences of 4 tokens, 2 queries, 0 keys each at most)
         """
-        prompts = self.encoder.prompts(examples, chat, token)
+        prompts = self.encoder.prompts(examples, chat)
         return self._pad(prompts, range(len(prompts)), padding_side)
 
     def _pad(self, prompts: Prompts, indices: Sequence[int], wanted: PaddingSide | None) -> Encoding:
@@ -244,8 +235,6 @@ class Scope(Running):
         logits: bool = False,
         chat: bool = False,
         padding_side: PaddingSide | None = None,
-        token: Token = "last",
-        shard: tuple[int, int] = (0, 1),
         progress: bool | None = None,
     ) -> Iterator[Capture]:
         """Stream queries and keys of some heads, one `Capture` per batch; nothing is kept.
@@ -264,9 +253,7 @@ class Scope(Running):
             Whether to return the log-sum-exp of the keys not named.
         logits : bool
             Whether to return next-token logits at the query (this runs the whole model).
-        chat, padding_side, token : as in `encode`.
-        shard : (int, int)
-            ``(i, n)``: only every n-th batch of the fixed list, from the i-th on.
+        chat, padding_side : as in `encode`.
         progress : bool, optional
             Whether to say on stderr how far it is; if not given, where stderr is a terminal.
 
@@ -279,15 +266,13 @@ class Scope(Running):
         Capture(1 rows of L1H0, L2H3; 1 keys of 2 key heads, width 24, post_rope)
         """
         wanted = self.parse(heads)
-        if not 0 <= shard[0] < shard[1]:
-            raise BadInput(f"shard is (i, n) with 0 <= i < n, but got {shard}.")
-        prompts = self.encoder.prompts(examples, chat, token)
+        prompts = self.encoder.prompts(examples, chat)
 
         def run(indices: list[int]) -> Capture:
             encoded = self._pad(prompts, indices, padding_side)
             return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
 
-        return stream(prompts.batches(batch_size)[shard[0] :: shard[1]], run, progress)
+        return stream(prompts.batches(batch_size), run, progress)
 
     @torch.no_grad()
     def capture_inputs(

@@ -34,7 +34,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 class Rotary:
     """What a rotary function was given in one layer, heads before positions: ``[b, h, s, r]``; r may be under d."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., tuple[Tensor, Tensor | None]]
     q: Float[Tensor, "b h s r"]
     k: Float[Tensor, "b g s r"]
     cos: Tensor
@@ -81,8 +81,8 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        q, k = self._rotate(q[:, :, None], k, batch, position[:, None], offset, back=True, pure=True)
-        return q[:, :, 0], k
+        turned = [self.turn(x, batch, position[:, None], offset, back=True, pure=True) for x in (q[:, :, None], k)]
+        return turned[0][:, :, 0], turned[1]
 
     def turn(
         self,
@@ -91,6 +91,7 @@ class Rotary:
         positions: Int[Tensor, "n m"],
         offset: int = 0,
         back: bool = False,
+        pure: bool = False,
     ) -> Float[Tensor, "n h m d"]:
         """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
 
@@ -104,27 +105,20 @@ class Rotary:
             Where the rotated dimensions begin.
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
+        pure : bool
+            Leave out the attention scaling.
         """
-        return self._rotate(x, x[:, :1], batch, positions, offset, back)[0]
-
-    def _rotate(
-        self, q: Tensor, k: Tensor, batch: Tensor, positions: Tensor, offset: int, back: bool, pure: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The family's own function at some positions; ``pure`` leaves out the attention scaling."""
         # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
         row, positions = (index.to(self.cos.device) for index in (batch, positions))
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        cos, sin = (table[row, positions].to(q) for table in (self.cos, self.sin))
+        cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
         if pure:
             scaling = (cos.square() + sin.square()).sqrt()
             cos, sin = cos / scaling, sin / scaling
-        part = slice(offset, offset + self.q.shape[-1])
-        turned = self.function(q[..., part].contiguous(), k[..., part].contiguous(), cos, -sin if back else sin)
-        if self.q.shape[-1] < q.shape[-1]:
-            q, k = q.clone(), k.clone()
-            q[..., part], k[..., part] = turned
-            return q, k
-        return turned
+        part = x[..., offset : offset + self.q.shape[-1]].contiguous()
+        turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
+        rest = x[..., offset + part.shape[-1] :]
+        return turned if part.shape == x.shape else torch.cat([x[..., :offset], turned, rest], dim=-1)
 
 
 def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
@@ -174,18 +168,17 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
 
 
 def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
-    parameters = inspect.signature(function).parameters
-    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+    signature = inspect.signature(function)
 
-    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        turned = [function(x.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2) for x in (q, k)]
-        return turned[0], turned[1]
+    def turn_one(q: Tensor, _k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        return function(q.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2), None
 
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        named = dict(zip(parameters, args, strict=False)) | kwargs
-        given = {name: named[name] if name in named else defaults[name] for name in parameters}
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
         alone, x = "q" not in given, next(iter(given.values()))
@@ -194,7 +187,7 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
         if alone or given.get("unsqueeze_dim", 1) != 1:
             vectors = tuple(x.transpose(1, 2) for x in vectors)
         q, k, q_rotated, k_rotated = vectors
-        turn = both if alone else function
+        turn = turn_one if alone else function
         heard.append(Rotary(turn, q, k, given["cos"], given["sin"], q_rotated, k_rotated, alone))
         return rotated
 
@@ -243,18 +236,11 @@ def depends_on_length(module: nn.Module) -> bool:
 
 def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
     def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _forget_lengths(module)
-        if position_ids.ndim != 2 or len(position_ids) == 1:
-            return rotate(x, position_ids, *args, **kwargs)
-        tables: list[Tensor] = []
-        ends = position_ids.amax(-1)
-        for end in ends.unique():  # from short to long: what dynamic RoPE keeps is then outgrown each time
-            rows = ends == end
-            for i, table in enumerate(rotate(x[rows], position_ids[rows], *args, **kwargs)):
-                if i == len(tables):
-                    tables.append(table.new_empty((len(ends), *table.shape[1:])))
-                tables[i][rows] = table
-        return tuple(tables)
+        tables = []
+        for row in position_ids.split(1) if position_ids.ndim == 2 else [position_ids]:
+            _forget_lengths(module)
+            tables.append(rotate(x[:1], row, *args, **kwargs))  # which only asks x for its device and type
+        return tuple(torch.cat(rows) for rows in zip(*tables, strict=True)) if len(tables) > 1 else tables[0]
 
     return rotate_rows
 

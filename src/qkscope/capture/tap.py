@@ -27,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qkscope.attention import AttentionRows, soft
 from qkscope.capture import spaces
-from qkscope.capture.layers import modules_of
 from qkscope.capture.own_code import additive, own_attention, watched
 from qkscope.capture.spaces import Rotary, swapped
 from qkscope.errors import BadInput
@@ -77,9 +76,9 @@ def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
 class Call:
     """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
 
-    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and logits of a head
-    (`set_logits`, NaN where nothing was set); it then names the query heads concerned in `redo`, and their output is
-    computed again from this record. One that knows the output of every head itself puts it into `output`; what a head
+    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and what is added to the logits
+    of a head (`own_mask`); it names the query heads concerned in `redo`, and their output is computed again from this
+    record. One that knows the output of every head itself puts it into `output`; what a head
     put out, [b, s, e], can be changed by a function in `outputs`. `biases`
     names what else the call adds to its logits: the probe refuses a model where there is any. `weights` gives what the
     model's own softmax gave, where its own code was watched.
@@ -99,13 +98,26 @@ class Call:
     rotary: Rotary | None = None
     redo: set[int] = field(default_factory=set)
     output: Float[Tensor, "b s h e"] | None = None
-    set_logits: dict[int, Float[Tensor, "b s t"]] = field(default_factory=dict)
+    redrawn: bool = False  # whether the mask is this record's, and one for each head
     outputs: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     weights: Callable[[], Float[Tensor, "b h s t"]] | None = None
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def own_mask(self, head: int) -> Float[Tensor, "b s t"]:
+        """The additive mask of one head, to be written into; its output is computed again."""
+        if not self.redrawn:
+            mask = self._every_mask()
+            self.mask, self.causal, self.redrawn = mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1), False, True
+        self.redo.add(head)
+        return self.mask[:, head]  # type: ignore[index]
+
+    def _every_mask(self) -> Float[Tensor, "b m s t"]:
+        batch, _, queries, _ = self.q.shape
+        every = torch.cartesian_prod(*(torch.arange(n, device=self.q.device) for n in (batch, queries)))
+        return self.mask_rows(*every.unbind(1)).unflatten(0, (batch, queries)).transpose(1, 2)
 
     def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
         """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h where heads differ."""
@@ -128,30 +140,15 @@ class Call:
         mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
         q, k = self.q[batch, head, query].float(), self.k[:, head // group][batch].float()
         bias = mask[:, head if mask.shape[1] > 1 else 0]
-        if head in self.set_logits:  # what was set by hand becomes part of the bias
-            computed = self.cap(self.scale * torch.einsum("rd,rtd->rt", q, k))
-            bias = overlay(bias, self.set_logits[head][batch, query] - computed)
-        return AttentionRows(
-            q[:, None],
-            k[:, None],
-            self.scale,
-            softcap=None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device),
-            bias=bias[:, None],
-            rest=None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1),
-        )
+        cap = None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device)
+        rest = None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1)
+        return AttentionRows(q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest)
 
     def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """What the softmax of some query heads is given, from this record, in float32; -inf hides a key."""
-        batch, _, queries, _ = self.q.shape
-        index = torch.tensor(heads, device=self.q.device)
+        index, mask = torch.tensor(heads, device=self.q.device), self._every_mask()
         logits = self.cap(self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2))
-        row, query = torch.cartesian_prod(*(torch.arange(n, device=index.device) for n in (batch, queries))).unbind(1)
-        mask = self.mask_rows(row, query).unflatten(0, (batch, queries)).transpose(1, 2)  # [b, m, s, t]
-        logits = logits + (mask if mask.shape[1] == 1 else mask[:, index])
-        for head in self.set_logits.keys() & set(heads):
-            slot = heads.index(head)
-            logits[:, slot] = overlay(logits[:, slot], self.set_logits[head])
-        return logits
+        return logits + (mask if mask.shape[1] == 1 else mask[:, index])
 
     def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """The whole attention pattern of some query heads, from this record, in float32."""
@@ -169,9 +166,37 @@ class Call:
         return (self.attention(heads) @ self._of(self.v, heads)).transpose(1, 2)
 
 
-def overlay(logits: Float[Tensor, "..."], others: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Logits with those put over them that were set by hand; NaN sets nothing, and what is hidden stays so."""
-    return torch.where(others.isnan() | (logits == -torch.inf), logits, others)
+# ---------------------------------------------------------------- where its modules are
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and every module in it, once each, in a fixed order: `modules` spends ten times as long on names."""
+    listed = {id(model): model}
+    todo = [model]
+    for module in todo:  # which grows
+        more = {id(child): child for child in module._modules.values() if child is not None and id(child) not in listed}
+        listed |= more
+        todo += more.values()
+    return todo
+
+
+def _places_of(model: Any, name: str) -> list[tuple[nn.ModuleList, int]]:
+    """The lists of layers a module stands in, outermost first, and the number of its layer in each."""
+    parts = name.split(".")
+    outer = [(model.get_submodule(".".join(parts[:end])), parts[end]) for end in range(1, len(parts))]
+    return [(part, int(number)) for part, number in outer if isinstance(part, nn.ModuleList)]
+
+
+def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
+    """The outermost list of layers a module stands in, and the number of its layer there."""
+    return next(iter(_places_of(model, name)), None)
+
+
+def block_of(model: Any, name: str) -> nn.Module:
+    """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
+    for layers, number in reversed(_places_of(model, name)):
+        return layers[number]
+    raise BadInput(f"{name} is not part of a list of layers.")
 
 
 @cache  # every attention call asks
@@ -179,36 +204,6 @@ def modelling_file(kind: type) -> ModuleType:
     """The file that defines a layer's attention; a subclass elsewhere leads to its parent's file."""
     files = [sys.modules[parent.__module__] for parent in kind.__mro__]
     return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
-
-
-def _delegate(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    file = modelling_file(type(module))  # type: ignore[arg-type]
-    if implementation != "eager":
-        # a modelling file may hold its own instance of the interface, with its own version of sdpa
-        return getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
-    if not hasattr(file, "eager_attention_forward"):
-        raise BadInput(f"{type(module).__name__} has no eager attention function to delegate to: load with attn=sdpa.")
-    return file.eager_attention_forward
-
-
-def _read(module: nn.Module, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    q, k, v, mask = args
-    scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    return Call(
-        module,
-        q,
-        k,
-        v,
-        mask,
-        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
-        # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
-        causal=implementation == "sdpa" and mask is None and bool(is_causal) and q.shape[2] > 1,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        biases=tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor)),
-    )
 
 
 @dataclass(frozen=True)
@@ -285,9 +280,12 @@ def tap(
             for visit in visits:
                 visit(call)
 
+        def serve(run: Callable[[], Tensor], **fields: Any) -> Tensor:  # of an attention that a module computed itself
+            show(call := Call(**fields))
+            return _edited(call, run().transpose(1, 2)).transpose(1, 2)
+
         if anatomy.own:
-            modules = [module for module in anatomy.own if layers is None or id(module) in layers]
-            stack.enter_context(watched(modules, lambda run, **fields: _serve(Call(**fields), show, run)))
+            stack.enter_context(watched([part for part in anatomy.own if layers is None or id(part) in layers], serve))
         else:
             stack.enter_context(_interface(model, anatomy.configs, show, layers))
         expected = list((layers or {}).values())  # in the order in which they are called
@@ -314,12 +312,6 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
     return output
 
 
-def _serve(call: Call, show: Callable[[Call], None], run: Callable[[], Tensor]) -> Tensor:
-    """Show an attention that a module computed itself."""
-    show(call)
-    return _edited(call, run().transpose(1, 2)).transpose(1, 2)
-
-
 @contextmanager
 def _interface(
     model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Mapping[int, int] | None
@@ -330,14 +322,25 @@ def _interface(
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        args = query, key, value, attention_mask
+        given = query, key, value, attention_mask
         implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
-        run = _delegate(module, implementation)
+        file = modelling_file(type(module))  # type: ignore[arg-type]
+        if implementation != "eager":
+            # a modelling file may hold its own instance of the interface, with its own version of sdpa
+            run = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
+        else:
+            run = file.eager_attention_forward
         if layers is not None and id(module) not in layers:
-            return run(module, *args, **kwargs)
-        call = _read(module, implementation, args, kwargs)
+            return run(module, *given, **kwargs)
+        scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
+        causal = implementation == "sdpa" and attention_mask is None and bool(is_causal) and query.shape[2] > 1
+        scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+        call = Call(module, *given, scale, causal, kwargs.get("softcap"), kwargs.get("s_aux"))
+        call.biases = tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor))
         show(call)
-        output, weights = run(module, *args, **kwargs)
+        output, weights = run(module, *given, **kwargs)
         return _edited(call, output), weights
 
     implementation = before[id(model.config)]

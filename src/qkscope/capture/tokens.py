@@ -47,8 +47,7 @@ def token_vectors(scope: Scope, ids: Int[Tensor, " n"]) -> list[Float[Tensor, "n
     given: list[Tensor] = []
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        given.append(hidden[:, 1].float().cpu())
+        given.append((args[0] if args else kwargs["hidden_states"])[:, 1].float().cpu())
 
     def visit(call: Call) -> None:
         if call.layer == second:
@@ -66,17 +65,11 @@ def token_texts(scope: Scope, ids: Sequence[int]) -> list[str]:
     if scope.tokenizer is None:
         return [str(i) for i in ids]
     texts: list[str] = []
-    at = 0
-    while at < len(ids):
-        end = at + 1
-        text = _decoded(scope.tokenizer, ids[at:end])
-        while text.endswith("�") and end < len(ids) and end - at < 8:
-            end += 1
-            text = _decoded(scope.tokenizer, ids[at:end])
-        if text.endswith("�"):  # no character after all
-            end, text = at + 1, PIECE
-        texts += [text, *[""] * (end - at - 1)]
-        at = end
+    while len(texts) < len(ids):
+        some = ids[len(texts) : len(texts) + 8]
+        reads = ((n, _decoded(scope.tokenizer, some[:n])) for n in range(1, len(some) + 1))
+        count, text = next(((n, text) for n, text in reads if not text.endswith("�")), (1, PIECE))
+        texts += [text, *[""] * (count - 1)]
     return texts
 
 

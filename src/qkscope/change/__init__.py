@@ -2,7 +2,7 @@
 
 In comes a prompt that was run (its attention calls) and a list of changes; out go attention and next-token logits of
 each change, run in one batch. Changes that hold for a whole ``with`` block (`Scope.ablate`, `hide`, `replace`) stand in
-`qkscope.capture.changes`.
+`qkscope.capture.running`.
 
 `rows` (one token's attention rows changed, that token alone run again) → `parts` (writers' parts in one head's query or
 key ablated or restored) → `whole` (edits of a batch, run on from the first layer that they touch)

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import Picker
-from qkscope.capture.layers import place_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import other_forwards
-from qkscope.capture.tap import Call, cleared
+from qkscope.capture.tap import Call, cleared, place_of
 from qkscope.heads import Head
 
 _TOKENS = 2**13  # run together

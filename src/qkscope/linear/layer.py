@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qkscope.capture.norms import Frozen
+from qkscope.capture.blocks import Frozen
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
 

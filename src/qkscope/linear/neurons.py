@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qkscope.capture.blocks import Block
+from qkscope.capture.blocks import Block, Frozen
 from qkscope.capture.inputs import short_inputs
-from qkscope.capture.norms import Frozen
 from qkscope.capture.tap import cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer

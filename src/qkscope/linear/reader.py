@@ -14,11 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.blocks import Heads, Part, read_blocks
+from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import index_on, layout_of
 from qkscope.capture.inputs import input_device, short_inputs
-from qkscope.capture.norms import Frozen, Norm, take_apart
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.blocks import Entered, Heads, Node, Normed, Part, Scaled, Sum
-from qkscope.capture.norms import Norm, full_output
+from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Scaled, Sum, full_output
 from qkscope.heads import BIAS, EMBEDDING, Head
 from qkscope.linear.layer import Kind
 from qkscope.linear.recorded import KINDS, Parts, Recorded, Side, named

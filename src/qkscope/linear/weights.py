@@ -20,12 +20,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.capture.blocks import Norm, is_norm, take_apart
 from qkscope.capture.gather import layout_of
 from qkscope.capture.inputs import short_inputs
-from qkscope.capture.layers import block_of
-from qkscope.capture.norms import Norm, is_norm, take_apart
 from qkscope.capture.scope import Scope
-from qkscope.capture.tap import Call, Stop, cleared
+from qkscope.capture.tap import Call, Stop, block_of, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.layer import Kind, Layer, stream_of

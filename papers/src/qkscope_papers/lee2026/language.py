@@ -23,8 +23,8 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import Ranking, Score, find_heads
 from qkscope.analyses.fit import Fit, fit_of
 from qkscope.analyses.prompts import made_from
-from qkscope.capture.packages import EMBEDDED as PACKAGED
-from qkscope.capture.packages import is_installed
+from qkscope.capture.files import EMBEDDED as PACKAGED
+from qkscope.capture.files import is_installed
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
