@@ -11,7 +11,7 @@ from planted import PlantedHead
 from qkscope import BadInput
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NULL_KINDS
-from qkscope.maths.sums import Covariance
+from qkscope.maths.moments import Covariance
 
 HEADS = ["L0H0", "L0H1", "L0H2", "L0H3", "L2H0", "L2H1", "L2H2", "L2H3"]
 

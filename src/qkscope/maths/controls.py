@@ -27,8 +27,16 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NULL_KINDS, NullKind, Statistic, false_discovery, head_p_values
-from qkscope.maths.sums import Center, centred_delta
+from qkscope.maths.significance import (
+    NULL_KINDS,
+    Center,
+    NullKind,
+    Statistic,
+    centred_delta,
+    false_discovery,
+    head_p_values,
+)
+
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -285,7 +293,7 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
     part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
     has rank 0.
     """
-    folds = moments.folds[contrast][:, list(rows)]
+    folds = moments.state["folds"][contrast][:, list(rows)]
     whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
     gains = []
     for own in folds:

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.maths.sums import Accumulator, check_shape
+from qkscope.maths.moments import Accumulator, check_shape
 
 MEAN, REST = "mean", "rest"
 _PIECES = 4  # of the queries, each with the keys before its end: five eighths of the work
