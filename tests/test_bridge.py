@@ -12,8 +12,8 @@ from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows
 from qkscope.heads import Head
+from qkscope.maths.attribution import alignment, carried, overlap
 from qkscope.maths.bases import Projector
-from qkscope.maths.bridge import alignment, carried, overlap
 from qkscope.maths.singular import basis_of_weights, components
 from qkscope.maths.subspace import Subspace
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from planted import PlantedHead
 from qkscope import BadInput
-from qkscope.maths.moments import Moments
+from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.significance import NULL_KINDS
-from qkscope.maths.moments import Covariance
 
 HEADS = ["L0H0", "L0H1", "L0H2", "L0H3", "L2H0", "L2H1", "L2H2", "L2H3"]
 

@@ -34,6 +34,9 @@ from qkscope.kinds import checked_call
 
 _SWEEPS = 20  # 8 to 11 are needed, whatever the matrix
 _DONE = 1e-14  # largest cosine between two columns
+_MANY = 64  # matrices from which on a GPU is quicker with all at once than one after the other
+ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
+_DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a copy of the others
 
 
 def jacobi_svd(
@@ -72,11 +75,9 @@ def jacobi_svd(
 def _places(n: int, device: torch.device) -> Int[Tensor, " 2n"]:
     """Where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on by one place."""
     half = n // 2
-    upper = [0, *range(2, half), n - 1] if half > 1 else [0]
-    lower = [1, *range(half, n - 1)]
+    upper, lower = [0, *range(2, half), n - 1] if half > 1 else [0], [1, *range(half, n - 1)]
     rows = torch.tensor([upper, upper, lower, lower])
-    here = torch.arange(half)
-    columns = torch.stack([here, here + half, here, here + half])
+    columns = torch.arange(half) + half * torch.tensor([[0], [1], [0], [1]])
     return (rows * n + columns).flatten().to(device)
 
 
@@ -104,10 +105,6 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
     return q, r
 
 
-_MANY = 64  # matrices from which on a GPU is quicker with all at once than one after the other
-ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
-
-
 def checked_svd(
     matrix: Float[Tensor, "*n a b"],
 ) -> tuple[Float[Tensor, "*n a m"], Float[Tensor, "*n m"], Float[Tensor, "*n b m"]]:
@@ -120,9 +117,12 @@ def checked_svd(
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
         raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
-    if not matrix.numel():
-        raise BadInput(f"a matrix of shape {tuple(matrix.shape)} is empty and has no singular vectors.")
-    u, s, v = _svd(matrix)
+    *batch, rows, columns = matrix.shape
+    if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
+        u, s, v = (x.unflatten(0, batch) for x in jacobi_svd(matrix.flatten(0, -3)))
+    else:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        v = vh.mH
     for index in _failures(matrix, u, s, v):
         u[index], s[index], v[index] = _robust_svd(matrix[index])
     if _failures(matrix, u, s, v):
@@ -130,15 +130,6 @@ def checked_svd(
     signs = u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)).sign()
     signs = torch.where(signs == 0, torch.ones_like(signs), signs)
     return u * signs, s, v * signs
-
-
-def _svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor]:
-    *batch, rows, columns = matrix.shape
-    if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
-        u, s, v = jacobi_svd(matrix.flatten(0, -3))
-        return u.unflatten(0, batch), s.unflatten(0, batch), v.unflatten(0, batch)
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return u, s, vh.mH
 
 
 def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0) -> Tensor:
@@ -190,8 +181,7 @@ def thin_svd(
     >>> u.shape, s.shape
     (torch.Size([3, 20, 4]), torch.Size([3, 4]))
     """
-    q_1, r_1 = _qr(w_q)
-    q_2, r_2 = _qr(w_k)
+    (q_1, r_1), (q_2, r_2) = _qr(w_q), _qr(w_k)
     if kv_of_head is not None:
         q_2, r_2 = q_2[kv_of_head], r_2[kv_of_head]
     a, s, b = checked_svd(r_1 @ r_2.mT)
@@ -211,9 +201,6 @@ def _qr(w: Float[Tensor, "*h d m"]) -> tuple[Tensor, Tensor]:
         return gram_qr(w)
     q, r = torch.linalg.qr(w.to(torch.float64).mT)
     return q, r
-
-
-_DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a copy of the others
 
 
 class Projector(NamedTuple):
@@ -251,25 +238,13 @@ class Projector(NamedTuple):
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
         """One per head, padded with zero columns to a common rank."""
         width = max(p.left.shape[-1] for p in projectors)
-        return cls(
-            *(
-                torch.stack([pad(factor, (0, width - factor.shape[-1])) for factor in factors])
-                for factors in zip(*projectors, strict=True)
-            )
-        )
+        sides = zip(*projectors, strict=True)
+        return cls(*(torch.stack([pad(x, (0, width - x.shape[-1])) for x in factors]) for factors in sides))
 
 
 def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) -> Float[Tensor, "*n m"]:
     """Cosines of the principal angles between the spans of two orthonormal bases, largest first."""
     return torch.linalg.svdvals(a.mT @ b.to(a)).clamp_max(1.0)
-
-
-def principal_angles(a: Float[Tensor, "d r"], b: Float[Tensor, "d s"]) -> Float[Tensor, " m"]:
-    """Principal angles in radians, smallest first; small ones by their sine, as their cosine has no digits left."""
-    cosines = principal_cosines(a, b)
-    a, b = (a, b.to(a)) if a.shape[-1] >= b.shape[-1] else (b.to(a), a)
-    sines = torch.linalg.svdvals(b - a @ (a.mT @ b)).flip(-1).clamp_max(1.0)
-    return torch.where(cosines.square() > 0.5, sines.arcsin(), cosines.arccos())
 
 
 def joint_basis(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d r_joint"]:

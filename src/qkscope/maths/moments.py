@@ -85,7 +85,7 @@ class Accumulator(ABC):
     def load(
         cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Read a file that `save` wrote; refuse one whose ``about`` differs from ``expect`` where that says anything."""
+        """Read a file that `save` wrote; refuse one whose ``about`` differs from what ``expect`` says."""
         tensors, manifest = read_tensors(path, cls.kind, expect)
         check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
         sums = cls.from_manifest(manifest, device)
