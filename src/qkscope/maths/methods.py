@@ -126,7 +126,9 @@ def joint_name(features: Sequence[str]) -> str:
     if len(features) == 1:
         return features[0]
     name = "both" if len(features) == 2 else "all"
-    return f"{name} together" if name in features else name
+    while name in features:
+        name += " together"
+    return name
 
 
 def conditions(
