@@ -27,20 +27,13 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import (
-    NULL_KINDS,
-    Center,
-    NullKind,
-    Statistic,
-    centred_delta,
-    false_discovery,
-    head_p_values,
-)
+from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
+_UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 
@@ -129,10 +122,9 @@ class Controls:
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
-        most = _most_tested(self.units)
-        difference, interaction = (
-            f"{rank} or more" if rank == most else f"{rank}" for rank in (self.null_rank, self.interaction_rank)
-        )
+        most = max(self.units // _UNITS_A_DIRECTION, 1)
+        ranks = self.null_rank, self.interaction_rank
+        difference, interaction = (f"{rank} or more" if rank == most else f"{rank}" for rank in ranks)
         said = [
             f"99% rank {self.energy_rank}; {difference} detected against the {self.null.replace('_', ' ')} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
@@ -176,7 +168,7 @@ def run_controls(
     dominance, pairs = mean_dominance(moments, contrast).tolist(), moments.count(contrast).tolist()
     differences, interactions, beyond_scale = [], [], []
     for head, row in zip(chosen, rows, strict=True):
-        limit, size = _most_tested(units), sizes[row]
+        limit, size = max(units // _UNITS_A_DIRECTION, 1), sizes[row]
         fixed, replicates = moments.interaction_nulls(contrast, head, centred)
         interactions.append(rank_above(deltas[centred][row], replicates, max_rank=limit, size=size))
         # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
@@ -192,56 +184,38 @@ def run_controls(
     p_interaction = list(map(max, depends, beyond))
     p_difference = p_interaction if null == "interaction" else differs
     calls = zip(_calls(differences, p_difference, floor), _calls(interactions, p_interaction, floor), strict=True)
-    few = "independent units (different words, or prompts)" if 0.5 ** max(units - 1, 0) >= floor else "replicates"
-    few = f"untested: {units if few != 'replicates' else moments.replicates} {few} are too few"
-    few += f" for {len(chosen)} heads at once" if len(chosen) > 1 else ""
+    few = f"{moments.replicates} replicates"
+    if 0.5 ** max(units - 1, 0) >= floor:
+        few = f"{units} independent units (different words, or prompts)"
+    reason = f"untested: {few} are too few" + (f" for {len(chosen)} heads at once" if len(chosen) > 1 else "")
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
     cv_ranks = cross_validated_rank(moments, contrast, centred if null == "interaction" else center, rows)
     controls = {}
     for i, (head, row, (differ, depend)) in enumerate(zip(chosen, rows, calls, strict=True)):
         verdict = _verdict(differ, depend, center != "none")
         spectra = {c: torch.linalg.svdvals(delta[row]) for c, delta in deltas.items()}
+        energy, centred_energy = (int(energy_rank(spectra[c], size=sizes[row])) for c in ("none", centred))
+        detected = max(differences[i].rank, 1) if differ else 0
+        depending = max(interactions[i].rank, 1) if depend else 0
         shown = differences[i] if center == "none" else interactions[i]
-        controls[head] = Controls(
-            energy_rank=int(energy_rank(spectra["none"], size=sizes[row])),
-            null_rank=max(differences[i].rank, 1) if differ else 0,
-            centred_energy_rank=int(energy_rank(spectra[centred], size=sizes[row])),
-            interaction_rank=max(interactions[i].rank, 1) if depend else 0,
-            cv_rank=cv_ranks[i],
-            mean_dominance=dominance[row],
-            p_difference=p_difference[i],
-            p_interaction=p_interaction[i],
-            verdict=verdict,
-            center=center,
-            spectrum=tuple(spectra[center].tolist()),
-            null_median=shown.null_median,
-            null_high=shown.null_high,
-            positive_pairs=pairs[row][0],
-            negative_pairs=pairs[row][1],
-            units=units,
-            replicates=moments.replicates,
-            null=null,
-            reason=few if verdict == "untested" else "",
-        )
+        ranks = energy, detected, centred_energy, depending, cv_ranks[i]
+        tests = dominance[row], p_difference[i], p_interaction[i], verdict, center
+        spectrum = tuple(spectra[center].tolist()), shown.null_median, shown.null_high
+        said = reason if verdict == "untested" else ""
+        controls[head] = Controls(*ranks, *tests, *spectrum, *pairs[row], units, moments.replicates, null, said)
     return controls
 
 
 def _difference_null(moments: Moments, contrast: str) -> NullKind:
     """The null of a difference: the one that was carried besides the interaction's."""
-    others: list[NullKind] = [kind for kind in moments.nulls if kind != "interaction"]
     if "interaction" in moments.nulls:
-        if others:
-            return max(others, key=NULL_KINDS.index)  # labels dealt, where signs were flipped besides
+        if len(moments.nulls) > 1:
+            return "label_permutation" if "label_permutation" in moments.nulls else "sign_flip"
         # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
         mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
         if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()):
             return "interaction"
     raise BadInput("controls need null replicates: make the moments with nulls=('sign_flip', 'interaction').")
-
-
-def _most_tested(units: int) -> int:
-    """Few units span few directions: with most of them projected out, replicates have no room left; anything passes."""
-    return max(units // 4, 1)
 
 
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
