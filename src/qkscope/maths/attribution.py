@@ -77,10 +77,8 @@ def split_query(
         parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
     else:
         if split == "average" and len(bases) > _MOST_FOR_ALL_ORDERS:
-            raise BadInput(
-                f"{len(bases)} features have too many orders to average over (at most {_MOST_FOR_ALL_ORDERS}): "
-                "take the oblique split."
-            )
+            many = f"{len(bases)} features have too many orders to average over (at most {_MOST_FOR_ALL_ORDERS})"
+            raise BadInput(f"{many}: take the oblique split.")
         orders = []
         for order in permutations(bases) if split == "average" else [tuple(bases)]:
             split_off, left = {}, q
@@ -214,11 +212,11 @@ class Alignment:
 
     def __str__(self) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
-        n, keys = self.numbers, "vectors_key_pca" in self.numbers
+        n, controls = self.numbers, {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
 
         def against(name: str, form: str) -> str:
-            controls = (("rotated", "rotated"), ("random", "random"), *([("key PCA", "key_pca")] if keys else []))
-            return ", ".join(f"{said} {n[f'{name}_{kind}']:{form}}" for said, kind in controls)
+            there = {said: n[f"{name}_{kind}"] for kind, said in controls.items() if f"{name}_{kind}" in n}
+            return ", ".join(f"{said} {value:{form}}" for said, value in there.items())
 
         lines = [
             f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
@@ -230,10 +228,8 @@ class Alignment:
             *([self.caveat] if self.caveat else []),
             " vector    sigma    share  |cos| query  |cos| key",
         ]
-        for row in self.table()[:6]:
-            numbers = f"{row['sigma']:8.3f} {row['share']:8.1%} {row['query']:12.2f} {row['key']:10.2f}"
-            lines.append(f"{row['vector']:7d} {numbers}")
-        return "\n".join(lines)
+        form = "{vector:7d} {sigma:8.3f} {share:8.1%} {query:12.2f} {key:10.2f}"
+        return "\n".join([*lines, *(form.format(**row) for row in self.table()[:6])])
 
 
 @checked_call
@@ -276,12 +272,8 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     within[:, block[:, None], block] = random_rotations(len(block), draws, derived_seed(seed, "block"))
     rotations = random_rotations(m.shape[1], draws, seed)
     axes = random_rotations(m.shape[0], draws, derived_seed(seed, "axes"))
-    bases = {
-        "": (m, n),
-        "_rotated": (m @ rotations, n @ rotations),
-        "_random": (axes, axes),
-        "_block": (m @ within, n @ within),
-    }
+    bases = {"": (m, n), "_rotated": (m @ rotations, n @ rotations), "_random": (axes, axes)}
+    bases["_block"] = m @ within, n @ within
     if subspace.cov_k is not None:
         components = checked_svd(subspace.cov_k.double().cpu())[2]
         bases["_key_pca"] = components, components
@@ -290,33 +282,24 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
         query, key = overlap(u, _columns(read, best)), overlap(v, _columns(write, best))
-        sparse = sparsity(parts)
-        numbers |= {
-            f"vectors{name}": _mean(reconstruction_count(parts, CARRIED)),
-            f"sparsity{name}": _mean(sparse),
-            f"query{name}": _mean(query),
-            f"key{name}": _mean(key),
-        }
+        count, sparse = reconstruction_count(parts, CARRIED), sparsity(parts)
+        measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
+        numbers |= {f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()}
         if name == "_block":  # how often the block's vectors, turned among themselves, are as sparse
             numbers |= {"block": float(len(block)), "p_block": p_value(-sparse, -numbers["sparsity"])}
         elif name in ("_rotated", "_random"):  # how often a meaningless basis does as well
             numbers[f"p_query{name}"] = p_value(query, numbers["query"])
             numbers[f"p_key{name}"] = p_value(key, numbers["key"])
-    numbers["query_leading"] = _mean(overlap(u, m[:, leading[:r]]))
-    numbers["key_leading"] = _mean(overlap(v, n[:, leading[:r]]))
+    numbers["query_leading"] = float(overlap(u, m[:, leading[:r]]))
+    numbers["key_leading"] = float(overlap(v, n[:, leading[:r]]))
     space = str(subspace.about.get("space", "post_rope"))
     caveat = (
-        "Queries and keys of this fit are turned by their positions (post_rope), the singular vectors are not: fit"
-        " in query_frame to see all of the alignment."
+        "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame to see all."
     )
-    cosines = [(normalize(images, dim=0).mT @ own).norm(dim=-1) for images, own in ((m, u), (n, v))]
+    query, key = ((normalize(images, dim=0).mT @ own).norm(dim=-1) for images, own in ((m, u), (n, v)))
     said = caveat if vectors.rotary and space == "post_rope" else ""
-    return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, *cosines, numbers, said)
+    return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said)
 
 
 def _columns(x: Float[Tensor, "*n d m"], index: Int[Tensor, "*n k"]) -> Float[Tensor, "*n d k"]:
     return x.gather(-1, index[..., None, :].expand(*x.shape[:-1], index.shape[-1]))
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.nanmean())

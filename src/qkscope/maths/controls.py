@@ -165,7 +165,7 @@ def run_controls(
     null = _difference_null(moments, contrast)
     deltas = {c: moments.delta(contrast, c) for c in ("none", centred)}
     sizes, units = moments.sizes(contrast).tolist(), moments.unit_count(contrast)[0]
-    dominance, pairs = mean_dominance(moments, contrast).tolist(), moments.count(contrast).tolist()
+    dominance = mean_dominance(moments, contrast).tolist()
     differences, interactions, beyond_scale = [], [], []
     for head, row in zip(chosen, rows, strict=True):
         limit, size = max(units // _UNITS_A_DIRECTION, 1), sizes[row]
@@ -201,8 +201,8 @@ def run_controls(
         ranks = energy, detected, centred_energy, depending, cv_ranks[i]
         tests = dominance[row], p_difference[i], p_interaction[i], verdict, center
         spectrum = tuple(spectra[center].tolist()), shown.null_median, shown.null_high
-        said = reason if verdict == "untested" else ""
-        controls[head] = Controls(*ranks, *tests, *spectrum, *pairs[row], units, moments.replicates, null, said)
+        (plus, minus), said = moments.count(contrast)[row].tolist(), reason if verdict == "untested" else ""
+        controls[head] = Controls(*ranks, *tests, *spectrum, plus, minus, units, moments.replicates, null, said)
     return controls
 
 

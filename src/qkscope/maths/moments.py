@@ -65,10 +65,8 @@ class Accumulator(ABC):
         for other in others:
             theirs = other.manifest()
             for name in (name for name in {**job, **theirs} if job.get(name) != theirs.get(name)):
-                raise BadInput(
-                    f"sums of different jobs cannot be merged: {name} is {came(job.get(name))} in one and "
-                    f"{came(theirs.get(name))} in the other."
-                )
+                differ = f"{name} is {came(job.get(name))} in one and {came(theirs.get(name))} in the other"
+                raise BadInput(f"sums of different jobs cannot be merged: {differ}.")
             for mine, more in zip(merged.tensors().values(), other.tensors().values(), strict=True):
                 mine += more.to(mine.device)
         return merged
@@ -239,11 +237,9 @@ class Moments(Accumulator):
         for side, vectors in (("query", q), ("key", keys)):
             for row, column, *slot in (~torch.isfinite(vectors)).any(dim=-1).nonzero()[:1].tolist():
                 head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
-                example = row if prompts is None else int(prompts[row])
-                raise BadInput(
-                    f"the {side} of {head} at example {example}{f', key {slot[0]}' if slot else ''} is NaN or infinite:"
-                    " check the model's dtype (float16 can overflow; try bfloat16 or float32)."
-                )
+                example = f"{row if prompts is None else int(prompts[row])}{f', key {slot[0]}' if slot else ''}"
+                advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
+                raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
 
     def _add_nulls(
         self, contrast: str, queries: Tensor, keys: Tensor, labels: Tensor, sums: Tensor, unit: Int[Tensor, " b"]
@@ -355,10 +351,8 @@ class Moments(Accumulator):
 
     def _filled(self, contrast: str) -> Tensor:
         for head, sign in (self.count(contrast) <= 0).nonzero()[:1].tolist():
-            lacks = ("positive", "negative")[sign]
-            raise BadInput(
-                f"contrast {contrast!r} has no {lacks} pairs for {self.heads[head]}: it needs both + and − keys."
-            )
+            lacks = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            raise BadInput(f"contrast {contrast!r} has no {lacks}: it needs both + and − keys.")
         return self._sums_of(contrast)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -367,8 +361,7 @@ class Moments(Accumulator):
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        names = ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")
-        asked = {name: getattr(self, name) for name in names}
+        asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")}
         return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
 
 

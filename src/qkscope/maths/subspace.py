@@ -72,10 +72,8 @@ class Subspace:
         for name, x in (("U", self.U), ("V", self.V)):
             off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
             if not off <= _ORTHONORMAL:
-                raise BadInput(
-                    f"the columns of {name} are not orthonormal{where} (off by {off:.2g}): make them so with"
-                    " torch.linalg.qr, or fit with Subspace.from_delta."
-                )
+                told = f"the columns of {name} are not orthonormal{where} (off by {off:.2g})"
+                raise BadInput(f"{told}: make them so with torch.linalg.qr, or fit with Subspace.from_delta.")
         if not bool(((s >= 0) & s.isfinite()).all()) or bool((s.diff() > _ORTHONORMAL * s[:1]).any()):
             raise BadInput(f"singular values{where} are finite, at least 0 and in falling order: give S so.")
         if not 1 <= self.rank <= len(s):
@@ -137,13 +135,11 @@ class Subspace:
         sizes : of the numbers that each ΔC is a difference of: what is below their rounding is no direction.
         cov_k : covariance of each head's keys.
         """
-        u, s, v = checked_svd(deltas)
-        subspaces = {}
-        for i, head in enumerate(heads):
+        subspaces, about = {}, dict(about or {})
+        for i, (head, u, s, v) in enumerate(zip(heads, *checked_svd(deltas), strict=True)):
             control, size = (controls or {}).get(head), 0.0 if sizes is None else float(sizes[i])
-            cut = max(_rank_of(s[i], rank, control, size), least)
-            keys = None if cov_k is None else cov_k[i]
-            subspaces[head] = cls(u[i], s[i], v[i], cut, head, contrast, control, dict(about or {}), keys)
+            cut, keys = max(_rank_of(s, rank, control, size), least), None if cov_k is None else cov_k[i]
+            subspaces[head] = cls(u, s, v, cut, head, contrast, control, about, keys)
         return subspaces
 
     @property
@@ -240,8 +236,7 @@ class Subspace:
         null = None if self.controls is None else self.controls.null_high
         lines = [f"{self._named}: rank {self.rank} of {self.d_head}"]
         if self.controls is not None:
-            lines[0] += f" - {self.controls.verdict}"
-            lines += ["  " + line for line in self.controls.lines()]
+            lines = [f"{lines[0]} - {self.controls.verdict}", *(f"  {line}" for line in self.controls.lines())]
         lines.append("   #  singular value  energy share  cumulative" + ("  null, 95%" if null is not None else ""))
         for i in range(shown):
             row = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {share[: i + 1].sum():10.4f}"
@@ -257,12 +252,9 @@ class Subspace:
         path : the file; one that is there is replaced, whole.
         """
         manifest = {
-            "rank": self.rank,
-            "head": None if self.head is None else str(self.head),
-            "contrast": self.contrast,
-            "controls": None if self.controls is None else asdict(self.controls),
-            "about": dict(self.about),
-        }
+            "rank": self.rank, "head": self.head and str(self.head), "contrast": self.contrast,
+            "controls": self.controls and asdict(self.controls), "about": dict(self.about),
+        }  # fmt: skip
         tensors = {"U": self.U, "S": self.S, "V": self.V} | ({} if self.cov_k is None else {"cov_k": self.cov_k})
         write_tensors(path, "subspace", tensors, manifest)
 
@@ -277,9 +269,9 @@ class Subspace:
         """
         tensors, manifest = read_tensors(path, "subspace", expect)
         head, controls = manifest.pop("head"), manifest.pop("controls")
-        if controls is not None:
-            controls = Controls(**{name: tuple(v) if isinstance(v, list) else v for name, v in controls.items()})
-        return cls(**tensors, **manifest, head=None if head is None else Head.parse(head), controls=controls)
+        plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in (controls or {}).items()}
+        given: dict[str, Any] = {**tensors, **manifest, "head": None if head is None else Head.parse(head)}
+        return cls(**given, controls=Controls(**plain) if plain else None)
 
 
 def _rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
