@@ -105,18 +105,17 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
     groups: dict[str, list[_Line]] = {}
-    for line in lines:
+    for line in _dealt(lines, seed):
         groups.setdefault(line.group, []).append(line._replace(example=_with_answer(line.example, contrasts)))
-    units = _units(list(groups.values()), seed)
     digest, notes = _digest(text)[:32], tuple[str, ...]()
-    if copies := len(units) - len({group[0].example.cluster for _, group in units}):
-        notes = (f"{copies} of the file's {len(units)} examples repeat the prompt of another: copies count as one.",)
+    if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
+        notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
         _say_once(f"{path}: {notes[0]}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        least, those = 1 if use == "fit" else 2, (group for its_use, group in units if its_use == use)
-        drawn = [tuple(line.example for line in group if len(line.signs(contrast)) >= least) for group in those]
+        of_use, least = [group for group in groups.values() if group[0].use == use], 1 if use == "fit" else 2
+        drawn = [tuple(line.example for line in group if len(line.signs(contrast)) >= least) for group in of_use]
         drawn = [unit for unit in drawn if unit]
         if not drawn:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
@@ -143,53 +142,51 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
-    if any(ANSWER in key.labels for key in example.keys):
-        return example
-    first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
-    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
+def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
+    """The lines with their clusters and uses.
 
-
-def _units(groups: Sequence[Sequence[_Line]], seed: int) -> list[tuple[Use, list[_Line]]]:
-    """The groups with their uses and clusters. Groups that share a prompt, be it through others, are one cluster.
-
-    Copies have one use; those that do not say theirs are dealt out by what they say.
+    Lines of a group, and lines with the same prompt, are one cluster, be it through others. A cluster has one use;
+    those that do not say theirs are dealt out by what they say.
     """
-    home: dict[str | None, int] = {}
-    links = [(i, home.setdefault(line.example.text, i)) for i, group in enumerate(groups) for line in group]
-    clusters = connected(len(groups), links)
+    home: dict[tuple[int, str], int] = {}
+    shared = [(line.group, str(line.example.text)) for line in lines]
+    clusters = connected(
+        len(lines), [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
+    )
     prompts: dict[int, set[str]] = {}
     said: dict[int, _Line] = {}
-    for cluster, line in ((cluster, line) for cluster, group in zip(clusters, groups, strict=True) for line in group):
+    for cluster, line in zip(clusters, lines, strict=True):
         prompts.setdefault(cluster, set()).add(str(line.example.text))
         before = said.setdefault(cluster, line) if line.use else line
         if before.use != line.use:
-            both = f"{line.example.where} is for {line.use}, but its prompt is that of {before.example.where}, which is"
-            advice = "what is tested must be new, so take one of them out, or give both the same use"
-            raise BadInput(f"{both} for {before.use}: {advice}.")
+            both = (
+                f"{line.example.where} is for {line.use}, and {before.example.where} is a copy of it for {before.use}"
+            )
+            raise BadInput(f"{both}: what is tested must be new, so take one of them out, or give both the same use.")
     names = {cluster: _digest("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
     free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: _digest(f"{seed}/{names[c]}"))
-    uses = {cluster: USES[i % len(USES)] for i, cluster in enumerate(free)}
-    uses |= {cluster: line.use for cluster, line in said.items() if line.use}
+    uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {c: line.use for c, line in said.items()}
     return [
-        (uses[cluster], [line._replace(example=replace(line.example, cluster=names[cluster])) for line in group])
-        for cluster, group in zip(clusters, groups, strict=True)
+        line._replace(use=uses[cluster], example=replace(line.example, cluster=names[cluster]))
+        for cluster, line in zip(clusters, lines, strict=True)
     ]
+
+
+def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
+    if any(ANSWER in key.labels for key in example.keys):
+        return example
+    first = next(name for name in contrasts if any(key.label(name) for key in example.keys))
+    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
 
 
 def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
     """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
-    labelled = [[(line, signs) for line in group if (signs := line.signs(contrast))] for group in groups]
-    whole = any(len(signs) == 2 for group in labelled for _, signs in group)
-    for group in labelled:
-        together = {sign for _, signs in group for sign in signs}
-        for line, signs in group:
-            if len(signs) == 1 and (whole or len(together) == 1):
-                has, lacks = ("+", "−") if signs == {1} else ("−", "+")
-                lacking = f"{line.example.where} has {has} but no {lacks} keys of {contrast!r}"
-                raise BadInput(
-                    f"{lacking}: label both in every line, or put the two lines of each pair into one group."
-                )
+    whole = any(len(line.signs(contrast)) == 2 for group in groups for line in group)
+    for unit in [[line] for group in groups for line in group] if whole else groups:
+        signs = {sign for line in unit for sign in line.signs(contrast)}
+        if len(signs) == 1:
+            lacking = f"{unit[0].example.where} has {'+ but no −' if 1 in signs else '− but no +'} keys of {contrast!r}"
+            raise BadInput(f"{lacking}: label both in every line, or put the two lines of each pair into one group.")
     return not whole
 
 
@@ -207,23 +204,27 @@ def _line(text: str, where: str) -> _Line:
 
     try:
         line: LineSchema = _reader().validate_json(text)
-        prompt, query, answers, group = line["prompt"], line.get("query"), line.get("answers"), line.get("group")
-        keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"])
-        if len({key.span for key in keys}) < len(keys):
-            raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-        if not any(sign for key in keys for sign in key.labels.values()):
-            raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-        queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
-        sides = [] if answers is None else [answers["right"], answers["wrong"]]
-        said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
-        example = Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
-        return _Line(example, f"line {where}" if group is None else f"group {group}", line.get("use"))
+        group = line.get("group")
+        return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
         raise BadInput(f"{place}: {wrong['msg']}, but got {came(wrong['input'])}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
+
+
+def _example(line: LineSchema, where: str) -> Example:
+    prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
+    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"])
+    if len({key.span for key in keys}) < len(keys):
+        raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
+    if not any(sign for key in keys for sign in key.labels.values()):
+        raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
+    queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+    sides = (answers["right"], answers["wrong"]) if answers else ()
+    said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
+    return Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:
