@@ -46,6 +46,7 @@ from qkscope.maths.subspace import Subspace
 RESIDUAL = "residual"
 Split = Literal["sequential", "average", "oblique"]
 SplitSide = Literal["query", "key", "both"]
+Bases = Mapping[str, Float[Tensor, "d r"]]  # of each feature, by name
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 _MOST_FOR_ALL_ORDERS = 6  # 720 orders; beyond that the oblique split is the order-free one
 
@@ -68,10 +69,8 @@ class Attribution:
     overlap: dict[tuple[str, str], float]  # largest cosine between two features' query subspaces
 
 
-def split_query(
-    q: Float[Tensor, "*n d"], bases: Mapping[str, Float[Tensor, "d r"]], split: Split = "sequential"
-) -> dict[str, Float[Tensor, "*n d"]]:
-    """Parts of the query, one per feature in the order given, and the residual; they sum to ``q``."""
+def split_query(q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequential") -> dict[str, Tensor]:
+    """Parts of the query (``*n d``), one per feature in the order given, and the residual; they sum to ``q``."""
     if split == "oblique":
         projectors = oblique_projectors(list(bases.values()))[0] if bases else []
         parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
@@ -92,11 +91,7 @@ def split_query(
 
 
 def attribute_logits(
-    q: Float[Tensor, "*n d"],
-    k: Float[Tensor, "*n k d"],
-    scale: float,
-    bases: Mapping[str, Float[Tensor, "d r"]],
-    split: Split = "sequential",
+    q: Float[Tensor, "*n d"], k: Float[Tensor, "*n k d"], scale: float, bases: Bases, split: Split = "sequential"
 ) -> Attribution:
     """Logits ``scale · K q`` (before soft-cap and mask) and their split among query-side bases.
 
@@ -111,12 +106,7 @@ def attribute_logits(
 
 
 def split_rows(
-    head: Head,
-    query: int,
-    keys: Sequence[int],
-    total: Float[Tensor, " k"],
-    parts: Mapping[str, Float[Tensor, " k"]],
-    side: SplitSide,
+    head: Head, query: int, keys: Sequence[int], total: Tensor, parts: Mapping[str, Tensor], side: SplitSide
 ) -> list[dict[str, Any]]:
     """The one table of every split of a logit: a row for each key and part.
 
@@ -145,10 +135,8 @@ def split_rows(
     ]  # fmt: skip
 
 
-def carried(
-    delta: Float[Tensor, "d d"], read: Float[Tensor, "*n d m"], write: Float[Tensor, "*n d m"]
-) -> Float[Tensor, "*n m"]:
-    """``n_jᵀ ΔC m_j``: what each direction adds to the contrast's logit difference; they sum to ``tr ΔC``.
+def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[Tensor, "*n m"]:
+    """``n_jᵀ ΔC m_j``: what each direction (``*n d m``) adds to the contrast's logit difference; summed, ``tr ΔC``.
 
     >>> carried(torch.diag(torch.tensor([3.0, 1.0])), torch.eye(2), torch.eye(2))
     tensor([3., 1.])

@@ -138,11 +138,7 @@ class Controls:
 
 @checked_call
 def run_controls(
-    moments: Moments,
-    contrast: str,
-    heads: Sequence[Head | str] | None = None,
-    *,
-    center: Center = "none",
+    moments: Moments, contrast: str, heads: Sequence[Head | str] | None = None, *, center: Center = "none"
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 

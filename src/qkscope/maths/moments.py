@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.draws import draw_bits
@@ -196,21 +196,14 @@ class Moments(Accumulator):
         where = f"{', '.join(self.contrasts)} at {len(self.heads)} heads of width {self.d_head}"
         return f"Moments({where}: {plus:g} + and {minus:g} − pairs)"
 
-    def update(
-        self,
-        q: Float[Tensor, "b h d"],
-        k: Float[Tensor, "b g k d"],
-        labels: Mapping[str, Int[Tensor, "b k"]],
-        *,
-        prompts: Int[Tensor, " b"] | None = None,
-    ) -> None:
+    def update(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], *, prompts: Tensor | None = None) -> None:
         """Add one batch of rows: a query and its labelled keys.
 
         Parameters
         ----------
-        q : queries, one column per accumulated head, in the order of ``heads``.
-        k : keys, once per key head, in the order of ``key_heads``; slots with label 0 are ignored.
-        labels : for each contrast, +1, −1 or 0 per key. A contrast left out gets nothing from this batch.
+        q : queries (rows, heads, d), one column per accumulated head, in the order of ``heads``.
+        k : keys (rows, key heads, keys, d), in the order of ``key_heads``; those with label 0 are ignored.
+        labels : for each contrast, +1, −1 or 0 per key (rows, keys). One left out gets nothing from this batch.
         prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
             share a word or are copies. Needed when nulls are carried; unique over all pieces.
         """
@@ -242,7 +235,7 @@ class Moments(Accumulator):
                 raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
 
     def _add_nulls(
-        self, contrast: str, queries: Tensor, keys: Tensor, labels: Tensor, sums: Tensor, unit: Int[Tensor, " b"]
+        self, contrast: str, queries: Tensor, keys: Tensor, labels: Tensor, sums: Tensor, unit: Tensor
     ) -> None:
         """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
         scale = significance.row_scale(sums)[..., 0]
@@ -293,10 +286,8 @@ class Moments(Accumulator):
         averages = (sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1]
         return torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2).amax(dim=1)
 
-    def null_deltas(
-        self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none"
-    ) -> Float[Tensor, "r d d"]:
-        """ΔC of every null replicate of one head.
+    def null_deltas(self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none") -> Tensor:
+        """ΔC of every null replicate of one head (replicates, d, d).
 
         Parameters
         ----------

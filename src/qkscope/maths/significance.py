@@ -84,17 +84,12 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
 
 
 def replicate_sums(
-    kind: str,
-    seed: int,
-    count: int,
-    keys: Float[Tensor, "b g k d"],
-    labels: Int[Tensor, "b k"],
-    sums: Float[Tensor, "b g 2 a"],
-    prompts: Int[Tensor, " b"],
+    kind: str, seed: int, count: int, keys: Tensor, labels: Tensor, sums: Tensor, prompts: Tensor
 ) -> Float[Tensor, "b g r 2 x"]:
     """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
 
-    ``sums`` are the observed ``s±``, with the summed weight in their last place: ``a = d_head + 1``.
+    Of each row its ``keys`` (b g k d), their ``labels`` (b k), its unit (``prompts``) and the observed ``sums`` s±
+    (b g 2 a), with the summed weight in their last place: ``a = d_head + 1``.
     """
     replicate = torch.arange(count, device=keys.device)[:, None]
     if kind == FLIPS:
@@ -134,16 +129,13 @@ def interaction_deltas(
         means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
         return means[..., 0, :] - means[..., 1, :]
 
-    chance = mean_difference(flipped).norm(dim=-1).quantile(0.9)
-    sure = bool(mean_difference(observed).norm() > chance)
+    sure = bool(mean_difference(observed).norm() > mean_difference(flipped).norm(dim=-1).quantile(0.9))
     grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
     fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
     return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
 
 
-def _interaction_part(
-    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], center: Center, sure: bool
-) -> Float[Tensor, "*n d d"]:
+def _interaction_part(sums: Tensor, observed: Tensor, center: Center, sure: bool) -> Float[Tensor, "*n d d"]:
     d = sums.shape[-1] - 2
     count = observed[-1, :, d, None]
     mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
@@ -161,12 +153,7 @@ def _interaction_part(
 
 
 def clustered_bootstrap(
-    values: Float[Tensor, "n *cols"],
-    prompts: Int[Tensor, " n"],
-    *,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
+    values: Float[Tensor, "n *cols"], prompts: Tensor, *, draws: int = 2000, level: float = 0.95, seed: int = 0
 ) -> tuple[Float[Tensor, "*cols"], Float[Tensor, "*cols"]]:
     """Percentile interval of the mean of each column, resampling whole prompts.
 
@@ -179,18 +166,15 @@ def clustered_bootstrap(
     sums = flat.new_zeros(clusters, flat.shape[1]).index_add(0, cluster, flat)
     sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    resampled = []
     for start in range(0, draws, _DRAWS_AT_ONCE):
         some = min(_DRAWS_AT_ONCE, draws - start)
         picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
         counts = flat.new_zeros(some, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))
-        found.append((counts @ sums) / (counts @ sizes)[:, None])
-    means = torch.cat(found)
-    tail = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype, device=flat.device)
-    if clusters < 2:
-        means = torch.full_like(means, torch.nan)
-    low, high = means.quantile(tail, dim=0).reshape(2, *values.shape[1:])
-    return low, high
+        resampled.append((counts @ sums) / (counts @ sizes)[:, None])
+    means = torch.cat(resampled) if clusters > 1 else flat.new_full((2, flat.shape[1]), torch.nan)
+    low, high = means.quantile(flat.new_tensor([(1 - level) / 2, (1 + level) / 2]), dim=0)
+    return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
 def lag_one(

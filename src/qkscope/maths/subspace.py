@@ -196,11 +196,7 @@ class Subspace:
         return replace(self, rank=rank)
 
     def as_hook(
-        self,
-        does: Does,
-        *tokens: int | Int[Tensor, " b"],
-        side: Side = "key",
-        group_size: Count | None = None,
+        self, does: Does, *tokens: int | Int[Tensor, " b"], side: Side = "key", group_size: Count | None = None
     ) -> Hook:
         """The subspace as an edit of the running model: for TransformerLens, nnsight, `Scope.patched`, or plain torch.
 

@@ -29,6 +29,7 @@ from qkscope.maths.significance import clustered_bootstrap
 
 #: A way to choose k directions of every head; see `qkscope.maths.methods`.
 Method = Callable[[int | Sequence[int]], Projector]
+Slots = Int[Tensor, " n"]  # a key of each row
 _VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
 _ENDS = ("", "_low", "_high")
@@ -54,10 +55,8 @@ class Condition(NamedTuple):
         return "_".join(part for part in parts if part)
 
 
-def swapped_keys(
-    k_orig: Float[Tensor, "*n d"], k_target: Float[Tensor, "*n d"], projector: Projector
-) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n d"]]:
-    """The two keys after the exchange (Eq. 9, 10): what a patched forward pass writes."""
+def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
+    """The two keys (``*n d``) after the exchange (Eq. 9, 10): what a patched forward pass writes."""
     difference = k_target - k_orig
     moved = (difference @ projector.right.to(difference)) @ projector.left.to(difference).mT
     return k_orig + moved, k_target - moved
@@ -131,11 +130,11 @@ class SwapRows:
     """
 
     rows: AttentionRows
-    orig: Int[Tensor, " n"]
-    target: Int[Tensor, " n"]
+    orig: Slots
+    target: Slots
     cluster: Int[Tensor, " n"]
     heads: Sequence[Head]
-    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None
+    others: tuple[Slots, Slots] | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -204,12 +203,7 @@ def _condition(name: str | Condition) -> Condition:
 
 
 def swap_attention(
-    rows: AttentionRows,
-    orig: Int[Tensor, " n"],
-    target: Int[Tensor, " n"],
-    projector: Projector,
-    *,
-    read: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None,
+    rows: AttentionRows, orig: Slots, target: Slots, projector: Projector, *, read: tuple[Slots, Slots] | None = None
 ) -> SwapEffect:
     """Swap slots ``orig`` and ``target`` of every row in the subspace of each head.
 
@@ -250,9 +244,7 @@ def swap_attention(
     return SwapEffect(*attended, *edited, rank, rows.d_head, gap, moved)
 
 
-def draw_targets(
-    orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], *address: int | Int[Tensor, " n"]
-) -> Int[Tensor, " n"]:
+def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slots) -> Slots:
     """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all conditions alike.
 
     ``address`` names the draw and in it the rows: a row draws the same key whichever rows stand beside it.
