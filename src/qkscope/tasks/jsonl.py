@@ -159,9 +159,8 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
         prompts.setdefault(cluster, set()).add(str(line.example.text))
         before = said.setdefault(cluster, line) if line.use else line
         if before.use != line.use:
-            both = (
-                f"{line.example.where} is for {line.use}, and {before.example.where} is a copy of it for {before.use}"
-            )
+            other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
+            both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
             raise BadInput(f"{both}: what is tested must be new, so take one of them out, or give both the same use.")
     names = {cluster: _digest("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
     free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: _digest(f"{seed}/{names[c]}"))

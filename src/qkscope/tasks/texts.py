@@ -151,7 +151,7 @@ def read_documents(paths: Sequence[str | Path]) -> tuple[Document, ...]:
 def read_text(path: Path, wanted: str) -> str:
     """The text of a plain file in UTF-8, with line ends as Python has them; a pipe or a device may never end."""
     if not path.is_file():
-        raise BadInput(f"{path} cannot be read, as there is no such file: name {wanted}.")
+        raise BadInput(f"{path} cannot be read, as it is no plain file: name {wanted}.")
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError:
