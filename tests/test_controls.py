@@ -63,21 +63,21 @@ def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
 
 @pytest.mark.parametrize("null", ["sign_flip", "label_permutation"])
 def test_noise_is_not_above_its_null(null):
-    """False positives at the 5% level over 200 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
+    """False positives at the 5% level over 100 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
 
-    With a true rate of 5%, none or more than 25 of 200 happen less than once in ten thousand.
+    With a true rate of 5%, more than 15 of 100 happen less than once in ten thousand.
     """
     labels = PAIR if null == "sign_flip" else torch.tensor([[1, -1, -1, -1, 0]])
     calls = {"difference": 0, "interaction": 0}
-    for seed in range(20):
+    for seed in range(10):
         q, k = randn(seed, 40, 10, 4), randn(1000 + seed, 40, 10, labels.shape[1], 4)
         moments = accumulate(q + 1, k, labels, nulls=(null, "interaction"), seed=seed, size=20)
         for head in moments.heads:
             found = run_controls(moments, "c", [head])[head]
             calls["difference"] += found.p_difference <= 0.05
             calls["interaction"] += found.p_interaction <= 0.05
-    assert 1 <= calls["difference"] <= 25
-    assert 1 <= calls["interaction"] <= 25
+    assert calls["difference"] <= 15
+    assert calls["interaction"] <= 15
 
 
 def test_rows_of_one_prompt_share_their_sign():

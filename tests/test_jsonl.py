@@ -82,9 +82,9 @@ def test_lines_of_a_group_are_one_unit_and_groups_that_share_a_prompt_one_cluste
     assert sorted(len(unit) for use in USES for unit in task.draw(use, "mine", 99)) == [3] * 6
     a, b, c, d = numbered(4)
     lines = [{**a, "group": 1, "use": "fit"}, {**b, "group": 1}, {**b, "group": "2"}, {**c, "group": 2}, d]
-    units = [unit for use in USES for unit in tasks.from_jsonl(write(tmp_path, *lines)).draw(use, "mine", 9)]
-    assert sorted(map(len, units)) == [1, 2, 2]  # what does not say its use goes where its group or its copy is
-    assert len({example.cluster for unit in units if len(unit) == 2 for example in unit}) == 1
+    units = tasks.from_jsonl(write(tmp_path, *lines)).fit("mine", 9)
+    assert list(map(len, units)) == [2, 2]  # what does not say its use goes where its group or its copy is
+    assert len({example.cluster for unit in units for example in unit}) == 1
 
 
 def test_lines_without_an_answer_are_judged_by_the_first_contrast_that_labels_them(tmp_path):

@@ -30,6 +30,7 @@ from qkscope.maths.significance import clustered_bootstrap
 #: A way to choose k directions of every head; see `qkscope.maths.methods`.
 Method = Callable[[int | Sequence[int]], Projector]
 Slots = Int[Tensor, " n"]  # a key of each row
+Pairs = Mapping[Any, Any] | None  # for a condition, what it is compared with
 _VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
 _ENDS = ("", "_low", "_high")
@@ -171,19 +172,14 @@ class SwapRows:
         return table
 
     def curve(
-        self,
-        methods: Mapping[str | Condition, Method],
-        sizes: Sequence[int],
-        *,
-        against: str | Mapping[str, str] | None = None,
-        seed: int = 0,
+        self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: str | Pairs = None, seed: int = 0
     ) -> list[dict[str, Any]]:
         """One row per size, head and method.
 
         ``against`` names the method that the others' gains are over, or one for each; there are no gains without.
         """
         if isinstance(against, str):
-            against = {name: against for name in methods if _condition(name) != _condition(against)}  # type: ignore[misc]
+            against = {name: against for name in methods if name != against}
         pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
         table = []
         for k in sizes:
@@ -259,12 +255,7 @@ def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slot
 
 
 def swap_table(
-    effects: Mapping[Any, SwapEffect],
-    heads: Sequence[Head],
-    prompts: Int[Tensor, " n"],
-    *,
-    against: Mapping[Any, Any] | None = None,
-    seed: int = 0,
+    effects: Mapping[Any, SwapEffect], heads: Sequence[Head], prompts: Tensor, *, against: Pairs = None, seed: int = 0
 ) -> list[dict[str, Any]]:
     """One row per head and `Condition` (or name), with intervals clustered by prompt (or by what ``prompts`` numbers).
 
