@@ -195,10 +195,6 @@ class Alignment:
                 "total": self.total, **self.numbers}  # fmt: skip
 
     def __repr__(self) -> str:
-        carry = f"{self.numbers['vectors']:.0f} of {len(self.sigma)} singular vectors carry {CARRIED:.0%}"
-        return f"Alignment({self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {carry})"
-
-    def __str__(self) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
         n, controls = self.numbers, {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
 

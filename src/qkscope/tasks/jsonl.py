@@ -110,7 +110,6 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     digest, notes = _digest(text)[:32], tuple[str, ...]()
     if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
         notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
-        _say_once(f"{path}: {notes[0]}", digest)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
