@@ -16,7 +16,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Draft
 from qkscope.kinds import Count, Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools
-from qkscope.tasks.words import CATEGORIES, FIVE
+from qkscope.tasks.words import CATEGORIES
 
 Form = Literal["list", "bullets", "question", "find"]
 POOLED = "category"
@@ -55,14 +55,11 @@ def filter_task(
     >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
     True
     """
-    named = list(dict.fromkeys(categories)) if not isinstance(categories, int) else list(words)[: max(categories, 0)]
-    if categories == len(FIVE) and set(FIVE) <= set(words):
-        named = list(FIVE)
+    named = list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
     if isinstance(categories, int) and len(named) != categories:
         raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
-    unknown = [name for name in named if name not in words]
-    if unknown:
-        raise BadInput(f"there is no word list for {unknown[0]!r}: there is {', '.join(words)}.")
+    for name in (name for name in named if name not in words):
+        raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
     if len(named) < 2:
         raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
     if {ANSWER, POOLED} & set(named):
@@ -86,10 +83,8 @@ def filter_task(
                 draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
             yield (draft.write(question.format(wanted)).example(cluster=cluster),)
 
-    contrasts = [
-        Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False, unit="prompt")
-        for name in named
-    ]
+    says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
+    contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
     pooled = "items of the asked category / other items"
     contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
     lists = {name: list(words[name]) for name in named}

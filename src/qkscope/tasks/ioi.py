@@ -70,14 +70,10 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
             template = rng.choice(TEMPLATES)
             io, subject, third = rng.sample(people[use], 3)
             fill = {"place": rng.choice(spots[use]), "thing": rng.choice(goods[use])}
-            first = _prompt(template, order, io, subject, fill, contrast, cluster)
-            if contrast == "subject":  # the same text up to the second mention, then the other name
-                other = "BABA" if order == "ABBA" else "ABBA"
-                yield (first, _prompt(template, other, subject, io, fill, contrast, cluster))
-            elif contrast == "name":
-                yield (first, _prompt(template, order, third, subject, fill, contrast, cluster))
-            else:
-                yield (first,)
+            # of a subject's copy the text is the same up to the second mention, then the other name
+            copies = {"subject": ("BABA" if order == "ABBA" else "ABBA", subject, io), "name": (order, third, subject)}
+            drawn = [(order, io, subject), *(copies[name] for name in copies if name == contrast)]
+            yield tuple(_prompt(template, *names, fill, contrast, cluster) for names in drawn)
 
     contrasts = (
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
@@ -91,8 +87,7 @@ def _prompt(
 ) -> Example:
     words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
     body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
-    draft = Draft()
-    before = ""
+    draft, before = Draft(), ""
     for piece in re.split(r"(\{\w+\})", body):
         slot = piece[1:-1] if piece.startswith("{") else ""
         if slot in ("A", "B", "S"):
