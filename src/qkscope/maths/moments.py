@@ -212,17 +212,19 @@ class Moments(Accumulator):
         check_shape("keys", k, (b, len(self.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
         if prompts is None and self.nulls:
             raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
+        for contrast, label in labels.items():
+            self._sums_of(contrast)
+            check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
         queries, keys = _augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
-            total, label = self._sums_of(contrast), label.to(keys.device)
-            check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
+            label = label.to(keys.device)
             labelled, sums = keys, significance.key_sums(significance.by_sign(label), keys)
             if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
                 # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out), elsewhere not.
                 labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(q, labelled, prompts)
                 sums = significance.key_sums(significance.by_sign(label), labelled)
-            _add_outer(total, queries, sums.flatten(2), self._kv_of_head)
+            _add_outer(self._sums_of(contrast), queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.nulls:
                 self._add_nulls(contrast, queries, labelled, label, sums, prompts.to(keys.device))
 
