@@ -12,7 +12,7 @@ from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows
 from qkscope.heads import Head
-from qkscope.maths.attribution import alignment, carried, overlap
+from qkscope.maths.attribution import alignment, carried
 from qkscope.maths.bases import Projector
 from qkscope.maths.singular import basis_of_weights, components
 from qkscope.maths.subspace import Subspace
@@ -118,26 +118,18 @@ def test_a_feature_that_fills_a_block_is_told_from_one_on_single_vectors():
     assert found.total == pytest.approx(2.0)
 
 
-def test_overlap_is_the_share_of_the_subspace_in_a_span():
-    basis = torch.eye(6, dtype=torch.float64)[:, :2]
-    assert float(overlap(basis, torch.eye(6, dtype=torch.float64)[:, :3])) == pytest.approx(1.0)
-    assert float(overlap(basis, torch.eye(6, dtype=torch.float64)[:, 1:3])) == pytest.approx(0.5)
-    draws = torch.randn(4000, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert float(overlap(basis, draws).mean()) == pytest.approx(0.5, abs=0.01)  # k / d for random spans
-
-
-def test_features_of_other_weights_or_without_a_head_are_refused():
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head": None}, "does not say which head"),
+        ({"head": Head(3, 3)}, "L3H3 is not in this singular basis"),
+        ({"about": {"weights": "b"}}, "different weights"),
+    ],
+)
+def test_features_of_other_weights_or_without_a_head_are_refused(changes, says):
     basis, _, _ = random_basis()
-    feature = planted(basis, [1])
-    with pytest.raises(BadInput, match="does not say which head"):
-        alignment(basis, replace(feature, head=None))
-    with pytest.raises(BadInput, match="L3H3 is not in this singular basis"):
-        alignment(basis, replace(feature, head=Head(3, 3)))
-    with pytest.raises(BadInput, match="different weights"):
-        alignment(replace(basis, about={"weights": "a"}), replace(feature, about={"weights": "b"}))
-    narrow = Subspace.from_delta(torch.eye(4), 2, head=HEAD)
-    with pytest.raises(BadInput, match="width 4"):
-        alignment(basis, narrow)
+    with pytest.raises(BadInput, match=says):
+        alignment(replace(basis, about={"weights": "a"}), replace(planted(basis, [1]), **changes))
 
 
 @pytest.fixture(scope="module")

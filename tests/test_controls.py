@@ -30,15 +30,23 @@ def accumulate(q, k, labels, nulls=NULLS, replicates=199, seed=0, size=32):
 PAIR = torch.tensor([[1, -1]])
 
 
-def test_planted_ranks_stand_above_the_null_and_are_interactions():
+def test_planted_ranks_stand_above_the_null_and_are_interactions(tmp_path):
     head = PlantedHead.make({"colour": 2, "shape": 3}, d_head=12)
     for feature, rank in (("colour", 2), ("shape", 3)):
         q, k, labels = head.pairs(feature, 400, seed=1)
-        found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
+        moments = accumulate(q[:, None], k[:, None], labels)
+        controls = run_controls(moments, "c")
+        found = controls[Head(0, 0)]
         assert (found.null_rank, found.interaction_rank, found.verdict) == (rank, rank, "interaction")
         assert found.mean_dominance < 0.05
         assert len(found.null_high) == rank + 1
         assert found.spectrum[rank - 1] > found.null_high[rank - 1]
+        (subspace,) = Subspace.from_deltas(moments.delta("c"), moments.heads, "null", controls=controls).values()
+        assert subspace.rank == rank
+        assert "interaction" in subspace.summary()
+        assert "null, 95%" in subspace.summary()
+        subspace.save(tmp_path / "s")
+        assert Subspace.load(tmp_path / "s").controls == found
 
 
 @pytest.mark.parametrize("varies", [1.0, 0.0])
@@ -167,21 +175,6 @@ def test_bootstrap_intervals_cover_the_mean_and_respect_clusters():
         low, high = clustered_bootstrap(values, prompts, draws=400, seed=seed)
         hits += bool(low <= 0 <= high)
     assert hits >= 84  # 95% nominal; rows taken for independent would give about 60%
-
-
-def test_controls_travel_with_the_subspace(tmp_path):
-    head = PlantedHead.make({"colour": 2}, d_head=6)
-    q, k, labels = head.pairs("colour", 200, seed=0)
-    moments = accumulate(q[:, None], k[:, None], labels)
-    controls = run_controls(moments, "c")
-    feature = Subspace.from_deltas(moments.delta("c"), moments.heads, "null", contrast="c", controls=controls)[
-        Head(0, 0)
-    ]
-    assert feature.rank == 2
-    assert "interaction" in feature.summary()
-    assert "null, 95%" in feature.summary()
-    feature.save(tmp_path / "s")
-    assert Subspace.load(tmp_path / "s").controls == feature.controls
 
 
 def test_bad_input_gets_a_sentence():

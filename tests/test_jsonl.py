@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from itertools import permutations
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from qkscope.tasks.words import BOXES, OBJECTS
 GOOD = {"prompt": "A cat, a dog. The cat", "keys": [
     {"text": "cat,", "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}},
 ]}  # fmt: skip
-EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
 
 
 def write(path: Path, *lines) -> Path:
@@ -117,12 +115,9 @@ def test_a_line_that_cannot_be_scored_is_left_out_of_scoring_only(tmp_path):
 def test_asking_for_more_than_there_is_takes_all_and_says_so_once(tmp_path, caplog):
     task = tasks.from_jsonl(write(tmp_path, *numbered(9)))
     with caplog.at_level(logging.WARNING):
-        assert len(task.test(3)) == 3
-        assert caplog.messages == []
-        assert len(task.test(100)) == len(task.test(100)) == 3
-    assert [re.sub(r"^\S+", "FILE", message) for message in caplog.messages] == [
-        "FILE holds 3 examples to test, fewer than 100: taking all."
-    ]
+        assert [len(task.test(n)) for n in (3, 100, 100)] == [3, 3, 3]
+    (message,) = caplog.messages
+    assert message.endswith("holds 3 examples to test, fewer than 100: taking all.")
 
 
 def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
@@ -136,13 +131,6 @@ def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
     assert other.fit("mine", 1) == plain.fit("mine", 1)
     path.write_bytes(f"{line}\r{line}".encode())
     assert len(tasks.from_jsonl(path).fit("mine", 2)) == 2
-
-
-def test_the_worked_example_is_a_task_with_examples_for_every_use():
-    task = tasks.from_jsonl(EXAMPLE)
-    for use in USES:
-        for contrast in task.contrasts:
-            assert len(task.draw(use, contrast if use == "fit" else ANSWER, 12)) == 12
 
 
 # ---------------------------------------------------------------- copies
@@ -205,21 +193,17 @@ def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
     assert keys.provenance["asked"]["read"].startswith("the key tokens themselves")
 
 
-def test_answers_that_cannot_be_read_are_refused(scope):
-    def example(right, wrong):
-        answers = Answers((right,), (wrong,))
-        return Example(text="The hat is in Box", answers=answers)
-
-    assert answer_ids(scope, [example(" A", " B")]) == [
-        (scope.tokenizer.convert_tokens_to_ids(["A"]), scope.tokenizer.convert_tokens_to_ids(["B"]))
-    ]
-    with pytest.raises(BadInput, match="the answer ' qqq' has no token of its own"):
-        answer_ids(scope, [example(" A", " qqq")])
-    with pytest.raises(BadInput, match="the answer 'A' has no token of its own"):
-        answer_ids(scope, [example("A", " B")])
-    with pytest.raises(BadInput, match="begin with the same token"):
-        answer_ids(scope, [example(" A hat", " A box")])
-    assert answer_ids(scope, [Example(text="The hat")]) == [None]
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        (" A", " qqq", "the answer ' qqq' has no token of its own"),
+        ("A", " B", "the answer 'A' has no token of its own"),
+        (" A hat", " A box", "begin with the same token"),
+    ],
+)
+def test_answers_that_cannot_be_read_are_refused(scope, right, wrong, says):
+    with pytest.raises(BadInput, match=says):
+        answer_ids(scope, [Example(text="The hat is in Box", answers=Answers((right,), (wrong,)))])
 
 
 def test_signs_in_different_lines_of_a_group_work_the_whole_way(tmp_path, scope):

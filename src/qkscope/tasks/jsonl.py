@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired
 
-from annotated_types import MinLen
 from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
 from qkscope.errors import BadInput
@@ -38,31 +37,28 @@ from qkscope.tasks.texts import read_text
 
 log = logging.getLogger(__name__)
 
-Text = Annotated[str, MinLen(1)]
-Texts = Text | Annotated[list[Text], MinLen(1)]
-
 
 class PieceSchema(TypedDict):
     """A piece of the prompt, by its text or by its span; of a key, its labels."""
 
-    text: NotRequired[Text]
+    text: NotRequired[str]
     span: NotRequired[tuple[int, int]]
-    labels: NotRequired[dict[Text, Literal[-1, 0, 1]]]
+    labels: NotRequired[dict[str, Literal[-1, 0, 1]]]
 
 
 class AnswersSchema(TypedDict):
     """What the model may go on with."""
 
-    right: Texts
-    wrong: Texts
+    right: str | list[str]
+    wrong: str | list[str]
 
 
 class LineSchema(TypedDict):
     """One line of the file."""
 
-    prompt: Text
-    keys: Annotated[list[PieceSchema], MinLen(1)]
-    query: NotRequired[Text | PieceSchema | None]
+    prompt: str
+    keys: list[PieceSchema]
+    query: NotRequired[str | PieceSchema | None]
     group: NotRequired[str | int | None]
     use: NotRequired[Use | None]
     answers: NotRequired[AnswersSchema | None]
