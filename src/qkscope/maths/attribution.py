@@ -280,7 +280,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     caveat = (
         "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame to see all."
     )
-    query, key = ((normalize(images, dim=0).mT @ own).norm(dim=-1) for images, own in ((m, u), (n, v)))
+    query, key = ((normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v)))
     said = caveat if vectors.rotary and space == "post_rope" else ""
     return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said)
 

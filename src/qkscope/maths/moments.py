@@ -350,7 +350,7 @@ class Moments(Accumulator):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
-        return {f"{name}/{contrast}": x for name, own in self.state.items() for contrast, x in own.items()}
+        return {f"{name}/{contrast}": x for name, sums in self.state.items() for contrast, x in sums.items()}
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""

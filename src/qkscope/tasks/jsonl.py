@@ -123,8 +123,8 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
     keys = [(str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys]
     first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
-    made = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
-    return Task("jsonl", made, draw, seed, chat, asked, notes, first)
+    every = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
+    return Task("jsonl", every, draw, seed, chat, asked, notes, first)
 
 
 @cache

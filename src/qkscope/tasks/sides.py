@@ -128,7 +128,7 @@ def check_apart(sides: Mapping[str, Sequence[Passage]]) -> None:
     Traceback (most recent call last):
     qkscope.errors.BadInput: the same 8 tokens in a row stand in fit (a) and in test (b): put both on one side.
     """
-    passages = [(number, side, p) for number, (side, own) in enumerate(sides.items()) for p in own]
+    passages = [(number, side, p) for number, (side, its) in enumerate(sides.items()) for p in its]
     runs, owner = _runs([_tensor(passage.ids) for *_, passage in passages])
     runs, order = runs.sort(stable=True)
     side_of = _tensor([number for number, *_ in passages])[owner[order]]
