@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -262,14 +263,13 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
         # the mean query and key of the other folds, with the weights of the fold that was left out
         left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
         u, s, v = checked_svd(centred_delta(rest, center))
-        s = torch.where(s > ROUNDING * sizes[:, None], s, torch.zeros_like(s))
+        s = s.where(s > ROUNDING * sizes[:, None], 0.0)
         held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
         gain = (2 * held - s) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
         share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
         gains.append(gain.cumsum(dim=1) * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
         return [0] * len(rows)
-    rebuilt = torch.stack(gains).sum(dim=0)  # heads, components; each fold by its share of the data
-    rebuilt = torch.cat([torch.zeros_like(rebuilt[:, :1]), rebuilt], dim=1)
+    rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
     enough = rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)
     return enough.int().argmax(dim=1).tolist()  # the first

@@ -100,9 +100,8 @@ SHOWN = ("feature", "random", *BASELINES)  # kinds that are compared in every ta
 
 def summed(features: Sequence[Bases]) -> Projector:
     """At each head, the sum of all features' projectors: no projector, unless they are orthogonal."""
-    return _orthogonal(
-        [torch.cat([basis.double() for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
-    )
+    joined = [torch.cat([basis.double() for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
+    return _orthogonal(joined)
 
 
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
@@ -132,9 +131,7 @@ def joint_name(features: Sequence[str]) -> str:
 
 
 def conditions(
-    features: Mapping[str, Bases],
-    covariances: Mapping[str, tuple[Float[Tensor, "h d d"], Float[Tensor, "h d d"]]],
-    random: Method,
+    features: Mapping[str, Bases], covariances: Mapping[str, tuple[Tensor, Tensor]], random: Method
 ) -> tuple[dict[Condition, Projector], list[float | None]]:
     """Every feature, all together (also ``summed``), each obliquely, baselines of the same sizes; and at each head the
     condition number of the set.
@@ -142,7 +139,7 @@ def conditions(
     Parameters
     ----------
     features : key-side bases of every head by name.
-    covariances : ``Cov_q`` and ``Cov_k`` of every head, by feature and for all together (`joint_name`); features
+    covariances : ``Cov_q`` and ``Cov_k`` of each head (h d d), by feature and for all together (`joint_name`); features
         without have no key PCA and no ``Cov_q Cov_k`` beside them.
     random : random subspaces.
     """

@@ -52,8 +52,8 @@ def centred_delta(
     if center == "none":
         return delta[..., :-1, :-1]
     means = reference / count
-    mean_query = means[..., :-1, :, -1:].mean(dim=-2)  # d × 1, halfway between the conditions
-    mean_key = means[..., -1:, :, :-1].mean(dim=-2)  # 1 × d
+    # halfway between the conditions: d × 1, and 1 × d
+    mean_query, mean_key = means[..., :-1, :, -1:].mean(dim=-2), means[..., -1:, :, :-1].mean(dim=-2)
     delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
     return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
 
@@ -79,8 +79,7 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     """
     weight = sums[..., -1:]
     means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
-    size = (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True)
-    return size * weight
+    return (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True) * weight
 
 
 def replicate_sums(
