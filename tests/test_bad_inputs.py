@@ -157,7 +157,7 @@ CALLS = {
     'tasks.binding(3, words=["hat"] * 50)': "binding words: 4 words are needed for ea",
     "tasks.binding(3, pool=2)": "3 entities and a counterfactual need a pool from 4 to",
     'tasks.filter(["fruits", "stones"])': "there is no word list for 'stones'",
-    "tasks.induction(40)": "length is from 3 to 32, but got 40.",
+    "tasks.induction(40)": "length of induction should be at most 32, but got 40.",
     'task.fit("shape", 4)': "task binding has no contrast 'shape'",
     # finding and fitting
     'qk.find_heads("smollm2-135m", task, n=4)': "scope of find_heads should be an instance of Scope",

@@ -6,7 +6,7 @@ import torch
 from planted import PlantedHead
 from qkscope import BadInput, Head
 from qkscope.draws import draw_bits, draw_signs
-from qkscope.maths.controls import false_discovery, mean_dominance, rank_above, run_controls
+from qkscope.maths.controls import rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import DEALS, FLIPS, by_sign, clustered_bootstrap, key_sums, replicate_sums
 from qkscope.maths.subspace import Subspace
@@ -30,57 +30,62 @@ def accumulate(q, k, labels, nulls=NULLS, replicates=199, seed=0, size=32):
 PAIR = torch.tensor([[1, -1]])
 
 
-def test_planted_ranks_stand_above_the_null_and_are_interactions():
+def test_planted_ranks_stand_above_the_null_and_are_interactions(tmp_path):
     head = PlantedHead.make({"colour": 2, "shape": 3}, d_head=12)
     for feature, rank in (("colour", 2), ("shape", 3)):
         q, k, labels = head.pairs(feature, 400, seed=1)
-        found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
+        moments = accumulate(q[:, None], k[:, None], labels)
+        controls = run_controls(moments, "c")
+        found = controls[Head(0, 0)]
         assert (found.null_rank, found.interaction_rank, found.verdict) == (rank, rank, "interaction")
         assert found.mean_dominance < 0.05
         assert len(found.null_high) == rank + 1
         assert found.spectrum[rank - 1] > found.null_high[rank - 1]
+        (subspace,) = Subspace.from_deltas(moments.delta("c"), moments.heads, "null", controls=controls).values()
+        assert subspace.rank == rank
+        assert "interaction" in subspace.summary()
+        assert "null, 95%" in subspace.summary()
+        subspace.save(tmp_path / "s")
+        assert Subspace.load(tmp_path / "s").controls == found
 
 
-def test_a_difference_that_every_query_sees_alike_is_mean_only():
-    """Rank 1, far above the sign-flip null, and yet the head has not looked at the query at all."""
-    n = 300
-    q = 3 + randn(0, n, 1, 8)
-    k = randn(1, n, 1, 2, 8)
+@pytest.mark.parametrize("varies", [1.0, 0.0])
+def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
+    """Rank 1, far above the sign-flip null, and yet the head has not looked at the query at all.
+
+    What centring leaves of identical queries is rounding, and is compared with the numbers it comes from.
+    """
+    q, k = 3 + varies * randn(0, 300, 1, 8), randn(1, 300, 1, 2, 8)
     k[:, :, 0] += randn(2, 8)
     moments = accumulate(q, k, PAIR)
     found = run_controls(moments, "c")[Head(0, 0)]
-    assert found.verdict == "mean only"
-    assert found.null_rank == 1
-    assert found.interaction_rank == 0
+    assert (found.verdict, found.null_rank, found.interaction_rank) == ("mean only", 1, 0)
     assert found.mean_dominance > 0.9
-
-
-def test_constant_queries_are_mean_only_whatever_rounding_says():
-    q = torch.ones(100, 1, 6, dtype=torch.float64)
-    k = randn(1, 100, 1, 2, 6)
-    k[:, :, 0] += 2.0
-    found = run_controls(accumulate(q, k, PAIR), "c")[Head(0, 0)]
-    assert found.verdict == "mean only"
-    assert found.mean_dominance == pytest.approx(1)
+    assert varies or found.p_interaction == 1
+    delta, sums, count = moments.delta("c"), moments.state["sums"]["c"], moments.count("c")[..., None]
+    queries, keys = sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
+    part = queries.mean(1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None]
+    left = (delta - part).square().sum((1, 2)) / delta.square().sum((1, 2))
+    assert found.mean_dominance == pytest.approx(1 - float(left))
 
 
 @pytest.mark.parametrize("null", ["sign_flip", "label_permutation"])
 def test_noise_is_not_above_its_null(null):
-    """False positives at the 5% level over 400 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
+    """False positives at the 5% level over 100 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
 
-    With a true rate of 5%, fewer than 6 or more than 36 of 400 happen once in a hundred thousand.
+    With a true rate of 5%, more than 15 of 100 happen less than once in ten thousand.
     """
     labels = PAIR if null == "sign_flip" else torch.tensor([[1, -1, -1, -1, 0]])
     calls = {"difference": 0, "interaction": 0}
-    for seed in range(40):
+    for seed in range(10):
         q, k = randn(seed, 40, 10, 4), randn(1000 + seed, 40, 10, labels.shape[1], 4)
         moments = accumulate(q + 1, k, labels, nulls=(null, "interaction"), seed=seed, size=20)
         for head in moments.heads:
             found = run_controls(moments, "c", [head])[head]
             calls["difference"] += found.p_difference <= 0.05
             calls["interaction"] += found.p_interaction <= 0.05
-    assert 6 <= calls["difference"] <= 36
-    assert 6 <= calls["interaction"] <= 36
+    assert calls["difference"] <= 15
+    assert calls["interaction"] <= 15
 
 
 def test_rows_of_one_prompt_share_their_sign():
@@ -102,9 +107,8 @@ def test_replicates_do_not_depend_on_batches_or_shards():
     a, b = (accumulate(q, k, labels, nulls=kinds, replicates=11, size=size) for size in (24, 1))
     for name, tensor in a.tensors().items():
         torch.testing.assert_close(tensor, b.tensors()[name])
-    assert {kind for kind, _ in a.null_sums} == {FLIPS, DEALS}
     other = accumulate(q, k, labels, nulls=kinds, replicates=11, seed=1)
-    assert not torch.allclose(other.null_sums[FLIPS, "c"], a.null_sums[FLIPS, "c"])
+    assert not torch.allclose(other.state[FLIPS]["c"], a.state[FLIPS]["c"])
 
 
 def deal(labels, prompts, count=500):
@@ -126,13 +130,8 @@ def test_label_permutation_deals_the_same_labels_to_the_same_keys():
         positives = own[:, 0].mean(0)[labels[row] != 0]
         torch.testing.assert_close(positives, positives.mean().expand_as(positives), atol=0.08, rtol=0)
     assert drawn[0, :, :, 1].abs().max() == 0
-
-
-def test_label_permutation_treats_all_rows_of_a_prompt_alike():
-    labels = torch.tensor([[1, -1], [1, -1]])
-    drawn = deal(labels, torch.tensor([3, 3]))
-    torch.testing.assert_close(drawn[0, :, :, 0], drawn[1, :, :, 1])
-    assert 0.4 < drawn[0, :, 0, 0, 0].mean() < 0.6
+    both = deal(torch.tensor([[1, -1], [1, -1]]), torch.tensor([3, 3]))  # rows of one unit are dealt alike
+    torch.testing.assert_close(both[0, :, :, 0], both[1, :, :, 1])
 
 
 def test_draws_are_fair_addressed_and_independent():
@@ -159,28 +158,10 @@ def test_components_are_tested_in_order_with_deflation():
     assert rank_above(0 * delta, nulls).rank == 0
 
 
-def test_mean_dominance_is_what_the_mean_part_explains():
-    moments = accumulate(1 + randn(0, 50, 3, 5), randn(1, 50, 3, 2, 5), PAIR)
-    delta, sums, count = moments.delta("c"), moments.sums["c"], moments.count("c")[..., None]
-    queries, keys = sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
-    part = queries.mean(1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None]
-    left = (delta - part).square().sum((1, 2)) / delta.square().sum((1, 2))
-    torch.testing.assert_close(mean_dominance(moments, "c"), 1 - left)
-
-
-def test_false_discovery_is_benjamini_hochberg():
-    from scipy.stats import false_discovery_control
-
-    p = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
-    assert false_discovery(p) == pytest.approx(false_discovery_control(p).tolist())
-    assert false_discovery([]) == []
-
-
 def test_false_discovery_over_heads_silences_lone_chance_hits():
     q, k = randn(5, 64, 60, 4), randn(6, 64, 60, 2, 4)
     k[:, 0, 0] += 4 * q[:, 0]
-    moments = accumulate(q, k, PAIR, replicates=1999)
-    together = run_controls(moments, "c")
+    together = run_controls(accumulate(q, k, PAIR, replicates=499, size=64), "c")
     assert together[Head(0, 0)].verdict == "interaction"
     assert sum(c.p_difference <= 0.05 for c in together.values()) >= 2, "chance alone calls some of 60 heads"
     assert [h for h, c in together.items() if c.verdict != "not above null"] == [Head(0, 0)]
@@ -188,27 +169,12 @@ def test_false_discovery_over_heads_silences_lone_chance_hits():
 
 def test_bootstrap_intervals_cover_the_mean_and_respect_clusters():
     hits = 0
-    for seed in range(200):
+    for seed in range(100):
         prompts = torch.arange(40).repeat_interleave(5)
         values = randn(seed, 40).repeat_interleave(5) + 0.1 * randn(seed + 10_000, 200)
         low, high = clustered_bootstrap(values, prompts, draws=400, seed=seed)
         hits += bool(low <= 0 <= high)
-    assert 176 <= hits <= 199  # 95% nominal; rows taken for independent would give about 60%
-
-
-def test_controls_travel_with_the_subspace(tmp_path):
-    head = PlantedHead.make({"colour": 2}, d_head=6)
-    q, k, labels = head.pairs("colour", 200, seed=0)
-    moments = accumulate(q[:, None], k[:, None], labels)
-    controls = run_controls(moments, "c")
-    feature = Subspace.from_deltas(moments.delta("c"), moments.heads, "null", contrast="c", controls=controls)[
-        Head(0, 0)
-    ]
-    assert feature.rank == 2
-    assert "interaction" in feature.summary()
-    assert "null, 95%" in feature.summary()
-    feature.save(tmp_path / "s")
-    assert Subspace.load(tmp_path / "s").controls == feature.controls
+    assert hits >= 84  # 95% nominal; rows taken for independent would give about 60%
 
 
 def test_bad_input_gets_a_sentence():
@@ -228,11 +194,3 @@ def test_few_prompts_cannot_have_many_components():
     found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
     assert found.null_rank <= 4
     assert found.interaction_rank <= 4
-
-
-def test_identical_queries_never_interact():
-    """What centring leaves of them is rounding, and rounding is compared with the numbers it comes from."""
-    for seed in range(30):
-        q = randn(seed, 1, 1, 6).expand(60, 1, 6) * 3.3
-        found = run_controls(accumulate(q, randn(seed + 100, 60, 1, 2, 6), PAIR), "c")[Head(0, 0)]
-        assert found.p_interaction == 1

@@ -34,7 +34,7 @@ def orthonormal(seed, d, r):
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_svd_multiplies_out_and_its_signs_are_fixed(seed, a, b):
     matrix = randn(seed, 3, a, b)
     u, s, v = checked_svd(matrix)
@@ -84,34 +84,27 @@ def test_a_subspace_recovers_planted_directions():
         cosines = torch.linalg.svdvals(feature.basis(side).mT @ truth)
         assert cosines.min() > 0.999
     x = randn(4, 10, 8)
-    torch.testing.assert_close(feature.project(x), x @ feature.projector())
+    torch.testing.assert_close(feature.project(x), x @ feature.basis() @ feature.basis().mT)
     torch.testing.assert_close(feature.coordinates(x) @ feature.basis().mT, feature.project(x))
-    torch.testing.assert_close(feature.project(feature.project(x)), feature.project(x))
-
-
-def test_many_heads_at_once_equal_one_by_one():
-    deltas = randn(0, 5, 6, 6)
-    heads = [Head(0, i) for i in range(5)]
-    many = Subspace.from_deltas(deltas, heads, rank=2, contrast="c")
-    for i, head in enumerate(heads):
-        one = Subspace.from_delta(deltas[i], rank=2)
-        torch.testing.assert_close(many[head].projector(), one.projector())
-        assert many[head].head == head
+    many = Subspace.from_deltas(torch.stack([0 * delta + 1, delta]), [Head(0, 0), Head(3, 1)], rank=3)
+    torch.testing.assert_close(many[Head(3, 1)].V, Subspace.from_delta(delta, 3).V)
+    lines = feature.summary().splitlines()
+    assert lines[0] == "order at L3H1: rank 3 of 8"
+    assert sum(line.endswith("|") for line in lines) == 3
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_angles_agree_with_scipy(seed, r, s):
     a = Subspace.from_delta(randn(seed, 6, 6), rank=r)
     b = Subspace.from_delta(randn(seed + 1, 6, 6), rank=s)
     ours = a.angles(b).numpy()
     theirs = np.sort(subspace_angles(a.basis().numpy(), b.basis().numpy()))
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    np.testing.assert_allclose(ours, b.angles(a).numpy(), atol=1e-12)
 
 
 @given(seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_joint_basis_counts_shared_directions_once(seed):
     whole = orthonormal(seed, 9, 5)
     joint = joint_basis([whole[:, :3], whole[:, 1:5]])
@@ -120,11 +113,12 @@ def test_joint_basis_counts_shared_directions_once(seed):
 
 
 @given(seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     bases = [orthonormal(seed, 10, 3), orthonormal(seed + 1, 10, 2), orthonormal(seed + 2, 10, 1)]
     projectors, condition = oblique_projectors(bases)
     assert condition >= 1
+    assert oblique_projectors([torch.eye(6)[:, :2], torch.eye(6)[:, 2:]])[1] == pytest.approx(1)
     for i, p in enumerate(projectors):
         torch.testing.assert_close(p.matrix() @ p.matrix(), p.matrix(), atol=1e-8, rtol=0)
         for j, basis in enumerate(bases):
@@ -132,13 +126,6 @@ def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     joint = joint_basis(bases)
     total = sum(p.matrix() for p in projectors)
     torch.testing.assert_close(total, joint @ joint.mT, atol=1e-8, rtol=0)
-
-
-def test_orthogonal_subspaces_have_orthogonal_oblique_projectors():
-    whole = orthonormal(0, 6, 5)
-    projectors, condition = oblique_projectors([whole[:, :2], whole[:, 2:]])
-    assert condition == pytest.approx(1)
-    torch.testing.assert_close(projectors[0].matrix(), whole[:, :2] @ whole[:, :2].mT)
 
 
 def test_random_bases_are_orthonormal_seeded_and_uniform():
@@ -157,7 +144,7 @@ def test_projectors_of_different_rank_stack():
 
 
 @given(seeds, st.integers(1, 5), st.integers(6, 20))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_thin_svd_equals_the_dense_one(seed, d_head, d_model):
     w_q, w_k = randn(seed, 2, d_head, d_model), randn(seed + 1, 2, d_head, d_model)
     u, s, v = thin_svd(w_q, w_k)
@@ -169,14 +156,8 @@ def test_thin_svd_equals_the_dense_one(seed, d_head, d_model):
     torch.testing.assert_close(v.mT @ v, eye)
 
 
-def _saved(feature, folder):
-    feature.save(folder / "s")
-    return folder / "s"
-
-
 def test_saved_and_loaded_is_the_same(tmp_path):
     feature = Subspace.from_delta(randn(0, 5, 5), rank=2, head="L1H2", contrast="order", about={"weights": "abc"})
-    assert Subspace.load(_saved(feature, tmp_path)).cov_k is None
     feature = replace(feature, cov_k=randn(1, 5, 5))
     feature.save(tmp_path / "s")
     again = Subspace.load(tmp_path / "s", expect={"weights": "abc"})
@@ -187,25 +168,15 @@ def test_saved_and_loaded_is_the_same(tmp_path):
         Subspace.load(tmp_path / "s", expect={"weights": "xyz"})
 
 
-def test_the_summary_can_be_read():
-    feature = Subspace.from_delta(
-        torch.diag(torch.tensor([3.0, 2.0, 0.1, 0.0, 0.0, 0.0])), head="L18H6", contrast="order"
-    )
-    lines = feature.summary().splitlines()
-    assert lines[0] == "order at L18H6: rank 2 of 6"
-    assert sum(line.endswith("|") for line in lines) == 2
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: Subspace.from_delta(torch.eye(4), rank=0), "between 1 and"),
         (lambda: Subspace.from_delta(torch.zeros(4, 4)), "between 1 and"),
         (lambda: Subspace.from_delta(torch.eye(4), rank=5, head="L3H1"), "4 dimensions of the head for L3H1"),
         (lambda: Subspace.from_delta(torch.eye(4), rank="null"), "needs controls"),
-        (lambda: Subspace.from_delta(torch.eye(4), rank="best"), "'best'"),
         (lambda: Subspace.from_delta(torch.full((4, 4), float("nan"))), "NaN"),
-        (lambda: Subspace.from_delta(torch.eye(4)).basis("value"), "'value'"),
+        (lambda: Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2), "U are not orthonormal"),
+        (lambda: Subspace(torch.eye(4), torch.arange(4.0), torch.eye(4), 2), "in falling order"),
         (lambda: oblique_projectors([torch.eye(4)[:, :3], torch.eye(4)[:, 2:]]), "independent"),
     ],
 )

@@ -37,15 +37,11 @@ def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
     assert set(found.tables) == {"said", "attention", "output", "check"}
     assert "written" not in str(found)
     assert "%" in found.tables["said"][0]["line"]  # where it looks was measured
-
-
-def test_why_is_as_ever_below_that_length(broken):
-    short = qk.why(broken, "hat jam cat hat", "L1H0", draws=2)
+    short = qk.why(broken, "hat jam cat hat", "L1H0", draws=2)  # below that length all is as ever
     assert {"writers", "cuts"} <= set(short.tables)
 
 
-@pytest.mark.parametrize("heads", ["L1H0", "L1H0,L2H3", "all"])
-@pytest.mark.parametrize("what", ["prompt", "task", "texts"])
+@pytest.mark.parametrize(("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("texts", "all")])
 def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
     asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0), "texts": [PROMPT] * 4}[what]
     found = qk.trace(broken, asked, heads, 4, draws=2, whole=False, progress=False)

@@ -12,7 +12,7 @@ from qkscope import BadInput, Head
 from qkscope.attention import AttentionRows
 from qkscope.maths.bases import Projector, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.methods import cov_qk, key_pca, summed
-from qkscope.maths.sums import Covariance
+from qkscope.maths.moments import Covariance
 from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
 
 seeds = st.integers(0, 10**6)

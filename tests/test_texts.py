@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 
 import pytest
@@ -56,9 +57,8 @@ def test_python_carries_topics_and_docstrings_in_a_fixed_order():
     assert names[len(topics) :] == sorted(names[len(topics) :])
     modules = set(names[len(topics) :])
     assert {"module argparse", "module threading", "module email.message"} <= modules
-    assert len(modules) > 100
     assert not any(part in name.split(".") for name in modules for part in ("test", "tests", "module idlelib"))
-    assert python_texts() is topics
+    assert text_hash(topics) not in (text_hash(topics[::-1]), text_hash([Document("x" + topics[0].name, ""), *topics]))
 
 
 def test_each_file_of_a_folder_is_a_document(tmp_path):
@@ -89,22 +89,24 @@ def test_one_long_file_is_cut_into_sections_and_says_so(tmp_path, caplog, mark):
 def test_what_cannot_be_read_is_one_sentence(tmp_path):
     (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00x")
     (tmp_path / "empty").mkdir()
-    for path, says in [("nothing.txt", "cannot be read"), ("raw.txt", "not text in UTF-8"), ("empty", "no text in")]:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path, says in [
+        ("nothing.txt", "cannot be read"),
+        ("raw.txt", "not text in UTF-8"),
+        ("empty", "no text in"),
+        ("pipe.txt", "no plain file"),  # it may never end
+        ("/dev/zero", "no plain file"),
+    ]:
         with pytest.raises(BadInput, match=says):
             read_documents([tmp_path / path])
-
-
-def test_the_hash_tells_names_texts_and_order_apart():
-    a, b = Document("a", "x"), Document("b", "y")
-    known = {text_hash(docs) for docs in ([a, b], [b, a], [a], [Document("ax", ""), b], [Document("", "ax"), b])}
-    assert len(known) == 5
-    assert text_hash([a, b]) == text_hash([Document("a", "x"), Document("b", "y")])
+    (tmp_path / "ends.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_documents([tmp_path / "ends.txt"])[0].text == "one\ntwo\nthree"
 
 
 # ---------------------------------------------------------------- sides
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
     ids = drawn(60, seed=seed)
     found = split(documents(ids), encode, length=100, seed=seed)
@@ -116,29 +118,19 @@ def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
     assert len(set.union(*by_side)) == sum(map(len, by_side))
 
 
-def test_passages_are_the_documents_ids_in_order_and_about_as_long_as_each_other():
-    ids = drawn(24, length=LENGTH + 1)
-    found = split(documents(ids), encode)
-    for i, own in enumerate(ids):
-        pieces = [p.ids for passages in found.values() for p in passages if p.document == f"d{i}"]
-        assert [token for piece in pieces for token in piece] == own
-        assert sorted(map(len, pieces)) == [LENGTH // 2, LENGTH // 2 + 1]
-
-
 def test_documents_that_share_much_stay_together_whatever_the_seed():
     ids = drawn(24)
     ids[20][:100] = ids[3][200:300]  # a sixth of one in another
     ids[11][300:500] = ids[20][300:500]  # and a third in that one
-    for seed in range(8):
+    for seed in range(4):
         found = split(documents(ids), encode, length=50, seed=seed)
         where, groups = sides_of(found), {p.document: p.group for ps in found.values() for p in ps}
         assert where["d3"] == where["d20"] == where["d11"]
         assert len(where["d3"]) == 1
         assert groups["d3"] == groups["d20"] == groups["d11"] != groups["d4"]
-        assert len(runs([p for ps in found.values() for p in ps if p.document in ("d3", "d20")])) < 2 * 12 * (50 - 7)
 
 
-def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
+def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog, monkeypatch):
     ids = drawn(24)
     for own in ids:
         own[210:218] = range(8)  # a greeting in all of them
@@ -149,30 +141,28 @@ def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
     dropped = 24 - len({p.document for p in found["test"]})
     assert f"{dropped} of 144 passages share 8 tokens in a row" in caplog.text
     assert sum(map(len, found.values())) == 144 - dropped
+    monkeypatch.setattr(sides, "_apart", lambda found, shares: found)  # were it let through, it would be seen
+    with pytest.raises(BadInput, match="the same 8 tokens in a row"):
+        split(documents(ids), encode)
 
 
-def test_the_split_is_one_of_many_and_always_the_same():
-    texts = documents(drawn(40, length=100))
-    splits = [split(texts, encode, seed=seed) for seed in (0, 0, 1, 2)]
-    assert splits[0] == splits[1]
-    assert len({tuple(sorted(p.document for p in found["test"])) for found in splits}) == 3
-
-
-def test_no_side_is_one_group_alone():
+def test_the_split_is_one_of_many_always_the_same_and_no_side_is_one_group_alone():
     ids = drawn(24, length=200)
     ids[5] = drawn(1, length=1600, seed=9)[0]  # more than half of a smaller side
-    for seed in range(8):
-        assert sides_of(split(documents(ids), encode, seed=seed))["d5"] == {"fit"}
+    splits = [split(documents(ids), encode, seed=seed) for seed in (0, 0, 1, 2)]
+    assert splits[0] == splits[1]
+    assert len({tuple(sorted(p.document for p in found["test"])) for found in splits}) == 3
+    assert all(sides_of(found)["d5"] == {"fit"} for found in splits)
 
 
-def test_what_the_tokenizer_puts_in_front_stands_in_front_of_every_passage():
-    ids = drawn(24)
-    found = split(documents(ids), lambda text: [7, *encode(text), 8], length=101)
-    passages = [p for ps in found.values() for p in ps]
-    assert {p.ids[0] for p in passages} == {7}
-    assert max(len(p.ids) for p in passages) == 101
+def test_passages_are_the_documents_ids_in_order_each_behind_what_the_tokenizer_puts_in_front():
+    ids = drawn(24, length=LENGTH)
+    found = split(documents(ids), lambda text: [7, *encode(text), 8])
     for i, own in enumerate(ids):
-        assert [token for p in passages if p.document == f"d{i}" for token in p.ids[1:]] == own
+        pieces = [p.ids for passages in found.values() for p in passages if p.document == f"d{i}"]
+        assert [token for piece in pieces for token in piece[1:]] == own
+        assert {piece[0] for piece in pieces} == {7}
+        assert sorted(map(len, pieces)) == [LENGTH // 2 + 1, LENGTH // 2 + 1]  # as few as can be, about as long
 
 
 def test_the_check_refuses_a_run_on_two_sides_and_takes_seven_tokens():
@@ -183,25 +173,13 @@ def test_the_check_refuses_a_run_on_two_sides_and_takes_seven_tokens():
         check_apart({**apart, "test": [*apart["test"], Passage("d", 3, (1, 2, *ids[10:18]))]})
 
 
-def test_a_split_that_lets_a_run_through_is_refused(monkeypatch):
-    ids = drawn(24)
-    for own in ids:
-        own[210:218] = range(8)
-    monkeypatch.setattr(sides, "_apart", lambda found, shares: found)
-    with pytest.raises(BadInput, match="the same 8 tokens in a row"):
-        split(documents(ids), encode)
-
-
 def test_too_few_documents_say_how_many_are_needed():
-    with pytest.raises(BadInput, match="a split needs 12 documents or more, but got 11: give more"):
-        split(documents(drawn(FEW - 1)), encode)
-    same = drawn(1) * 30
-    with pytest.raises(
-        BadInput, match="needs 12 documents or more, and these 30 repeat each other so much that they count as 1: give"
-    ):
-        split(documents(same), encode)
     assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}
-    with pytest.raises(BadInput, match="share above 0"):
-        split(documents(drawn(12)), encode, sides={"fit": 1.0, "test": 0.0})
-    with pytest.raises(BadInput, match="length is at least 8"):
-        split(documents(drawn(12)), encode, length=7)
+    for ids, options, says in (
+        (drawn(FEW - 1), {}, "a split needs 12 documents or more, but got 11: give more"),
+        (drawn(1) * 30, {}, "and these 30 repeat each other so much that they count as 1: give"),
+        (drawn(12), {"sides": {"fit": 1.0, "test": 0.0}}, "share above 0"),
+        (drawn(12), {"length": 7}, "length is at least 8"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            split(documents(ids), encode, **options)

@@ -282,8 +282,8 @@ def test_folds_add_up_and_a_unit_is_in_one_of_them():
     q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
     moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
     moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
-    torch.testing.assert_close(moments.folds["c"].sum(0), moments.sums["c"])
-    assert moments.folds["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
+    torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
+    assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
 
 
 # ---------------------------------------------------------------- memory

@@ -24,7 +24,7 @@ _HOME = {
     "Result": "qkscope.runs.result",
     "Scope": "qkscope.capture.scope",
     "Subspace": "qkscope.maths.subspace",
-    "alignment": "qkscope.maths.bridge",
+    "alignment": "qkscope.maths.attribution",
     "atlas": "qkscope.analyses.atlas",
     "attribute": "qkscope.analyses.attribute",
     "decompose": "qkscope.analyses.decompose",

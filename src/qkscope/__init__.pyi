@@ -16,8 +16,8 @@ from qkscope.capture.scope import Scope as Scope
 from qkscope.errors import BadInput as BadInput
 from qkscope.examples import Example as Example
 from qkscope.heads import Head as Head
+from qkscope.maths.attribution import alignment as alignment
 from qkscope.maths.bases import thin_svd as thin_svd
-from qkscope.maths.bridge import alignment as alignment
 from qkscope.maths.dictionaries import Dictionary as Dictionary
 from qkscope.maths.moments import Moments as Moments
 from qkscope.maths.subspace import Subspace as Subspace

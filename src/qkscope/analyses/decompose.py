@@ -18,9 +18,8 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NullKind
+from qkscope.maths.significance import Center, NullKind
 from qkscope.maths.subspace import Rank
-from qkscope.maths.sums import Center
 from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import BatchPart, Stage, out_of_memory
 from qkscope.tasks.task import Contrast, Task

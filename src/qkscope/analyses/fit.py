@@ -29,8 +29,8 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
+from qkscope.maths.significance import Center
 from qkscope.maths.subspace import Rank, Subspace
-from qkscope.maths.sums import Center
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result, write_result
 from qkscope.tasks.task import Task

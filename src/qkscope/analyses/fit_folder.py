@@ -19,8 +19,7 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.analyses.prompts import units_hash
 from qkscope.errors import BadInput
-from qkscope.maths.moments import Moments
-from qkscope.maths.sums import Accumulator, Covariance
+from qkscope.maths.moments import Accumulator, Covariance, Moments
 from qkscope.runs.folder import MANIFEST, RESULTS, WORK, check_unchanged, file_name, read_json, read_run
 from qkscope.tasks.task import Task
 
@@ -39,7 +38,7 @@ class ContrastSums(Accumulator):
 
     def __init__(self, moments: Moments, cut: int = 0) -> None:
         self.moments, self.cut = moments, cut
-        device = next(iter(moments.sums.values())).device
+        device = next(iter(moments.tensors().values())).device
         self.cov_q, self.cov_k = (Covariance(len(moments.heads), moments.d_head, device) for _ in range(2))
 
     def tensors(self) -> dict[str, Tensor]:

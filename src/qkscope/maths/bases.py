@@ -34,27 +34,31 @@ from qkscope.kinds import checked_call
 
 _SWEEPS = 20  # 8 to 11 are needed, whatever the matrix
 _DONE = 1e-14  # largest cosine between two columns
+_MANY = 64  # matrices from which on a GPU is quicker with all at once than one after the other
+ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
+_DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a copy of the others
 
 
-def jacobi_svd(
-    matrix: Float[Tensor, "b n n"],
-) -> tuple[Float[Tensor, "b n n"], Float[Tensor, "b n"], Float[Tensor, "b n n"]]:
+def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
     """``U, S, V`` with ``matrix = U diag(S) Vᵀ`` in float64, n even; a column of U is 0 where its value is.
 
     >>> u, s, v = jacobi_svd(torch.tensor([[[0.0, 2.0], [3.0, 0.0]]]))
     >>> s
     tensor([[3., 2.]], dtype=torch.float64)
     """
-    count, n, _ = matrix.shape
-    matrix = matrix.to(torch.float64)
+    matrix, (count, n, _) = matrix.double(), matrix.shape
     eye = torch.eye(n, dtype=torch.float64, device=matrix.device)
     columns = torch.cat([matrix.mT, eye.expand_as(matrix)], dim=-1)  # a row is a column of M, and one of V
-    where = _places(n, matrix.device).expand(count, -1)
+    # where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on by one place
+    half = n // 2
+    upper, lower = [0, *range(2, half), n - 1] if half > 1 else [0], [1, *range(half, n - 1)]
+    places = torch.tensor([upper, upper, lower, lower]) * n + torch.arange(half)
+    where = (places + half * torch.tensor([[0], [1], [0], [1]])).flatten().to(matrix.device).expand(count, -1)
     turn = torch.zeros(count, n * n, dtype=torch.float64, device=matrix.device)
     for _ in range(_SWEEPS):
         for _ in range(n - 1):
             products = columns[..., :n] @ columns[..., :n].mT
-            squares, met = products.diagonal(dim1=-2, dim2=-1), products.diagonal(n // 2, dim1=-2, dim2=-1)
+            squares, met = products.diagonal(dim1=-2, dim2=-1), products.diagonal(half, dim1=-2, dim2=-1)
             first, second = squares.chunk(2, dim=-1)
             angle = torch.atan(2 * met / (first - second)).nan_to_num_() / 2
             cos, sin = angle.cos(), angle.sin()
@@ -69,17 +73,6 @@ def jacobi_svd(
     return u, s, v
 
 
-def _places(n: int, device: torch.device) -> Int[Tensor, " 2n"]:
-    """Where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on by one place."""
-    half = n // 2
-    upper = [0, *range(2, half), n - 1] if half > 1 else [0]
-    lower = [1, *range(half, n - 1)]
-    rows = torch.tensor([upper, upper, lower, lower])
-    here = torch.arange(half)
-    columns = torch.stack([here, here + half, here, here + half])
-    return (rows * n + columns).flatten().to(device)
-
-
 def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b d d"]]:
     """``Q, R`` with ``wᵀ = Q R`` in float64, d ≤ m; where w has no full rank, or nearly none, LAPACK's.
 
@@ -88,8 +81,7 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
     >>> torch.allclose(q @ r, w.mT)
     True
     """
-    w = w.to(torch.float64)
-    eye = torch.eye(w.shape[1], dtype=torch.float64, device=w.device)
+    w, eye = w.double(), torch.eye(w.shape[1], dtype=torch.float64, device=w.device)
     q, r = w, eye.expand(len(w), -1, -1)
     for _ in range(2):
         lower = torch.linalg.cholesky_ex(q @ q.mT).L
@@ -104,14 +96,8 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
     return q, r
 
 
-_MANY = 64  # matrices from which on a GPU is quicker with all at once than one after the other
-ROUNDING = 1e-5  # of float32 queries and keys, with room: what is smaller than that of what it came from is no rank
-
-
-def checked_svd(
-    matrix: Float[Tensor, "*n a b"],
-) -> tuple[Float[Tensor, "*n a m"], Float[Tensor, "*n m"], Float[Tensor, "*n b m"]]:
-    """Thin SVD ``U, S, V`` with ``matrix = U diag(S) Vᵀ``, in float64, verified, with signs that do not wander.
+def checked_svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD ``U, S, V`` (``*n a m``, ``*n m``, ``*n b m``) with ``matrix = U diag(S) Vᵀ``, in float64, verified.
 
     Each matrix is rebuilt from its factors and the bases are tested for orthonormality; those that fail are done again
     with LAPACK's slower QR driver, and if that fails too, the error says so. Signs are fixed so that the largest entry
@@ -120,25 +106,18 @@ def checked_svd(
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
         raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
-    if not matrix.numel():
-        raise BadInput(f"a matrix of shape {tuple(matrix.shape)} is empty and has no singular vectors.")
-    u, s, v = _svd(matrix)
+    *batch, rows, columns = matrix.shape
+    if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
+        u, s, v = (x.unflatten(0, batch) for x in jacobi_svd(matrix.flatten(0, -3)))
+    else:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        v = vh.mH
     for index in _failures(matrix, u, s, v):
         u[index], s[index], v[index] = _robust_svd(matrix[index])
     if _failures(matrix, u, s, v):
         raise ArithmeticError("the singular vectors of a head could not be verified by multiplying them out again")
-    signs = u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)).sign()
-    signs = torch.where(signs == 0, torch.ones_like(signs), signs)
+    signs = torch.where(u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)) < 0, -1.0, 1.0)
     return u * signs, s, v * signs
-
-
-def _svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor]:
-    *batch, rows, columns = matrix.shape
-    if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
-        u, s, v = jacobi_svd(matrix.flatten(0, -3))
-        return u.unflatten(0, batch), s.unflatten(0, batch), v.unflatten(0, batch)
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return u, s, vh.mH
 
 
 def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0) -> Tensor:
@@ -146,8 +125,7 @@ def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float |
 
     ``size`` is that of the numbers the matrix is a difference of: what is below their rounding counts as 0.
     """
-    s = torch.where(s > ROUNDING * torch.as_tensor(size, dtype=s.dtype, device=s.device), s, torch.zeros_like(s))
-    held = s.to(torch.float64).square().cumsum(dim=-1)
+    held = s.where(s > ROUNDING * torch.as_tensor(size).to(s), 0.0).double().square().cumsum(dim=-1)
     total = held[..., -1:]
     # The last cumulative sum may miss `energy * total` by rounding when energy is 1, so the rank is capped.
     rank = ((held < energy * total) & (total > 0)).sum(dim=-1) + (total[..., 0] > 0)
@@ -190,8 +168,7 @@ def thin_svd(
     >>> u.shape, s.shape
     (torch.Size([3, 20, 4]), torch.Size([3, 4]))
     """
-    q_1, r_1 = _qr(w_q)
-    q_2, r_2 = _qr(w_k)
+    (q_1, r_1), (q_2, r_2) = _qr(w_q), _qr(w_k)
     if kv_of_head is not None:
         q_2, r_2 = q_2[kv_of_head], r_2[kv_of_head]
     a, s, b = checked_svd(r_1 @ r_2.mT)
@@ -200,20 +177,14 @@ def thin_svd(
 
 def heads_at_once(w_q: Float[Tensor, "h d_head d_model"]) -> int:
     """How many heads `thin_svd` is best given together: a GPU takes as long for a few as for all, so what fits it."""
-    numbers = 1 << 27  # of W_Q: 1 GiB in float64
-    if w_q.is_cuda:
-        numbers = max(numbers, torch.cuda.mem_get_info(w_q.device)[0] // 128)  # it makes some ten copies in float64
-    return max(numbers // w_q[0].numel(), 1)
+    fits = torch.cuda.mem_get_info(w_q.device)[0] // 128 if w_q.is_cuda else 0  # it makes some ten copies in float64
+    return max(max(1 << 27, fits) // w_q[0].numel(), 1)
 
 
 def _qr(w: Float[Tensor, "*h d m"]) -> tuple[Tensor, Tensor]:
     if w.is_cuda and w.ndim == 3 and w.shape[1] <= w.shape[2]:
         return gram_qr(w)
-    q, r = torch.linalg.qr(w.to(torch.float64).mT)
-    return q, r
-
-
-_DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a copy of the others
+    return torch.linalg.qr(w.double().mT)
 
 
 class Projector(NamedTuple):
@@ -251,25 +222,13 @@ class Projector(NamedTuple):
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
         """One per head, padded with zero columns to a common rank."""
         width = max(p.left.shape[-1] for p in projectors)
-        return cls(
-            *(
-                torch.stack([pad(factor, (0, width - factor.shape[-1])) for factor in factors])
-                for factors in zip(*projectors, strict=True)
-            )
-        )
+        sides = zip(*projectors, strict=True)
+        return cls(*(torch.stack([pad(x, (0, width - x.shape[-1])) for x in factors]) for factors in sides))
 
 
 def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) -> Float[Tensor, "*n m"]:
     """Cosines of the principal angles between the spans of two orthonormal bases, largest first."""
     return torch.linalg.svdvals(a.mT @ b.to(a)).clamp_max(1.0)
-
-
-def principal_angles(a: Float[Tensor, "d r"], b: Float[Tensor, "d s"]) -> Float[Tensor, " m"]:
-    """Principal angles in radians, smallest first; small ones by their sine, as their cosine has no digits left."""
-    cosines = principal_cosines(a, b)
-    a, b = (a, b.to(a)) if a.shape[-1] >= b.shape[-1] else (b.to(a), a)
-    sines = torch.linalg.svdvals(b - a @ (a.mT @ b)).flip(-1).clamp_max(1.0)
-    return torch.where(cosines.square() > 0.5, sines.arcsin(), cosines.arccos())
 
 
 def joint_basis(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d r_joint"]:
@@ -287,14 +246,11 @@ def oblique_projectors(bases: Sequence[Float[Tensor, "d r"]]) -> tuple[list[Proj
     whole = torch.cat(list(bases), dim=-1).to(torch.float64)
     s = torch.linalg.svdvals(whole)
     if whole.shape[1] > whole.shape[0] or s[-1] <= _DEPENDENT * s[0]:
-        raise BadInput(
-            f"oblique projectors need independent subspaces, but {whole.shape[1]} directions span "
-            f"{int((s > _DEPENDENT * s[0]).sum())} dimensions: lower a rank or join them."
-        )
-    dual = torch.linalg.pinv(whole).mT
+        span = f"{whole.shape[1]} directions span {int((s > _DEPENDENT * s[0]).sum())} dimensions"
+        raise BadInput(f"oblique projectors need independent subspaces, but {span}: lower a rank or join them.")
     widths = [basis.shape[-1] for basis in bases]
-    pairs = zip(whole.split(widths, dim=-1), dual.split(widths, dim=-1), strict=True)
-    return [Projector(left, right) for left, right in pairs], float(s[0] / s[-1])
+    sides = (side.split(widths, dim=-1) for side in (whole, torch.linalg.pinv(whole).mT))
+    return [Projector(left, right) for left, right in zip(*sides, strict=True)], float(s[0] / s[-1])
 
 
 def random_bases(d: int, rank: int, draws: int, seed: int) -> Float[Tensor, "draws d r"]:

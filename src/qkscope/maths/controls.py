@@ -21,19 +21,20 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NULL_KINDS, NullKind, Statistic, false_discovery, head_p_values
-from qkscope.maths.sums import Center, centred_delta
+from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
+_UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 
@@ -62,7 +63,7 @@ def rank_above(
     """
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
-    least = ROUNDING * max(float(s[0]), size)
+    largest_of_all = max(float(s[0]), size)
     medians, highs = [], []
     statistics: tuple[Statistic, ...] = ()
     turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
@@ -71,14 +72,14 @@ def rank_above(
         rest = turned[:, j:, j:]
         # The largest singular value, from the eigenvalues of the square: four times as fast as an SVD.
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
-        if j == 0 and float(s[0]) > least:
-            norms = rest.flatten(1).norm(dim=1)
-            statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
-        reached = largest >= s[j] - 1e-12 * max(float(s[0]), size)
-        p_value = (1 + int(reached.sum())) / (len(nulls) + 1) if float(s[j]) > least else 1.0
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
-        if p_value > alpha:
+        real = float(s[j]) > ROUNDING * largest_of_all
+        if j == 0 and real:
+            norms = rest.flatten(1).norm(dim=1)
+            statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
+        reached = int((largest >= s[j] - 1e-12 * largest_of_all).sum())
+        if not real or (1 + reached) / (len(nulls) + 1) > alpha:
             rank = j
             break
     return RankTest(rank, tuple(medians), tuple(highs), statistics)
@@ -122,10 +123,9 @@ class Controls:
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
-        most = _most_tested(self.units)
-        difference, interaction = (
-            f"{rank} or more" if rank == most else f"{rank}" for rank in (self.null_rank, self.interaction_rank)
-        )
+        most = max(self.units // _UNITS_A_DIRECTION, 1)
+        ranks = self.null_rank, self.interaction_rank
+        difference, interaction = (f"{rank} or more" if rank == most else f"{rank}" for rank in ranks)
         said = [
             f"99% rank {self.energy_rank}; {difference} detected against the {self.null.replace('_', ' ')} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
@@ -139,11 +139,7 @@ class Controls:
 
 @checked_call
 def run_controls(
-    moments: Moments,
-    contrast: str,
-    heads: Sequence[Head | str] | None = None,
-    *,
-    center: Center = "none",
+    moments: Moments, contrast: str, heads: Sequence[Head | str] | None = None, *, center: Center = "none"
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
@@ -162,13 +158,14 @@ def run_controls(
     """
     chosen = moments.heads if heads is None else [Head.parse(head) for head in heads]
     rows = [moments.heads.index(head) for head in chosen]
-    null, centred = _difference_null(moments, contrast), _centred(center)
+    centred: Center = "query" if center == "none" else center  # of the interaction's matrix
+    null = _difference_null(moments, contrast)
     deltas = {c: moments.delta(contrast, c) for c in ("none", centred)}
     sizes, units = moments.sizes(contrast).tolist(), moments.unit_count(contrast)[0]
-    dominance, pairs = mean_dominance(moments, contrast).tolist(), moments.count(contrast).tolist()
+    dominance = mean_dominance(moments, contrast).tolist()
     differences, interactions, beyond_scale = [], [], []
     for head, row in zip(chosen, rows, strict=True):
-        limit, size = _most_tested(units), sizes[row]
+        limit, size = max(units // _UNITS_A_DIRECTION, 1), sizes[row]
         fixed, replicates = moments.interaction_nulls(contrast, head, centred)
         interactions.append(rank_above(deltas[centred][row], replicates, max_rank=limit, size=size))
         # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
@@ -183,57 +180,34 @@ def run_controls(
     )
     p_interaction = list(map(max, depends, beyond))
     p_difference = p_interaction if null == "interaction" else differs
-    q_difference, q_interaction = false_discovery(p_difference), false_discovery(p_interaction)
+    calls = zip(_calls(differences, p_difference, floor), _calls(interactions, p_interaction, floor), strict=True)
+    few = f"{moments.replicates} replicates"
+    if 0.5 ** max(units - 1, 0) >= floor:
+        few = f"{units} independent units (different words, or prompts)"
+    reason = f"untested: {few} are too few" + (f" for {len(chosen)} heads at once" if len(chosen) > 1 else "")
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
     cv_ranks = cross_validated_rank(moments, contrast, centred if null == "interaction" else center, rows)
     controls = {}
-    for i, (head, row, difference, interaction) in enumerate(zip(chosen, rows, differences, interactions, strict=True)):
-        differs_here, depends_here = q_difference[i] <= LEVEL, q_interaction[i] <= LEVEL
-        # what is only rounding needs no test to be nothing
-        verdict = _verdict(
-            differs_here,
-            depends_here,
-            bool(difference.statistics) and _hopeless(p_difference, i, floor),
-            bool(interaction.statistics) and _hopeless(p_interaction, i, floor),
-            center != "none",
-        )
+    for i, (head, row, (differ, depend)) in enumerate(zip(chosen, rows, calls, strict=True)):
+        verdict = _verdict(differ, depend, center != "none")
         spectra = {c: torch.linalg.svdvals(delta[row]) for c, delta in deltas.items()}
-        shown = difference if center == "none" else interaction
-        controls[head] = Controls(
-            energy_rank=int(energy_rank(spectra["none"], size=sizes[row])),
-            null_rank=max(difference.rank, 1) if differs_here else 0,
-            centred_energy_rank=int(energy_rank(spectra[centred], size=sizes[row])),
-            interaction_rank=max(interaction.rank, 1) if depends_here else 0,
-            cv_rank=cv_ranks[i],
-            mean_dominance=dominance[row],
-            p_difference=p_difference[i],
-            p_interaction=p_interaction[i],
-            verdict=verdict,
-            center=center,
-            spectrum=tuple(spectra[center].tolist()),
-            null_median=shown.null_median,
-            null_high=shown.null_high,
-            positive_pairs=pairs[row][0],
-            negative_pairs=pairs[row][1],
-            units=units,
-            replicates=moments.replicates,
-            null=null,
-            reason=_reason(units, moments.replicates, len(chosen), floor) if verdict == "untested" else "",
-        )
+        energy, centred_energy = (int(energy_rank(spectra[c], size=sizes[row])) for c in ("none", centred))
+        detected = max(differences[i].rank, 1) if differ else 0
+        depending = max(interactions[i].rank, 1) if depend else 0
+        shown = differences[i] if center == "none" else interactions[i]
+        ranks = energy, detected, centred_energy, depending, cv_ranks[i]
+        tests = dominance[row], p_difference[i], p_interaction[i], verdict, center
+        spectrum = tuple(spectra[center].tolist()), shown.null_median, shown.null_high
+        (plus, minus), said = moments.count(contrast)[row].tolist(), reason if verdict == "untested" else ""
+        controls[head] = Controls(*ranks, *tests, *spectrum, plus, minus, units, moments.replicates, null, said)
     return controls
-
-
-def _centred(center: Center) -> Center:
-    """The centring of the interaction's matrix."""
-    return "query" if center == "none" else center
 
 
 def _difference_null(moments: Moments, contrast: str) -> NullKind:
     """The null of a difference: the one that was carried besides the interaction's."""
-    others: list[NullKind] = [kind for kind in moments.nulls if kind != "interaction"]
     if "interaction" in moments.nulls:
-        if others:
-            return max(others, key=NULL_KINDS.index)  # labels dealt, where signs were flipped besides
+        if len(moments.nulls) > 1:
+            return "label_permutation" if "label_permutation" in moments.nulls else "sign_flip"
         # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
         mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
         if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()):
@@ -241,30 +215,24 @@ def _difference_null(moments: Moments, contrast: str) -> NullKind:
     raise BadInput("controls need null replicates: make the moments with nulls=('sign_flip', 'interaction').")
 
 
-def _most_tested(units: int) -> int:
-    """Few units span few directions: with most of them projected out, replicates have no room left; anything passes."""
-    return max(units // 4, 1)
+def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
+    """Whether each head's test is significant among all of them; None where no data could have made it so."""
+    calls: list[bool | None] = [q <= LEVEL for q in false_discovery(p_values)]
+    for i, test in enumerate(tests):
+        # as far above its null as can be; what is only rounding needs no test to be nothing
+        best = [floor if j == i else p for j, p in enumerate(p_values)]
+        if not calls[i] and test.statistics and false_discovery(best)[i] > LEVEL:
+            calls[i] = None
+    return calls
 
 
-def _hopeless(p_values: Sequence[float], i: int, floor: float) -> bool:
-    """Whether this head would not be called either if it were as far above its null as can be."""
-    return false_discovery([floor if j == i else p for j, p in enumerate(p_values)])[i] > LEVEL
-
-
-def _verdict(differs: bool, depends: bool, no_difference: bool, no_interaction: bool, centred: bool) -> Verdict:
-    """What the tests say; ``no_difference`` and ``no_interaction`` are of tests that could not have shown any."""
-    if centred and (depends or no_interaction):
+def _verdict(differs: bool | None, depends: bool | None, centred: bool) -> Verdict:
+    """What the tests say; None is of a test that could not have shown anything."""
+    if centred and depends is not False:
         return "interaction" if depends else "untested"
     if not differs:
-        return "untested" if no_difference else "not above null"
-    return "interaction" if depends else "untested" if no_interaction else "mean only"
-
-
-def _reason(units: int, replicates: int, heads: int, floor: float) -> str:
-    many = f" for {heads} heads at once" if heads > 1 else ""
-    if 0.5 ** max(units - 1, 0) >= floor:
-        return f"untested: {units} independent units (different words, or prompts) are too few{many}"
-    return f"untested: {replicates} replicates are too few{many}"
+        return "untested" if differs is None else "not above null"
+    return "interaction" if depends else "untested" if depends is None else "mean only"
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
@@ -285,24 +253,23 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
     part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
     has rank 0.
     """
-    folds = moments.folds[contrast][:, list(rows)]
+    folds = moments.state["folds"][contrast][:, list(rows)]
     whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
     gains = []
-    for own in folds:
-        count, rest = own[:, -1, :, -1], whole - own
+    for fold in folds:
+        count, rest = fold[:, -1, :, -1], whole - fold
         if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
             continue
         # the mean query and key of the other folds, with the weights of the fold that was left out
         left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
         u, s, v = checked_svd(centred_delta(rest, center))
-        s = torch.where(s > ROUNDING * sizes[:, None], s, torch.zeros_like(s))
-        held = (u.mT @ centred_delta(own, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
+        s = s.where(s > ROUNDING * sizes[:, None], 0.0)
+        held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
         gain = (2 * held - s) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
         share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
         gains.append(gain.cumsum(dim=1) * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
         return [0] * len(rows)
-    rebuilt = torch.stack(gains).sum(dim=0)  # heads, components; each fold by its share of the data
-    rebuilt = torch.cat([torch.zeros_like(rebuilt[:, :1]), rebuilt], dim=1)
+    rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
     enough = rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)
     return enough.int().argmax(dim=1).tolist()  # the first

@@ -9,15 +9,13 @@ key_pca    principal components of the keys
 cov_qk     key-side directions of ``Cov_q Cov_k``: where queries and keys both vary
 moving     eigenvectors of the symmetric part of ``ΔC``: one projector acts on both sides, so these move the most logit
 omega_svd  components of the logit, ``P = Σ n_j m_jᵀ``, by singular value: what the weights alone would swap
-singular   the same components by what they carry of a contrast
 ========== ========================================================================================================
 
 Of several features together there are two ways: a joint basis, in which shared directions count once, and ``summed``,
 as the authors' scripts do it: their projectors are added, so that what features share is exchanged twice.
 
-Others are made anew for each size: `random` subspaces, and `rotated` components (chosen as `singular` ones are, of
-rotated singular vectors). Of several features, `joint` spans all of them, and `oblique` swaps each along the others.
-Baselines are fitted on what the features were fitted on, never on the test set.
+`random` subspaces are made anew for each size. Of several features, `joint` spans all of them, and `oblique` swaps each
+along the others. Baselines are fitted on what the features were fitted on, never on the test set.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, checked_svd, joint_basis, oblique_projectors, random_bases
-from qkscope.maths.bridge import carried, rotated_images
 from qkscope.maths.singular import SingularBasis, components
 from qkscope.maths.swap import Condition, Method
 
@@ -43,14 +40,16 @@ Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
 def leading(bases: Bases | Projector) -> Method:
     """The first k columns of what stands in order: an orthonormal basis of each head, or a projector.
 
-    Examples
-    --------
     >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
     tensor([[1., 1., 0., 0.]])
     """
+    return (bases if isinstance(bases, Projector) else _orthogonal(bases)).cut
+
+
+def _orthogonal(bases: Bases) -> Projector:
     if isinstance(bases, Tensor):
-        return Projector.orthogonal(bases).cut
-    return (bases if isinstance(bases, Projector) else Projector.stack([Projector.orthogonal(b) for b in bases])).cut
+        return Projector.orthogonal(bases)
+    return Projector.stack([Projector.orthogonal(basis) for basis in bases])
 
 
 def key_pca(cov_k: Float[Tensor, "h d d"]) -> Method:
@@ -66,8 +65,6 @@ def cov_qk(cov_q: Float[Tensor, "h d d"], cov_k: Float[Tensor, "h d d"]) -> Meth
 def moving(delta: Float[Tensor, "*h d d"]) -> Method:
     """The directions whose exchange between attended and other keys moves the most logit.
 
-    Examples
-    --------
     >>> moving(torch.diag(torch.tensor([1.0, 3.0, 2.0])))(1).left[:, 0].abs()
     tensor([0., 1., 0.], dtype=torch.float64)
     """
@@ -81,7 +78,7 @@ def random(heads: Sequence[Head], d_head: int, draws: int, seed: int) -> Method:
 
     def of_size(k: int | Sequence[int]) -> Projector:
         ranks = [k] * len(heads) if isinstance(k, int) else k
-        each = [random_bases(d_head, rank, draws, own) for rank, own in zip(ranks, seeds, strict=True)]
+        each = [random_bases(d_head, rank, draws, stream) for rank, stream in zip(ranks, seeds, strict=True)]
         return Projector.orthogonal(torch.stack([pad(b, (0, max(ranks) - b.shape[-1])) for b in each], dim=1))
 
     return of_size
@@ -93,46 +90,18 @@ def omega_svd(basis: SingularBasis, heads: Sequence[Head]) -> Method:
     return leading(Projector.stack(each))
 
 
-def singular(basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"]) -> Method:
-    """Components of the logit, those that carry most of each head's ``ΔC`` first."""
-    each = []
-    for head, delta in zip(heads, deltas, strict=True):
-        own = basis[head]
-        each.append(components(own.read, carried(delta, own.read, own.write).argsort(descending=True)))
-    return leading(Projector.stack(each))
-
-
-def rotated(
-    basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"], draws: int, seed: int
-) -> Method:
-    """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws for each head."""
-    each = []
-    for head, delta in zip(heads, deltas, strict=True):
-        m, n = rotated_images(basis[head].read, draws, derived_seed(seed, "rotated", head.layer, head.index))
-        order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
-        each.append((n.gather(-1, order), m.gather(-1, order)))
-    left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))
-    return leading(Projector(left, right))
-
-
+#: What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys.
 BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
     "key_pca": lambda _, cov_k: key_pca(cov_k),
     "cov_qk": cov_qk,
 }
-"""What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys."""
-SHOWN = ("feature", "random", *BASELINES)
-"""The kinds that are compared with each other in every table, downstream too, and printed."""
-
-
-def joint(features: Sequence[Bases]) -> list[Float[Tensor, "d r"]]:
-    """At each head, a basis of all features together; shared directions count once."""
-    return [joint_basis(list(bases)) for bases in zip(*features, strict=True)]
+SHOWN = ("feature", "random", *BASELINES)  # kinds that are compared in every table, downstream too, and printed
 
 
 def summed(features: Sequence[Bases]) -> Projector:
     """At each head, the sum of all features' projectors: no projector, unless they are orthogonal."""
-    each = [torch.cat([basis.to(torch.float64) for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
-    return Projector.stack([Projector.orthogonal(columns) for columns in each])
+    joined = [torch.cat([basis.double() for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
+    return _orthogonal(joined)
 
 
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
@@ -140,13 +109,13 @@ def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | No
 
     Where the features of a head depend on each other there are none: the projector is zero, and the number None.
     """
-    sets, numbers = [], []
+    sets, numbers = [], list[float | None]()
     for bases in zip(*features, strict=True):
         try:
-            found, number = oblique_projectors(list(bases))
+            projectors, number = oblique_projectors(bases)
         except BadInput:
-            found, number = [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases], None
-        sets.append(found)
+            projectors, number = [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases], None
+        sets.append(projectors)
         numbers.append(number)
     return [Projector.stack(list(each)) for each in zip(*sets, strict=True)], numbers
 
@@ -162,9 +131,7 @@ def joint_name(features: Sequence[str]) -> str:
 
 
 def conditions(
-    features: Mapping[str, Bases],
-    covariances: Mapping[str, tuple[Float[Tensor, "h d d"], Float[Tensor, "h d d"]]],
-    random: Method,
+    features: Mapping[str, Bases], covariances: Mapping[str, tuple[Tensor, Tensor]], random: Method
 ) -> tuple[dict[Condition, Projector], list[float | None]]:
     """Every feature, all together (also ``summed``), each obliquely, baselines of the same sizes; and at each head the
     condition number of the set.
@@ -172,25 +139,22 @@ def conditions(
     Parameters
     ----------
     features : key-side bases of every head by name.
-    covariances : ``Cov_q`` and ``Cov_k`` of every head, by feature and for all together (`joint_name`); features
+    covariances : ``Cov_q`` and ``Cov_k`` of each head (h d d), by feature and for all together (`joint_name`); features
         without have no key PCA and no ``Cov_q Cov_k`` beside them.
     random : random subspaces.
     """
-    name, every = joint_name(list(features)), dict(features)
-    every[name] = joint(list(features.values()))
-    found = {
-        Condition(feature): Projector.stack([Projector.orthogonal(b) for b in bases])
-        for feature, bases in every.items()
-    }
+    name, separate = joint_name(list(features)), list(features.values())
+    every = {**features, name: [joint_basis(bases) for bases in zip(*separate, strict=True)]}
+    swaps = {Condition(feature): _orthogonal(list(bases)) for feature, bases in every.items()}
     numbers: list[float | None] = [None] * len(every[name])
     if len(features) > 1:
-        found[Condition(name, "summed")] = summed(list(features.values()))
-        projectors, numbers = oblique(list(features.values()))
-        found |= {Condition(one, "oblique"): p for one, p in zip(features, projectors, strict=True)}
+        swaps[Condition(name, "summed")] = summed(separate)
+        projectors, numbers = oblique(separate)
+        swaps |= {Condition(feature, "oblique"): p for feature, p in zip(features, projectors, strict=True)}
     for feature, bases in every.items():
         sizes = [basis.shape[1] for basis in bases]
-        found[Condition(feature, "random")] = random(sizes)
+        swaps[Condition(feature, "random")] = random(sizes)
         if feature in covariances:
             for kind, make in BASELINES.items():
-                found[Condition(feature, kind)] = make(*covariances[feature])(sizes)
-    return found, numbers
+                swaps[Condition(feature, kind)] = make(*covariances[feature])(sizes)
+    return swaps, numbers

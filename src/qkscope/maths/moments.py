@@ -1,6 +1,8 @@
-"""The streaming sums of a contrast, for many heads at once.
+"""Sums that stream: batches, pieces and machines add up to the same numbers, whatever their order (to rounding).
 
-With a constant 1 appended to queries and keys, everything ΔC needs is one matrix per head, contrast and sign::
+An accumulator is tensors that grow by addition, and a manifest that says what they are sums of; a file holds both.
+
+Vectors are summed with a constant 1 appended, so everything ΔC needs is one matrix per head, contrast and sign::
 
     M± = Σ w [q; 1] [k; 1]ᵀ  =  [ Σ w q kᵀ   Σ w q ]
                                 [ Σ w kᵀ     Σ w   ]
@@ -13,31 +15,117 @@ Its size does not depend on how much data went in. Conditional averages are ``M�
 from __future__ import annotations
 
 import json
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.draws import draw_bits
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, checked_class
+from qkscope.kinds import Count, came, checked_class
 from qkscope.maths import significance
-from qkscope.maths.significance import NullKind
-from qkscope.maths.sums import Accumulator, Center, add_outer, augmented, centred_delta, check_shape
+from qkscope.maths.significance import DEALS, FLIPS, Center, NullKind, centred_delta
+from qkscope.runs.store import check_shapes, read_tensors, tensor_bytes, write_tensors
 
-SIGNS = ("positive", "negative")
+FOLDS = 8  # of units, for cross-validation
+_BUCKETS = 2**14  # in which units are counted: counts add up over pieces, and do not grow with the data
+_FOLD_STREAM = 101
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
 
 
-class _Rows(NamedTuple):
-    """A batch of one contrast: augmented queries, keys and their labels, the label-weighted sums of each row's keys."""
+@checked_class
+class Accumulator(ABC):
+    """What streaming sums have in common. A subclass says `tensors` and `manifest`, and is made with ``device=``."""
 
-    queries: Float[Tensor, "b h a"]
-    keys: Float[Tensor, "b g k d"]
-    labels: Int[Tensor, "b k"]
-    sums: Float[Tensor, "b g 2 a"]
+    kind: ClassVar[str]  # of its files
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+
+    @abstractmethod
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
+        """Empty sums for the same job."""
+        return cls(**manifest, device=device)  # type: ignore[call-arg]
+
+    def merge(self, *others: Accumulator) -> Self:
+        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding)."""
+        merged, job = deepcopy(self), self.manifest()
+        for other in others:
+            theirs = other.manifest()
+            for name in (name for name in {**job, **theirs} if job.get(name) != theirs.get(name)):
+                differ = f"{name} is {came(job.get(name))} in one and {came(theirs.get(name))} in the other"
+                raise BadInput(f"sums of different jobs cannot be merged: {differ}.")
+            for mine, more in zip(merged.tensors().values(), other.tensors().values(), strict=True):
+                mine += more.to(mine.device)
+        return merged
+
+    def to_bytes(self) -> bytes:
+        """The content of the file that `load` reads."""
+        return tensor_bytes(self.kind, self.tensors(), self.manifest())
+
+    def save(self, path: str | Path) -> None:
+        """Write sums and manifest to one safetensors file."""
+        write_tensors(path, self.kind, self.tensors(), self.manifest())
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Read a file that `save` wrote; refuse one whose ``about`` differs from what ``expect`` says."""
+        tensors, manifest = read_tensors(path, cls.kind, expect)
+        check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
+        sums = cls.from_manifest(manifest, device)
+        for name, mine in sums.tensors().items():
+            mine.copy_(tensors[name])
+        return sums
+
+
+class Covariance(Accumulator):
+    """Covariance of vectors for many heads, from the sums ``Σ [x; 1][x; 1]ᵀ`` in float64.
+
+    >>> covariance = Covariance(columns=2, d_head=4)
+    >>> covariance.update(torch.randn(100, 2, 4))
+    >>> covariance.matrix().shape
+    torch.Size([2, 4, 4])
+    """
+
+    kind = "covariance"
+
+    def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
+
+    def update(self, x: Float[Tensor, "n c d"]) -> None:
+        """Add n vectors per column."""
+        rows = _augmented(x.transpose(0, 1))
+        self.sums.baddbmm_(rows.mT, rows)
+
+    def matrix(self) -> Float[Tensor, "c d d"]:
+        """Covariance of every column."""
+        count = self.sums[:, -1:, -1:]
+        if bool((count < 2).any()):
+            raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
+        mean = self.sums[:, :-1, -1:] / count
+        return self.sums[:, :-1, :-1] / count - mean @ mean.mT
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {"sums": self.sums}
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        return {"columns": self.sums.shape[0], "d_head": self.sums.shape[1] - 1}
 
 
 @checked_class
@@ -91,48 +179,43 @@ class Moments(Accumulator):
         self.key_heads = list(dict.fromkeys(readers))
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
         h, a = len(self.heads), d_head + 1
-
-        def zeros(*shape: int) -> dict[str, Tensor]:
-            return {c: torch.zeros(shape, dtype=torch.float64, device=device) for c in self.contrasts}
-
-        self.sums = zeros(h, a, 2, a)
-        self.null_sums: dict[tuple[str, str], Tensor] = {
-            (kind, contrast): tensor
-            for kind in significance.carried(self.nulls)
-            for contrast, tensor in zeros(h, a, replicates, 2, a + (kind == significance.FLIPS)).items()
+        shapes: dict[str, tuple[int, ...]] = {"sums": (h, a, 2, a)}
+        if nulls:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
+            shapes |= {"scales": (h, a, 2), "folds": (FOLDS, h, a, 2, a), "units": (_BUCKETS,)}
+        if {"sign_flip", "interaction"} & set(nulls):
+            shapes[FLIPS] = (h, a, replicates, 2, a + 1)
+        if "label_permutation" in nulls:
+            shapes[DEALS] = (h, a, replicates, 2, a)
+        self.state = {
+            name: {contrast: torch.zeros(shape, dtype=torch.float64, device=device) for contrast in contrasts}
+            for name, shape in shapes.items()
         }
-        # Beside the nulls: Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has.
-        self.scales = zeros(h, a, 2) if self.nulls else {}
-        self.folds = zeros(significance.FOLDS, h, a, 2, a) if self.nulls else {}
-        self.units = zeros(significance.BUCKETS) if self.nulls else {}
 
     def __repr__(self) -> str:
         plus, minus = (sum(float(self.count(c)[0, sign]) for c in self.contrasts) for sign in (0, 1))
         where = f"{', '.join(self.contrasts)} at {len(self.heads)} heads of width {self.d_head}"
         return f"Moments({where}: {plus:g} + and {minus:g} − pairs)"
 
-    # ------------------------------------------------------------------ data in
-
-    def update(
-        self,
-        q: Float[Tensor, "b h d"],
-        k: Float[Tensor, "b g k d"],
-        labels: Mapping[str, Int[Tensor, "b k"]],
-        *,
-        prompts: Int[Tensor, " b"] | None = None,
-    ) -> None:
+    def update(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], *, prompts: Tensor | None = None) -> None:
         """Add one batch of rows: a query and its labelled keys.
 
         Parameters
         ----------
-        q : queries, one column per accumulated head, in the order of ``heads``.
-        k : keys, once per key head, in the order of ``key_heads``; slots with label 0 are ignored.
-        labels : for each contrast, +1, −1 or 0 per key. A contrast left out gets nothing from this batch.
+        q : queries (rows, heads, d), one column per accumulated head, in the order of ``heads``.
+        k : keys (rows, key heads, keys, d), in the order of ``key_heads``; those with label 0 are ignored.
+        labels : for each contrast, +1, −1 or 0 per key (rows, keys). One left out gets nothing from this batch.
         prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
             share a word or are copies. Needed when nulls are carried; unique over all pieces.
         """
-        self._check_batch(q, k, labels, prompts)
-        queries, keys = augmented(q), k.to(torch.float64)
+        b, slots = q.shape[0], k.shape[2]
+        check_shape("queries", q, (b, len(self.heads), self.d_head), "rows, heads, d_head")
+        check_shape("keys", k, (b, len(self.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
+        if prompts is None and self.nulls:
+            raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
+        for contrast, label in labels.items():
+            self._sums_of(contrast)
+            check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
+        queries, keys = _augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
             labelled, sums = keys, significance.key_sums(significance.by_sign(label), keys)
@@ -141,56 +224,38 @@ class Moments(Accumulator):
                 labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(q, labelled, prompts)
                 sums = significance.key_sums(significance.by_sign(label), labelled)
-            rows = _Rows(queries, labelled, label, sums)
-            add_outer(self.sums[contrast], queries, sums.flatten(2), self._kv_of_head)
+            _add_outer(self._sums_of(contrast), queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.nulls:
-                self._add_folds(contrast, rows, prompts.to(keys.device))
-                self._add_nulls(contrast, rows, prompts.to(keys.device))
-
-    def _check_batch(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], prompts: Tensor | None) -> None:
-        """Refuse a batch that does not fit these sums."""
-        b, slots = q.shape[0], k.shape[2]
-        check_shape("queries", q, (b, len(self.heads), self.d_head), "rows, heads, d_head")
-        check_shape("keys", k, (b, len(self.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
-        for contrast, label in labels.items():
-            self._sums_of(contrast)
-            check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
-            if bool((label.abs() > 1).any()):
-                raise BadInput(f"labels of {contrast!r} are 1, -1 or 0.")
-        if prompts is None and self.nulls:
-            raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
+                self._add_nulls(contrast, queries, labelled, label, sums, prompts.to(keys.device))
 
     def _check_finite(self, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
         for side, vectors in (("query", q), ("key", keys)):
             for row, column, *slot in (~torch.isfinite(vectors)).any(dim=-1).nonzero()[:1].tolist():
                 head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
-                example = row if prompts is None else int(prompts[row])
-                raise BadInput(
-                    f"the {side} of {head} at example {example}{f', key {slot[0]}' if slot else ''} is NaN or infinite:"
-                    " check the model's dtype (float16 can overflow; try bfloat16 or float32)."
-                )
+                example = f"{row if prompts is None else int(prompts[row])}{f', key {slot[0]}' if slot else ''}"
+                advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
+                raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
 
-    def _add_folds(self, contrast: str, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
-        scale = significance.row_scale(rows.sums)[..., 0]
-        self.scales[contrast] += torch.einsum("bha,bhs->has", rows.queries, scale[:, self._kv_of_head])
-        self.units[contrast].index_add_(0, significance.bucket_of(unit), torch.ones_like(unit, dtype=torch.float64))
-        fold = significance.fold_of(unit)
+    def _add_nulls(
+        self, contrast: str, queries: Tensor, keys: Tensor, labels: Tensor, sums: Tensor, unit: Tensor
+    ) -> None:
+        """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
+        scale = significance.row_scale(sums)[..., 0]
+        self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head])
+        bucket = draw_bits(unit).remainder(_BUCKETS)
+        self.state["units"][contrast].index_add_(0, bucket, torch.ones_like(unit, dtype=torch.float64))
+        fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
         for number in fold.unique().tolist():
-            some = fold == number
-            keys = rows.sums[some].flatten(2)
-            add_outer(self.folds[contrast][number], rows.queries[some], keys, self._kv_of_head)
-
-    def _add_nulls(self, contrast: str, rows: _Rows, unit: Int[Tensor, " b"]) -> None:
-        each = rows.sums[0].numel() * self.replicates * rows.sums.element_size()
-        for some in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
-            part = _Rows(*(x[some] for x in rows))
-            for kind in significance.carried(self.nulls):
-                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *part[1:], unit[some])
-                state = self.null_sums[kind, contrast]
+            some, state = fold == number, self.state["folds"][contrast][number]
+            _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
+        each = sums[0].numel() * self.replicates * sums.element_size()
+        for rows in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
+            part, *batch = (x[rows] for x in (queries, keys, labels, sums, unit))
+            for kind in (kind for kind in (FLIPS, DEALS) if kind in self.state):
+                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *batch)
+                state = self.state[kind][contrast]
                 for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
-                    add_outer(state[n : n + 1], part.queries[:, n : n + 1], drawn[:, g, None].flatten(2), [0])
-
-    # ------------------------------------------------------------------ results out
+                    _add_outer(state[n : n + 1], part[:, n : n + 1], drawn[:, g, None].flatten(2), [0])
 
     def count(self, contrast: str) -> Float[Tensor, "h 2"]:
         """Total pair weight of + and of − for every head.
@@ -223,10 +288,8 @@ class Moments(Accumulator):
         averages = (sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1]
         return torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2).amax(dim=1)
 
-    def null_deltas(
-        self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none"
-    ) -> Float[Tensor, "r d d"]:
-        """ΔC of every null replicate of one head.
+    def null_deltas(self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none") -> Tensor:
+        """ΔC of every null replicate of one head (replicates, d, d).
 
         Parameters
         ----------
@@ -239,12 +302,11 @@ class Moments(Accumulator):
             raise BadInput(f"no {kind} replicates were carried for {head}: ask for them when the moments are made.")
         if kind == "interaction":
             return self.interaction_nulls(contrast, head, center)[1]
-        observed, row = self._filled(contrast), self.heads.index(head)
+        row, drawn = self.heads.index(head), self.state[DEALS if kind == "label_permutation" else FLIPS][contrast]
         if kind == "label_permutation":
-            return centred_delta(self.null_sums[significance.DEALS, contrast][row].transpose(0, 1), center)
+            return centred_delta(drawn[row].transpose(0, 1), center)
         # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
-        drawn = self.null_sums[significance.FLIPS, contrast][row].transpose(0, 1)
-        return centred_delta(drawn[..., :-1], center, reference=observed[row][None])
+        return centred_delta(drawn[row].transpose(0, 1)[..., :-1], center, reference=self._filled(contrast)[row][None])
 
     def interaction_nulls(
         self, contrast: str, head: Head | str, center: Center = "query"
@@ -257,8 +319,8 @@ class Moments(Accumulator):
         center : as in `delta`, where ``"none"`` is ``"query"``.
         """
         row = self.heads.index(Head.parse(head))
-        whole = torch.cat([self._filled(contrast)[row], self.scales[contrast][row][..., None]], dim=-1)
-        drawn = self.null_sums[significance.FLIPS, contrast][row].transpose(0, 1)
+        whole = torch.cat([self._filled(contrast)[row], self.state["scales"][contrast][row][..., None]], dim=-1)
+        drawn = self.state[FLIPS][contrast][row].transpose(0, 1)
         units = max(self.unit_count(contrast)[1], 2.0)
         return significance.interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
 
@@ -269,40 +331,55 @@ class Moments(Accumulator):
         ----------
         contrast : its name.
         """
-        return significance.count_units(self.units[contrast])
+        rows = self.state["units"][contrast]
+        filled = int((rows > 0).sum())
+        # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
+        count = round(-_BUCKETS * math.log(max(_BUCKETS - filled, 1) / _BUCKETS))
+        return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
 
     def _sums_of(self, contrast: str) -> Tensor:
-        if contrast not in self.sums:
+        if contrast not in self.contrasts:
             raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
-        return self.sums[contrast]
+        return self.state["sums"][contrast]
 
     def _filled(self, contrast: str) -> Tensor:
-        sums = self._sums_of(contrast)
-        empty = (sums[:, -1, :, -1] <= 0).nonzero()
-        if len(empty):
-            head, sign = empty[0].tolist()
-            raise BadInput(
-                f"contrast {contrast!r} has no {SIGNS[sign]} pairs for {self.heads[head]}: it needs both + and − keys."
-            )
-        return sums
-
-    # ------------------------------------------------------------------ what the sums are
+        for head, sign in (self.count(contrast) <= 0).nonzero()[:1].tolist():
+            lacks = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            raise BadInput(f"contrast {contrast!r} has no {lacks}: it needs both + and − keys.")
+        return self._sums_of(contrast)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
-        named = {"sums": self.sums, "scales": self.scales, "folds": self.folds, "units": self.units}
-        state = {(name, c): x for name, by_contrast in named.items() for c, x in by_contrast.items()} | self.null_sums
-        return {f"{name}/{contrast}": tensor for (name, contrast), tensor in state.items()}
+        return {f"{name}/{contrast}": x for name, sums in self.state.items() for contrast, x in sums.items()}
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        return {
-            "heads": [str(head) for head in self.heads],
-            "contrasts": self.contrasts,
-            "d_head": self.d_head,
-            "group_size": self.group_size,
-            "nulls": self.nulls,
-            "replicates": self.replicates,
-            "seed": self.seed,
-            "about": json.loads(json.dumps(self.about)),
-        }
+        asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")}
+        return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
+
+
+def check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:
+    """Refuse a tensor of another shape, by its name and the names of its axes."""
+    if tuple(tensor.shape) != want:
+        raise BadInput(f"{what} should have shape {want} ({axes}), but have {tuple(tensor.shape)}.")
+
+
+def _augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
+    """``[v; 1]`` in float64."""
+    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
+    out[..., :-1] = vectors
+    return out
+
+
+def _add_outer(
+    state: Float[Tensor, "h a *x"], queries: Float[Tensor, "b h a"], keys: Float[Tensor, "b g x"], kv_of_head: list[int]
+) -> None:
+    """``state[h] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place."""
+    heads, groups = len(kv_of_head), keys.shape[1]
+    flat, size = state.flatten(2), heads // groups
+    if kv_of_head == [h // size for h in range(heads)]:
+        # Whole groups: the queries of a group stand side by side and meet their shared keys in one product.
+        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
+        flat.view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+    else:
+        flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]

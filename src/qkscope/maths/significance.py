@@ -24,7 +24,6 @@ these units heads are alike, and their tail reaches further. No p-value is below
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -33,38 +32,30 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import draw_bits, draw_signs
-from qkscope.maths.sums import Center, centred_delta
 
+Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
 NullKind = Literal["sign_flip", "label_permutation", "interaction"]
 NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
 FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
-FOLDS = 8
-BUCKETS = 2**14
-_FOLD_STREAM = 101
+Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
+_DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
 
 
-def carried(nulls: list[NullKind]) -> list[str]:
-    """The sums to carry for these nulls."""
-    flips = "sign_flip" in nulls or "interaction" in nulls
-    return [FLIPS] * flips + [DEALS] * ("label_permutation" in nulls)
-
-
-def fold_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Which of the folds of a cross-validation a unit falls into, whatever the seed of the nulls."""
-    return draw_bits(_FOLD_STREAM, units).remainder(FOLDS)
-
-
-def bucket_of(units: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Where a unit is counted: counts of buckets add up over pieces, and do not grow with the data."""
-    return draw_bits(units).remainder(BUCKETS)
-
-
-def count_units(rows: Float[Tensor, " n"]) -> tuple[int, float]:
-    """How many units filled these buckets with rows, and how many equally large ones they are worth."""
-    filled = int((rows > 0).sum())
-    # two units in one bucket look like one: what a random filling of buckets needs (exact while they are few)
-    count = round(-BUCKETS * math.log(max(BUCKETS - filled, 1) / BUCKETS))
-    return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
+def centred_delta(
+    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
+) -> Float[Tensor, "*n d d"]:
+    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
+    reference = sums if reference is None else reference
+    count = reference[..., -1:, :, -1:]
+    conditional = sums / count
+    delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
+    if center == "none":
+        return delta[..., :-1, :-1]
+    means = reference / count
+    # halfway between the conditions: d × 1, and 1 × d
+    mean_query, mean_key = means[..., :-1, :, -1:].mean(dim=-2), means[..., -1:, :, :-1].mean(dim=-2)
+    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
 
 
 def by_sign(labels: Int[Tensor, "*r b k"]) -> Float[Tensor, "*r b 2 k"]:
@@ -88,44 +79,31 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     """
     weight = sums[..., -1:]
     means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
-    size = (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True)
-    return size * weight
+    return (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True) * weight
 
 
 def replicate_sums(
-    kind: str,
-    seed: int,
-    count: int,
-    keys: Float[Tensor, "b g k d"],
-    labels: Int[Tensor, "b k"],
-    sums: Float[Tensor, "b g 2 a"],
-    prompts: Int[Tensor, " b"],
+    kind: str, seed: int, count: int, keys: Tensor, labels: Tensor, sums: Tensor, prompts: Tensor
 ) -> Float[Tensor, "b g r 2 x"]:
     """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
 
-    ``sums`` are the observed ``s±``, with the summed weight in their last place: ``a = d_head + 1``.
+    Of each row its ``keys`` (b g k d), their ``labels`` (b k), its unit (``prompts``) and the observed ``sums`` s±
+    (b g 2 a), with the summed weight in their last place: ``a = d_head + 1``.
     """
     replicate = torch.arange(count, device=keys.device)[:, None]
     if kind == FLIPS:
         signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
         return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
-    stream = NULL_KINDS.index("label_permutation")
-    dealt = by_sign(_deal_labels(labels, prompts, seed, stream, replicate))
-    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
-
-
-def _deal_labels(
-    labels: Int[Tensor, "b k"], prompts: Int[Tensor, " b"], seed: int, stream: int, replicate: Int[Tensor, "r 1"]
-) -> Int[Tensor, "r b k"]:
-    """Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit."""
+    # Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit.
     slot = torch.arange(labels.shape[1], device=labels.device)
+    stream, ignored = NULL_KINDS.index("label_permutation"), labels == 0
     priority = draw_bits(seed, stream, replicate[..., None], prompts[:, None], slot)
-    ignored = labels == 0
     last = torch.iinfo(torch.int64).max  # ignored keys sort last, so that they keep their label 0
     receivers = priority.masked_fill(ignored, last).argsort(dim=-1)
     givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
     dealt = labels.expand_as(receivers).gather(-1, givers)
-    return torch.zeros_like(dealt).scatter(-1, receivers, dealt)
+    dealt = by_sign(torch.zeros_like(dealt).scatter(-1, receivers, dealt))
+    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
 
 
 def interaction_deltas(
@@ -150,16 +128,13 @@ def interaction_deltas(
         means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
         return means[..., 0, :] - means[..., 1, :]
 
-    chance = mean_difference(flipped).norm(dim=-1).quantile(0.9)
-    sure = bool(mean_difference(observed).norm() > chance)
+    sure = bool(mean_difference(observed).norm() > mean_difference(flipped).norm(dim=-1).quantile(0.9))
     grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
     fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
     return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
 
 
-def _interaction_part(
-    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], center: Center, sure: bool
-) -> Float[Tensor, "*n d d"]:
+def _interaction_part(sums: Tensor, observed: Tensor, center: Center, sure: bool) -> Float[Tensor, "*n d d"]:
     d = sums.shape[-1] - 2
     count = observed[-1, :, d, None]
     mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
@@ -176,18 +151,8 @@ def _interaction_part(
     return left[..., 0, :] - left[..., 1, :]
 
 
-_DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
-
-Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
-
-
 def clustered_bootstrap(
-    values: Float[Tensor, "n *cols"],
-    prompts: Int[Tensor, " n"],
-    *,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
+    values: Float[Tensor, "n *cols"], prompts: Tensor, *, draws: int = 2000, level: float = 0.95, seed: int = 0
 ) -> tuple[Float[Tensor, "*cols"], Float[Tensor, "*cols"]]:
     """Percentile interval of the mean of each column, resampling whole prompts.
 
@@ -200,18 +165,15 @@ def clustered_bootstrap(
     sums = flat.new_zeros(clusters, flat.shape[1]).index_add(0, cluster, flat)
     sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    resampled = []
     for start in range(0, draws, _DRAWS_AT_ONCE):
         some = min(_DRAWS_AT_ONCE, draws - start)
         picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
         counts = flat.new_zeros(some, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))
-        found.append((counts @ sums) / (counts @ sizes)[:, None])
-    means = torch.cat(found)
-    tail = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=flat.dtype, device=flat.device)
-    if clusters < 2:
-        means = torch.full_like(means, torch.nan)
-    low, high = means.quantile(tail, dim=0).reshape(2, *values.shape[1:])
-    return low, high
+        resampled.append((counts @ sums) / (counts @ sizes)[:, None])
+    means = torch.cat(resampled) if clusters > 1 else flat.new_full((2, flat.shape[1]), torch.nan)
+    low, high = means.quantile(flat.new_tensor([(1 - level) / 2, (1 + level) / 2]), dim=0)
+    return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
 def lag_one(
@@ -237,10 +199,10 @@ def lag_one(
     gram = torch.zeros(count, count, dtype=torch.float64)
     for head in range(q.shape[1]):
         rows = (q[:, head] @ q[:, head].T).double() * (keys[:, head] @ keys[:, head].T).double()
-        own = torch.zeros(count, len(q), dtype=torch.float64).index_add_(0, place, rows)
-        own = torch.zeros(count, count, dtype=torch.float64).index_add_(1, place, own)
-        own = own - own.mean(0) - own.mean(1, keepdim=True) + own.mean()
-        gram += own / own.trace().clamp_min(torch.finfo(torch.float64).tiny)
+        units = torch.zeros(count, len(q), dtype=torch.float64).index_add_(0, place, rows)
+        units = torch.zeros(count, count, dtype=torch.float64).index_add_(1, place, units)
+        units = units - units.mean(0) - units.mean(1, keepdim=True) + units.mean()
+        gram += units / units.trace().clamp_min(torch.finfo(torch.float64).tiny)
     generator = torch.Generator().manual_seed(seed)
     orders = torch.stack([torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(draws))])
     sums = gram[orders[:, :-1], orders[:, 1:]].sum(1)
@@ -272,30 +234,25 @@ def head_p_values(heads: Sequence[Sequence[Statistic]], floor: float = 0.0) -> l
     """P-value of each head from its statistics; 1 where it has none."""
     scores = [_scores(statistics) for statistics in heads]
     pooled = torch.cat([null for _, null in scores]) if scores else torch.zeros(0)
-    found = []
+    p_values = []
     for z, null in scores:
         known = null if not len(null) or bool((null >= z).any()) else pooled
-        found.append(min(max((1 + int((known >= z).sum())) / (1 + len(known)), floor), 1.0))
-    return found
+        p_values.append(min(max((1 + int((known >= z).sum())) / (1 + len(known)), floor), 1.0))
+    return p_values
 
 
 def _scores(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " r"]]:
-    """The larger z of a head, and that of each of its replicates."""
-    observed, nulls = [], []
-    for value, replicates in statistics:
-        own = torch.tensor(list(replicates), dtype=torch.float64)
-        spread = own.std(correction=0).clamp_min(1e-12 * abs(value) + 1e-300)
-        observed.append(float((value - own.mean()) / spread))
-        nulls.append(left_out(own))
-    return (max(observed), torch.stack(nulls).amax(dim=0)) if observed else (0.0, torch.zeros(0))
-
-
-def left_out(values: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
-    """Each replicate in units of the others, as the observed value is in units of them all."""
-    n = len(values)
-    mean = (values.sum() - values) / max(n - 1, 1)
-    square = (values.square().sum() - values.square()) / max(n - 1, 1)
-    return (values - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
+    """The larger z of a head, and that of each of its replicates, which is in units of the others."""
+    if not statistics:
+        return 0.0, torch.zeros(0)
+    observed, values = zip(*statistics, strict=True)
+    value, null = torch.tensor(observed, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+    spread = null.std(dim=1, correction=0).maximum(1e-12 * value.abs() + 1e-300)
+    others = max(null.shape[1] - 1, 1)
+    mean = (null.sum(dim=1, keepdim=True) - null) / others
+    square = (null.square().sum(dim=1, keepdim=True) - null.square()) / others
+    left_out = (null - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
+    return float(((value - null.mean(dim=1)) / spread).max()), left_out.amax(dim=0)
 
 
 def false_discovery(p_values: Sequence[float]) -> list[float]:

@@ -19,7 +19,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.hooks import Does, Hook
 from qkscope.kinds import Count, Natural, checked_class
-from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, principal_angles
+from qkscope.maths.bases import checked_svd, energy_rank, principal_cosines
 from qkscope.maths.controls import Controls
 from qkscope.runs.store import read_tensors, write_tensors
 
@@ -65,23 +65,19 @@ class Subspace:
     cov_k: Float[Tensor, "d d"] | None = None
 
     def __post_init__(self) -> None:
-        where = f" for {self.head}" if self.head else ""
-        if not self.U.shape == self.V.shape == (len(self.U), len(self.S)):
-            shapes = ", ".join(str(tuple(x.shape)) for x in (self.U, self.S, self.V))
+        where, s = f" for {self.head}" if self.head else "", self.S
+        if not self.U.shape == self.V.shape == (len(self.U), len(s)):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (self.U, s, self.V))
             raise BadInput(f"U, S and V{where} should be [d, m], [m] and [d, m], but are {shapes}.")
         for name, x in (("U", self.U), ("V", self.V)):
-            off = (x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max() if x.numel() else 0.0
-            if not float(off) <= _ORTHONORMAL:
-                raise BadInput(
-                    f"the columns of {name} are not orthonormal{where} (off by {float(off):.2g}): make them so with"
-                    " torch.linalg.qr, or fit with Subspace.from_delta."
-                )
-        if not bool(((self.S >= 0) & self.S.isfinite()).all()) or bool(
-            (self.S.diff() > _ORTHONORMAL * self.S[:1]).any()
-        ):
+            off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
+            if not off <= _ORTHONORMAL:
+                told = f"the columns of {name} are not orthonormal{where} (off by {off:.2g})"
+                raise BadInput(f"{told}: make them so with torch.linalg.qr, or fit with Subspace.from_delta.")
+        if not bool(((s >= 0) & s.isfinite()).all()) or bool((s.diff() > _ORTHONORMAL * s[:1]).any()):
             raise BadInput(f"singular values{where} are finite, at least 0 and in falling order: give S so.")
-        if not 1 <= self.rank <= len(self.S):
-            raise BadInput(f"rank {self.rank} is not between 1 and the {len(self.S)} dimensions of the head{where}.")
+        if not 1 <= self.rank <= len(s):
+            raise BadInput(f"rank {self.rank} is not between 1 and the {len(s)} dimensions of the head{where}.")
 
     def __repr__(self) -> str:
         verdict = "" if self.controls is None else f", {self.controls.verdict}"
@@ -111,8 +107,8 @@ class Subspace:
         head, contrast, controls, about : kept with it.
         """
         u, s, v = checked_svd(delta)
-        owner = None if head is None else Head.parse(head)
-        return cls(u, s, v, rank_of(s, rank, controls), owner, contrast, controls, dict(about or {}))
+        head = None if head is None else Head.parse(head)
+        return cls(u, s, v, _rank_of(s, rank, controls), head, contrast, controls, dict(about or {}))
 
     @classmethod
     def from_deltas(
@@ -139,16 +135,12 @@ class Subspace:
         sizes : of the numbers that each ΔC is a difference of: what is below their rounding is no direction.
         cov_k : covariance of each head's keys.
         """
-        u, s, v = checked_svd(deltas)
-        subspaces = {}
-        for i, head in enumerate(heads):
+        subspaces, about = {}, dict(about or {})
+        for i, (head, u, s, v) in enumerate(zip(heads, *checked_svd(deltas), strict=True)):
             control, size = (controls or {}).get(head), 0.0 if sizes is None else float(sizes[i])
-            cut = max(rank_of(s[i], rank, control, size), least)
-            keys = None if cov_k is None else cov_k[i]
-            subspaces[head] = cls(u[i], s[i], v[i], cut, head, contrast, control, dict(about or {}), keys)
+            cut, keys = max(_rank_of(s, rank, control, size), least), None if cov_k is None else cov_k[i]
+            subspaces[head] = cls(u, s, v, cut, head, contrast, control, about, keys)
         return subspaces
-
-    # ------------------------------------------------------------------ geometry
 
     @property
     def d_head(self) -> int:
@@ -163,16 +155,6 @@ class Subspace:
         side : in ``"query"`` or in ``"key"`` space.
         """
         return (self.U if side == "query" else self.V)[:, : self.rank]
-
-    def projector(self, side: Side = "key") -> Float[Tensor, "d d"]:
-        """Orthogonal projector onto the feature.
-
-        Parameters
-        ----------
-        side : in ``"query"`` or in ``"key"`` space.
-        """
-        basis = self.basis(side)
-        return basis @ basis.mT
 
     def coordinates(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n r"]:
         """Coordinates of vectors in the feature's basis.
@@ -202,17 +184,7 @@ class Subspace:
         other : a feature of the same head.
         side : in ``"query"`` or in ``"key"`` space.
         """
-        return principal_angles(self.basis(side), other.basis(side))
-
-    def join(self, *others: Subspace, side: Side = "key") -> Float[Tensor, "d r_joint"]:
-        """Orthonormal basis of this subspace and others together; shared directions count once.
-
-        Parameters
-        ----------
-        others : features of the same head.
-        side : in ``"query"`` or in ``"key"`` space.
-        """
-        return joint_basis([self.basis(side), *(other.basis(side) for other in others)])
+        return principal_cosines(self.basis(side), other.basis(side)).arccos()
 
     def cut(self, rank: int) -> Subspace:
         """The same singular vectors, cut elsewhere.
@@ -224,11 +196,7 @@ class Subspace:
         return replace(self, rank=rank)
 
     def as_hook(
-        self,
-        does: Does,
-        *tokens: int | Int[Tensor, " b"],
-        side: Side = "key",
-        group_size: Count | None = None,
+        self, does: Does, *tokens: int | Int[Tensor, " b"], side: Side = "key", group_size: Count | None = None
     ) -> Hook:
         """The subspace as an edit of the running model: for TransformerLens, nnsight, `Scope.patched`, or plain torch.
 
@@ -257,8 +225,6 @@ class Subspace:
         kind: Literal["keys", "queries"] = "keys" if side == "key" else "queries"
         return Hook(does, self.head, kind, space, self.basis(side), tokens, group_size or known)
 
-    # ------------------------------------------------------------------ words and files
-
     def summary(self) -> str:
         """A table a person can read: the rank, the spectrum, and what the controls say of it."""
         share = self.S.square() / self.S.square().sum()
@@ -266,14 +232,12 @@ class Subspace:
         null = None if self.controls is None else self.controls.null_high
         lines = [f"{self._named}: rank {self.rank} of {self.d_head}"]
         if self.controls is not None:
-            lines[0] += f" - {self.controls.verdict}"
-            lines += ["  " + line for line in self.controls.lines()]
+            lines = [f"{lines[0]} - {self.controls.verdict}", *(f"  {line}" for line in self.controls.lines())]
         lines.append("   #  singular value  energy share  cumulative" + ("  null, 95%" if null is not None else ""))
         for i in range(shown):
             row = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {share[: i + 1].sum():10.4f}"
-            if null is not None:
-                row += f"  {null[i]:9.5g}" if i < len(null) else "          -"
-            lines.append(row + ("  |" if i < self.rank else ""))
+            beside = "" if null is None else f"  {null[i]:9.5g}" if i < len(null) else "          -"
+            lines.append(row + beside + ("  |" if i < self.rank else ""))
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -284,12 +248,9 @@ class Subspace:
         path : the file; one that is there is replaced, whole.
         """
         manifest = {
-            "rank": self.rank,
-            "head": None if self.head is None else str(self.head),
-            "contrast": self.contrast,
-            "controls": None if self.controls is None else asdict(self.controls),
-            "about": dict(self.about),
-        }
+            "rank": self.rank, "head": self.head and str(self.head), "contrast": self.contrast,
+            "controls": self.controls and asdict(self.controls), "about": dict(self.about),
+        }  # fmt: skip
         tensors = {"U": self.U, "S": self.S, "V": self.V} | ({} if self.cov_k is None else {"cov_k": self.cov_k})
         write_tensors(path, "subspace", tensors, manifest)
 
@@ -303,16 +264,13 @@ class Subspace:
         expect : the parts of ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
         """
         tensors, manifest = read_tensors(path, "subspace", expect)
-        given: dict[str, Any] = {**tensors, **manifest}
-        if given["head"] is not None:
-            given["head"] = Head.parse(given["head"])
-        if given["controls"] is not None:
-            plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given["controls"].items()}
-            given["controls"] = Controls(**plain)
-        return cls(**given)
+        head, controls = manifest.pop("head"), manifest.pop("controls")
+        plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in (controls or {}).items()}
+        given: dict[str, Any] = {**tensors, **manifest, "head": None if head is None else Head.parse(head)}
+        return cls(**given, controls=Controls(**plain) if plain else None)
 
 
-def rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
+def _rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
     """Where singular values are cut: at a share of their energy, at what the controls detected, or where told."""
     if rule == "energy":
         return int(energy_rank(s, size=size))

@@ -27,20 +27,19 @@ from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 
+#: A way to choose k directions of every head; see `qkscope.maths.methods`.
 Method = Callable[[int | Sequence[int]], Projector]
-"""A way to choose k directions of every head; see `qkscope.maths.methods`."""
-
+Slots = Int[Tensor, " n"]  # a key of each row
+Pairs = Mapping[Any, Any] | None  # for a condition, what it is compared with
 _VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
 _ENDS = ("", "_low", "_high")
-_ATTENTION = ("orig_before", "target_before", "orig_after", "target_after", "shift")
+_ATTENTION = ("orig_before", "target_before", "orig_after", "target_after")
 
 
 class Condition(NamedTuple):
     """What is swapped: a feature, or by its ``kind`` another version of it or a baseline of its size.
 
-    Examples
-    --------
     >>> [Condition("order").name, Condition("order", "oblique").name, Condition("order", "random").name]
     ['order', 'order_oblique', 'random_order']
     """
@@ -57,10 +56,8 @@ class Condition(NamedTuple):
         return "_".join(part for part in parts if part)
 
 
-def swapped_keys(
-    k_orig: Float[Tensor, "*n d"], k_target: Float[Tensor, "*n d"], projector: Projector
-) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n d"]]:
-    """The two keys after the exchange (Eq. 9, 10): what a patched forward pass writes."""
+def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
+    """The two keys (``*n d``) after the exchange (Eq. 9, 10): what a patched forward pass writes."""
     difference = k_target - k_orig
     moved = (difference @ projector.right.to(difference)) @ projector.left.to(difference).mT
     return k_orig + moved, k_target - moved
@@ -134,22 +131,15 @@ class SwapRows:
     """
 
     rows: AttentionRows
-    orig: Int[Tensor, " n"]
-    target: Int[Tensor, " n"]
+    orig: Slots
+    target: Slots
     cluster: Int[Tensor, " n"]
     heads: Sequence[Head]
-    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None
+    others: tuple[Slots, Slots] | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.orig)
-
-    def at(self, index: Int[Tensor, " m"]) -> SwapRows:
-        """Some of the rows."""
-        others = None if self.others is None else (self.others[0][index], self.others[1][index])
-        return SwapRows(
-            self.rows.at(index), self.orig[index], self.target[index], self.cluster[index], self.heads, others
-        )
 
     def swap(self, projector: Projector, *, sham: bool = False) -> SwapEffect:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
@@ -169,10 +159,10 @@ class SwapRows:
         self, pairs: Sequence[tuple[Condition, Condition]], effects: Mapping[Condition, Projector], *, seed: int = 0
     ) -> list[dict[str, Any]]:
         """How much more one condition shifts than another on the same rows, with the interval of the difference."""
-        needed = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
+        shifts = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
         table = []
         for column, head in enumerate(self.heads):
-            values = torch.stack([(needed[one] - needed[other])[:, column] for one, other in pairs], dim=1)
+            values = torch.stack([(shifts[one] - shifts[other])[:, column] for one, other in pairs], dim=1)
             low, high = clustered_bootstrap(values, self.cluster, seed=seed)
             table += [
                 {"head": str(head), "one": one.name, "other": other.name, "difference": float(values[:, i].mean()),
@@ -182,31 +172,24 @@ class SwapRows:
         return table
 
     def curve(
-        self,
-        methods: Mapping[str | Condition, Method],
-        sizes: Sequence[int],
-        *,
-        against: str | Mapping[str, str] | None = None,
-        seed: int = 0,
+        self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: str | Pairs = None, seed: int = 0
     ) -> list[dict[str, Any]]:
         """One row per size, head and method.
 
         ``against`` names the method that the others' gains are over, or one for each; there are no gains without.
         """
+        if isinstance(against, str):
+            against = {name: against for name in methods if name != against}
+        pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
         table = []
         for k in sizes:
             effects = {_condition(name): self.swap(method(k)) for name, method in methods.items()}
-            if isinstance(against, str):
-                pairs = {what: _condition(against) for what in effects if what != _condition(against)}
-            else:
-                pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
             for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
                 gains = {f"{name}{end}": row[f"{name}{end}"] for name in _MEASURES[1:4] for end in _ENDS}
                 table.append({
                     "head": row["head"], "method": row["condition"], "feature": row["feature"], "kind": row["kind"],
-                    "k": k, **{name: row[name] for name in _ATTENTION},
-                    "low": row["shift_low"], "high": row["shift_high"],
-                    **gains, "n": row["n"],
+                    "k": k, **{name: row[name] for name in (*_ATTENTION, "shift")},
+                    "low": row["shift_low"], "high": row["shift_high"], **gains, "n": row["n"],
                 })  # fmt: skip
         return table
 
@@ -216,12 +199,7 @@ def _condition(name: str | Condition) -> Condition:
 
 
 def swap_attention(
-    rows: AttentionRows,
-    orig: Int[Tensor, " n"],
-    target: Int[Tensor, " n"],
-    projector: Projector,
-    *,
-    read: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None = None,
+    rows: AttentionRows, orig: Slots, target: Slots, projector: Projector, *, read: tuple[Slots, Slots] | None = None
 ) -> SwapEffect:
     """Swap slots ``orig`` and ``target`` of every row in the subspace of each head.
 
@@ -238,42 +216,31 @@ def swap_attention(
     to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, inside)
 
     before = rows.products()
-    slots = torch.arange(before.shape[-1], device=before.device)
-    is_orig, is_target = (slots == orig[:, None])[:, None], (slots == target[:, None])[:, None]
-    attention = rows.attention(before)
-    watched, wanted = (orig, target) if read is None else read
-    at_orig, at_target = (slots == watched[:, None])[:, None], (slots == wanted[:, None])[:, None]
+    slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
+
+    def at(slot: Tensor) -> Tensor:
+        return (slots == slot[:, None])[:, None]
 
     def pick(values: Tensor, slot: Tensor) -> Tensor:
-        return (values * slot).sum(dim=-1)
+        return (values * at(slot)).sum(dim=-1)
 
+    attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
     for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
-        change = up[..., None] * is_orig + down[..., None] * is_target
+        change = up[..., None] * at(orig) + down[..., None] * at(target)
         after = rows.attention(before + change)
         flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
         flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])
-        moved = (pick(change, at_target) - pick(change, at_orig)) / 2
-        drawn.append((pick(after, at_orig), pick(after, at_target), flipped, flipped_named, moved))
-    orig_after, target_after, *flips, moved = map(torch.stack, zip(*drawn, strict=True))
-    rank = projector.rank
-    return SwapEffect(
-        orig_before=pick(attention, at_orig),
-        target_before=pick(attention, at_target),
-        orig_after=orig_after,
-        target_after=target_after,
-        flipped=flips[0],
-        flipped_named=flips[1],
-        rank=rank[0] if rank.ndim == 2 else rank,
-        d_head=rows.d_head,
-        gap=pick(before, at_orig) - pick(before, at_target),
-        moved=moved,
-    )
+        moved = (pick(change, wanted) - pick(change, watched)) / 2
+        drawn.append((pick(after, watched), pick(after, wanted), flipped, flipped_named, moved))
+    after_orig, after_target, flipped, flipped_named, moved = map(torch.stack, zip(*drawn, strict=True))
+    attended, gap = (pick(attention, watched), pick(attention, wanted)), pick(before, watched) - pick(before, wanted)
+    rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
+    edited = after_orig, after_target, flipped, flipped_named
+    return SwapEffect(*attended, *edited, rank, rows.d_head, gap, moved)
 
 
-def draw_targets(
-    orig: Int[Tensor, " n"], allowed: Bool[Tensor, "n k"], *address: int | Int[Tensor, " n"]
-) -> Int[Tensor, " n"]:
+def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slots) -> Slots:
     """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all conditions alike.
 
     ``address`` names the draw and in it the rows: a row draws the same key whichever rows stand beside it.
@@ -288,12 +255,7 @@ def draw_targets(
 
 
 def swap_table(
-    effects: Mapping[Any, SwapEffect],
-    heads: Sequence[Head],
-    prompts: Int[Tensor, " n"],
-    *,
-    against: Mapping[Any, Any] | None = None,
-    seed: int = 0,
+    effects: Mapping[Any, SwapEffect], heads: Sequence[Head], prompts: Tensor, *, against: Pairs = None, seed: int = 0
 ) -> list[dict[str, Any]]:
     """One row per head and `Condition` (or name), with intervals clustered by prompt (or by what ``prompts`` numbers).
 
@@ -301,43 +263,32 @@ def swap_table(
     ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval (None where there is no baseline).
     ``carried`` and ``carried_gain`` are the same for the logit; ``left`` is the attention that leaves the original key.
     """
-    pairs, names = dict(against or {}), list(effects)
-    conditions = [_condition(name) for name in names]
-    taken = Counter(what.name for what in conditions)
-    baseline = [names.index(pairs[name]) if name in pairs else None for name in names]
+    pairs, conditions = dict(against or {}), {name: _condition(name) for name in effects}
+    taken = Counter(what.name for what in conditions.values())
     table = []
     for column, head in enumerate(heads):
-        values = _measures(list(effects.values()), column, baseline)
+        measures = []
+        for measure in ("shift", "carried"):
+            each = {name: getattr(effect, measure)[:, column].double() for name, effect in effects.items()}
+            gains = [x - each[pairs[name]] if name in pairs else x for name, x in each.items()]
+            measures += [torch.stack(list(each.values()), dim=1), torch.stack(gains, dim=1)]
+        measures.append(torch.stack([effect.left[:, column].double() for effect in effects.values()], dim=1))
+        values = torch.stack(measures, dim=1)
         low, high = clustered_bootstrap(values, prompts, seed=seed)
-        for i, (what, effect) in enumerate(zip(conditions, effects.values(), strict=True)):
+        for i, (name, effect) in enumerate(effects.items()):
             told: dict[str, float | None] = {}
             for m, measure in enumerate(_MEASURES):
-                known = baseline[i] is not None or not measure.endswith("gain")
-                found = (values[:, m, i].mean(), low[m, i], high[m, i])
-                told |= {f"{measure}{end}": float(x) if known else None for end, x in zip(_ENDS, found, strict=True)}
+                known = name in pairs or not measure.endswith("gain")
+                ends = zip(_ENDS, (values[:, m, i].mean(), low[m, i], high[m, i]), strict=True)
+                told |= {f"{measure}{end}": float(x) if known else None for end, x in ends}
+            what = conditions[name]
             ours = what.kind == "feature" and taken[what.name] > 1  # a feature that is called as a row of ours
             table.append({
                 "head": str(head), "condition": f"'{what.name}'" if ours else what.name, "feature": what.feature,
                 "kind": what.kind, "rank": int(effect.rank[column]),
-                "orig_before": float(effect.orig_before[:, column].mean()),
-                "target_before": float(effect.target_before[:, column].mean()),
-                "orig_after": float(effect.orig_after[..., column].mean()),
-                "target_after": float(effect.target_after[..., column].mean()), **told,
+                **{name: float(getattr(effect, name)[..., column].mean()) for name in _ATTENTION}, **told,
                 "flip": float(effect.flipped[..., column].double().mean()),
                 "flip_named": float(effect.flipped_named[..., column].double().mean()), "n": len(prompts),
                 "draws": effect.orig_after.shape[0], "vacuous": bool(effect.vacuous[column]),
             })  # fmt: skip
     return table
-
-
-def _measures(
-    effects: Sequence[SwapEffect], column: int, baseline: Sequence[int | None]
-) -> Float[Tensor, "n measures conditions"]:
-    """Shift and logit carried of every condition at one head, each followed by what it gains over a baseline."""
-    measures = []
-    for name in ("shift", "carried"):
-        own = [getattr(effect, name)[:, column].double() for effect in effects]
-        gain = [x - own[b] if b is not None else x for x, b in zip(own, baseline, strict=True)]
-        measures += [torch.stack(own, dim=1), torch.stack(gain, dim=1)]
-    measures.append(torch.stack([effect.left[:, column].double() for effect in effects], dim=1))
-    return torch.stack(measures, dim=1)

@@ -22,9 +22,9 @@ from itertools import count
 from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example
+from qkscope.examples import Draft, Example, Sign
 from qkscope.kinds import Interval, Natural, Seed, checked_call
-from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, made, pools, seeded
+from qkscope.tasks.task import ASKED, Contrast, Task, Unit, Use, checked_words, from_walk, labels, pools, seeded
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -35,6 +35,7 @@ LINES: dict[str, tuple[str, str, str, str]] = {
     "question": ("The ", " is in Box ", ". ", "Which box is the {0} in? The {0} is in Box"),
 }
 _CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
+Pairs = Sequence[tuple[str, str]]
 FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
 
 
@@ -83,68 +84,56 @@ def binding(
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
     fitted, address = split["fit"][:cut], (form, entities)
 
-    def prompt(pairs: Sequence[tuple[str, str]], asked: int, label: str, rng: random.Random, cluster: int) -> Example:
-        """``label``: the contrast whose + key this prompt marks (its − keys too, unless they come from the copy)."""
-        before, between, after, question = LINES[form]
-        question = _CHAT if chat and form == "question" else question
+    before, between, after, question = LINES[form]
+    question = _CHAT if chat and form == "question" else question
+    ahead, rest = question[: question.index("{")], question[question.index("}") + 1 :]
+
+    def prompt(pairs: Pairs, asked: int, contrast: str, rng: random.Random, cluster: int, own: Sign = 1) -> Example:
+        """The contrast's + key is marked, as ``own`` says (its − keys too, unless they come from the copy)."""
         draft = Draft()
         for i, (word, box) in enumerate(pairs):
             padding = " ".join(rng.choices(FILLER, k=rng.randint(0, filler)))
-            sign = 1 if i == asked else -1
-            labels = {ANSWER: sign}
-            if label == "order" or (label != ANSWER and sign > 0):
-                labels[label] = sign
+            marks = labels(1 if i == asked else -1, contrast, ("lexical", "box"))
+            marks |= {contrast: own} if contrast == "lexical" and i == asked else {}
             draft.write((padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}")
-            draft.key(box, **labels).write(after)
-        ahead, word, rest = question[: question.index("{")], pairs[asked][0], question[question.index("}") + 1 :]
+            draft.key(box, **marks).write(after)
+        word = pairs[asked][0]
         return draft.write(ahead).write(word).role(ASKED).write(rest.format(word)).example(cluster=cluster)
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
-        own = fitted if use == "fit" else split[use]
-        copied = split["fit"][cut:] if disjoint and use == "fit" else own  # where a copy's word comes from
+        drawn = fitted if use == "fit" else split[use]
+        copied = split["fit"][cut:] if disjoint and use == "fit" else drawn  # where a copy's word comes from
         swapped = seeded(seed, "binding", *address, use, "box")  # apart, so that both contrasts draw the same prompts
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
         for cluster in count():
             if contrast == "order":
-                named, labels = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
+                named, boxes = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
                 asked = named.index(fixed_words[0])
             else:
-                named, labels = rng.sample(own, entities), rng.sample(labelled, entities)
+                named, boxes = rng.sample(drawn, entities), rng.sample(labelled, entities)
                 asked = rng.randrange(entities)
-            pairs = list(zip(named, labels, strict=True))
+            pairs = list(zip(named, boxes, strict=True))
             state = rng.getstate()
             first = prompt(pairs, asked, contrast, rng, cluster)
             if contrast not in ("lexical", "box"):
                 yield (first,)
                 continue
-            other = list(pairs)
-            other[asked] = (rng.choice([word for word in copied if word not in named]), labels[asked])
+            other = rng.choice([word for word in copied if word not in named]), boxes[asked]
             if contrast == "box":
-                other[asked] = (named[asked], swapped.choice([box for box in labelled if box not in labels]))
-            after = rng.getstate()
+                other = named[asked], swapped.choice([box for box in labelled if box not in boxes])
+            after_both = rng.getstate()
             rng.setstate(state)  # the copy gets the same filler
-            copy = prompt(other, asked, contrast, rng, cluster)
-            rng.setstate(after)
-            if contrast == "lexical" and lexical == "own_query":
-                copy = _negated(copy, contrast)
-            yield (first, copy)
+            pairs[asked] = other
+            yield first, prompt(pairs, asked, contrast, rng, cluster, -1 if disjoint else 1)
+            rng.setstate(after_both)
 
-    across = lexical == "same_query"
     contrasts = (
         Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
-        Contrast("lexical", "the asked word's box / the same box with another word", across=across, unit=ASKED),
+        Contrast("lexical", "the asked word's box / the same box with another word", across=not disjoint, unit=ASKED),
         Contrast("box", "the answer's label / another label in its place", across=True),
     )
     asked_for = {
         "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
-    return made("binding", seed, contrasts, walk, asked_for, address, apart=["order"])
-
-
-def _negated(example: Example, contrast: str) -> Example:
-    keys = [
-        type(key)(key.span, {name: -sign if name == contrast else sign for name, sign in key.labels.items()})
-        for key in example.keys
-    ]
-    return Example(text=example.text, queries=example.queries, keys=tuple(keys), cluster=example.cluster)
+    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"])

@@ -13,10 +13,10 @@ from itertools import count
 from typing import Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example
+from qkscope.examples import Draft
 from qkscope.kinds import Count, Seed, checked_call
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
-from qkscope.tasks.words import CATEGORIES, FIVE
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools
+from qkscope.tasks.words import CATEGORIES
 
 Form = Literal["list", "bullets", "question", "find"]
 POOLED = "category"
@@ -26,9 +26,7 @@ FORMS: dict[str, tuple[str, str, str, str]] = {
     "bullets": ("Items:\n", "- ", "\n", "\nThe {} in the list are:"),
     "question": ("", "", ", ", "\nQuestion: Which of these are {}?\nAnswer:"),
 }
-
-
-_FIND = ("", "", ", ", " Find the {}.")  # as in the paper; not in FORMS, whose words the nano models know
+_FIND = {"find": ("", "", ", ", " Find the {}.")}  # as in the paper; not in FORMS, whose words the nano models know
 
 
 @checked_call
@@ -57,15 +55,11 @@ def filter_task(
     >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
     True
     """
-    if isinstance(categories, int):
-        named = list(FIVE) if categories == len(FIVE) and set(FIVE) <= set(words) else list(words)[:categories]
-        if len(named) != categories:
-            raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
-    else:
-        named = checked_words(categories, "categories")
-    unknown = [name for name in named if name not in words]
-    if unknown:
-        raise BadInput(f"there is no word list for {unknown[0]!r}: there is {', '.join(words)}.")
+    named = list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
+    if isinstance(categories, int) and len(named) != categories:
+        raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
+    for name in (name for name in named if name not in words):
+        raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
     if len(named) < 2:
         raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
     if {ANSWER, POOLED} & set(named):
@@ -73,9 +67,9 @@ def filter_task(
     split = {name: pools(words[name], seed, name, least=items) for name in named}
     home: dict[str, str] = {}
     for name in named:
-        for word in words[name]:
-            if home.setdefault(word, name) != name:
-                raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
+        for word in (word for word in words[name] if home.setdefault(word, name) != name):
+            raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
+    start, before, after, question = (FORMS | _FIND)[form]
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
@@ -83,32 +77,21 @@ def filter_task(
             wanted = contrast if contrast in named else named[cluster % len(named)]
             chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
             rng.shuffle(chosen)
-            yield (_prompt(chosen, wanted, contrast, form, cluster),)
+            draft = Draft().write(start)
+            for i, (word, name) in enumerate(chosen):
+                draft.write(before).key(word, **labels(1 if name == wanted else -1, contrast))
+                draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
+            yield (draft.write(question.format(wanted)).example(cluster=cluster),)
 
-    contrasts = [
-        Contrast(name, f"{name} / all other items, when {name} are asked for", paired=False, unit="prompt")
-        for name in named
-    ]
+    says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
+    contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
     pooled = "items of the asked category / other items"
     contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
     lists = {name: list(words[name]) for name in named}
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
-    first = not chat and not _parts(form)[0]
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
     # in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
-    return made("filter", seed, contrasts, walk, asked, address, starts_with_key=first, apart=apart)
-
-
-def _parts(form: str) -> tuple[str, str, str, str]:
-    return _FIND if form == "find" else FORMS[form]
-
-
-def _prompt(chosen: list[tuple[str, str]], wanted: str, contrast: str, form: str, cluster: int) -> Example:
-    start, before, after, question = _parts(form)
-    draft = Draft().write(start) if start else Draft()
-    for i, (word, name) in enumerate(chosen):
-        sign = 1 if name == wanted else -1
-        draft.write(before).key(word, **{ANSWER: sign, contrast: sign})
-        draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
-    return draft.write(question.format(wanted)).example(cluster=cluster)
+    return from_walk(
+        "filter", seed, contrasts, walk, asked, address, starts_with_key=not chat and not start, apart=apart
+    )

@@ -13,23 +13,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Annotated
 
-from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
-from qkscope.kinds import Seed, checked_call
-from qkscope.tasks.task import ANSWER, USES, Contrast, Task, Unit, Use, checked_words, made, pools
+from qkscope.kinds import Interval, Seed, checked_call
+from qkscope.tasks.task import Contrast, Task, Unit, Use, from_walk, labels, pools
 from qkscope.tasks.words import OBJECTS
 
 
 @checked_call
-def induction(length: int = 8, seed: Seed = 0, *, words: Sequence[str] = OBJECTS, chat: bool = False) -> Task:
+def induction(length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0, *, chat: bool = False) -> Task:
     """Make the induction task.
 
     Parameters
     ----------
-    length : different words in the list, from 3 to what a third of the words allows (of ours, 32).
+    length : different words in the list, from 3 to 32.
     seed : of every draw.
-    words : what to draw from; cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
 
     Examples
@@ -37,10 +36,7 @@ def induction(length: int = 8, seed: Seed = 0, *, words: Sequence[str] = OBJECTS
     >>> len(induction(4).test(1)[0][0].keys)
     4
     """
-    most = len(checked_words(words, "words")) // len(USES) - 1  # and one for the copy
-    if length < 3 or length > most >= 3:
-        raise BadInput(f"length is from 3 to {max(most, 3)}, but got {length}.")
-    split = pools(words, seed, "words", least=length + 1)
+    split = pools(OBJECTS, seed, "words", least=length + 1)  # one more for the copy
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
@@ -55,22 +51,15 @@ def induction(length: int = 8, seed: Seed = 0, *, words: Sequence[str] = OBJECTS
         Contrast("next", says, center="query", paired=False, unit="END"),
         Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
     )
-    asked = {"length": length, "words": tuple(words), "chat": chat}
-    return made("induction", seed, contrasts, walk, asked, address=(length,))
+    return from_walk("induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,))
 
 
 def _prompt(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:
     draft = Draft().write("Words:")
     for i, word in enumerate(listed):
-        sign = 1 if i == at + 1 else -1
-        labels = {ANSWER: sign}
-        if contrast == "next" or (contrast == "word" and sign > 0):
-            labels[contrast] = sign
-        draft.write(" ").key(word, **labels)
+        draft.write(" ").key(word, **labels(1 if i == at + 1 else -1, contrast, ("word",)))
         if i in (at, at + 1):
             draft.role("PREV" if i == at else "NEXT")
-    for i, word in enumerate(listed[: at + 1]):
+    for word in listed[: at + 1]:
         draft.write(" ").write(word)
-        if i == at:
-            draft.role("END")
-    return draft.example(cluster=cluster)
+    return draft.role("END").example(cluster=cluster)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Literal
 
-from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example
 from qkscope.kinds import Seed, checked_call
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, checked_words, made, pools
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools
 from qkscope.tasks.words import NAMES, PLACES, THINGS
 
 Order = Literal["both", "ABBA", "BABA", "single"]
+#: ``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated.
 TEMPLATES = (
     "Then, {A} and {B} were working at the {place}. {S} decided to give a {thing} to",
     "Then, {A} and {B} went to the {place}. {S} gave a {thing} to",
@@ -35,21 +35,11 @@ TEMPLATES = (
     "Friends {A} and {B} found a {thing} at the {place}. {S} gave it to",
     "While {A} and {B} were walking to the {place}, {S} offered a {thing} to",
 )
-"""``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated."""
 _SINGLE = {"io": "Andrew", "subject": "Simon", "place": "restaurant", "thing": "basketball"}
 
 
 @checked_call
-def ioi(
-    form: Order = "both",
-    seed: Seed = 0,
-    *,
-    templates: Sequence[str] = TEMPLATES,
-    names: Sequence[str] = NAMES,
-    things: Sequence[str] = THINGS,
-    places: Sequence[str] = PLACES,
-    chat: bool = False,
-) -> Task:
+def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
     """Make the task of the indirect object.
 
     Parameters
@@ -58,8 +48,6 @@ def ioi(
         whose test is one prompt: "Then, Simon and Andrew were working at the restaurant. Simon decided to give a
         basketball to".
     seed : of every draw.
-    templates : texts with ``{A}``, ``{B}``, ``{S}`` once each, and ``{place}`` and ``{thing}`` where wanted.
-    names, things, places : what to draw from; each is cut into disjoint pools for choosing, fitting and testing.
     chat : whether prompts go into the model's chat template.
 
     Examples
@@ -67,13 +55,11 @@ def ioi(
     >>> sorted(ioi("ABBA").test(1)[0][0].roles)
     ['END', 'IO', 'S1', 'S1+1', 'S2']
     """
-    shapes = [_checked(template) for template in checked_words(templates, "templates")]
-    if not shapes:
-        raise BadInput("there are no templates: give at least one.")
     kept = set(_SINGLE.values()) if form == "single" else set()
-    drawn = [[word for word in words if word not in kept] for words in (names, things, places)]
-    people = pools(drawn[0], seed, "names", least=3)
-    goods, spots = pools(drawn[1], seed, "things", least=1), pools(drawn[2], seed, "places", least=1)
+    people, goods, spots = (
+        pools([word for word in words if word not in kept], seed, what, least)
+        for words, what, least in ((NAMES, "names", 3), (THINGS, "things", 1), (PLACES, "places", 1))
+    )
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         if form == "single" and use == "test":
@@ -81,37 +67,19 @@ def ioi(
             return
         for cluster in count():
             order = form if form in ("ABBA", "BABA") else ("ABBA", "BABA")[cluster % 2]
-            template = rng.choice(shapes)
+            template = rng.choice(TEMPLATES)
             io, subject, third = rng.sample(people[use], 3)
             fill = {"place": rng.choice(spots[use]), "thing": rng.choice(goods[use])}
-            first = _prompt(template, order, io, subject, fill, contrast, cluster)
-            if contrast == "subject":  # the same text up to the second mention, then the other name
-                other = "BABA" if order == "ABBA" else "ABBA"
-                yield (first, _prompt(template, other, subject, io, fill, contrast, cluster))
-            elif contrast == "name":
-                yield (first, _prompt(template, order, third, subject, fill, contrast, cluster))
-            else:
-                yield (first,)
+            # of a subject's copy the text is the same up to the second mention, then the other name
+            copies = {"subject": ("BABA" if order == "ABBA" else "ABBA", subject, io), "name": (order, third, subject)}
+            drawn = [(order, io, subject), *(copies[name] for name in copies if name == contrast)]
+            yield tuple(_prompt(template, *names, fill, contrast, cluster) for names in drawn)
 
     contrasts = (
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
         Contrast("name", "the indirect object / another name in its place", across=True),
     )
-    asked = {
-        "form": form, "templates": tuple(templates), "names": tuple(names), "things": tuple(things),
-        "places": tuple(places), "chat": chat,
-    }  # fmt: skip
-    return made("ioi", seed, contrasts, walk, asked, address=(form,))
-
-
-def _checked(template: str) -> str:
-    slots = re.findall(r"\{(\w*)\}", template)
-    if [slot for slot in slots if slot not in ("place", "thing")] != ["A", "B", "S"]:
-        rule = "{A}, {B} and {S} once each, in this order, and {place} and {thing} where wanted"
-        raise BadInput(f"a template has {rule}, but this one does not: {template!r}.")
-    if not re.search(r"\w$", template) or re.search(r"^\{[ABS]\}|\{[ABS]\}(?![^\w{]*\w)", template):
-        raise BadInput(f"a template begins with a word, ends with a word, and has one after each name: {template!r}.")
-    return template
+    return from_walk("ioi", seed, contrasts, walk, {"form": form, "chat": chat}, address=(form,))
 
 
 def _prompt(
@@ -119,18 +87,14 @@ def _prompt(
 ) -> Example:
     words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
     body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
-    draft = Draft()
-    before = ""
+    draft, before = Draft(), ""
     for piece in re.split(r"(\{\w+\})", body):
         slot = piece[1:-1] if piece.startswith("{") else ""
         if slot in ("A", "B", "S"):
             name = words.get(slot, subject)
-            sign = 1 if name == io else -1
-            labels = {ANSWER: sign}
-            if (contrast == "subject" and slot != "S") or (contrast == "name" and sign > 0):
-                labels[contrast] = sign
             before = "S2" if slot == "S" else "IO" if name == io else "S1"
-            draft.key(name, **labels).role(before)
+            marks = labels(1 if name == io else -1, ANSWER if before == "S2" else contrast, ("name",))
+            draft.key(name, **marks).role(before)
         elif slot:
             draft.write(fill[slot])
         elif before == "S1":  # mark the first word after the subject

@@ -21,75 +21,52 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired
 
-from annotated_types import MinLen
 from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
 from qkscope.kinds import Seed, came, checked_call
-from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use
-from qkscope.tasks.texts import read_plain
+from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, connected
+from qkscope.tasks.texts import read_text
 
 log = logging.getLogger(__name__)
 
-_STRICT = {"extra": "forbid", "strict": True}
-Text = Annotated[str, MinLen(1)]
-Texts = Text | Annotated[list[Text], MinLen(1)]
-
 
 class PieceSchema(TypedDict):
-    """A piece of the prompt, by its text or by its span."""
+    """A piece of the prompt, by its text or by its span; of a key, its labels."""
 
-    text: NotRequired[Text]
+    text: NotRequired[str]
     span: NotRequired[tuple[int, int]]
-
-
-class KeySchema(PieceSchema):
-    """A piece that the query may attend to."""
-
-    labels: NotRequired[dict[Text, Literal[-1, 0, 1]]]
+    labels: NotRequired[dict[str, Literal[-1, 0, 1]]]
 
 
 class AnswersSchema(TypedDict):
     """What the model may go on with."""
 
-    right: Texts
-    wrong: Texts
+    right: str | list[str]
+    wrong: str | list[str]
 
 
 class LineSchema(TypedDict):
     """One line of the file."""
 
-    prompt: Text
-    keys: Annotated[list[KeySchema], MinLen(1)]
-    query: NotRequired[Text | PieceSchema | None]
+    prompt: str
+    keys: list[PieceSchema]
+    query: NotRequired[str | PieceSchema | None]
     group: NotRequired[str | int | None]
     use: NotRequired[Use | None]
     answers: NotRequired[AnswersSchema | None]
 
 
-@cache
-def _reader() -> Any:
-    from pydantic import TypeAdapter
-
-    for schema in (PieceSchema, KeySchema, AnswersSchema, LineSchema):
-        schema.__pydantic_config__ = _STRICT  # type: ignore[union-attr]
-    return TypeAdapter(LineSchema)
-
-
-@dataclass(frozen=True)
-class _Line:
-    number: int
+class _Line(NamedTuple):
     example: Example
-    group: str | None
+    group: str
     use: Use | None
 
     def signs(self, contrast: str) -> set[Sign]:
@@ -117,34 +94,23 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     >>> list(task.contrasts)
     ['mine']
     """
-    path = Path(path)
-    lines = _lines(path)
-    read = [_line(text, number, f"{path}, line {number}") for number, text in enumerate(lines, 1) if text.strip()]
-    if not read:
+    text = read_text(Path(path), "a file with one JSON object per line")
+    lines = [_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
         raise BadInput(f"{path} holds no examples: write one JSON object per line.")
-    names = list(dict.fromkeys(name for line in read for key in line.example.keys for name in key.labels))
+    names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
-    groups = _groups(read, contrasts)
-    alike = _alike(groups)
-    uses = _uses(groups, alike, seed)
-    units = {
-        name: [replace(line, example=replace(line.example, cluster=alike[name])) for line in group]
-        for name, group in groups.items()
-    }
-    digest, notes = _digest("\n".join(lines))[:32], list[str]()
-    if copies := len(groups) - len(set(alike.values())):
-        said = f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one."
-        notes.append(said)
-        _say_once(f"{path}: {said}", digest)
+    groups: dict[str, list[_Line]] = {}
+    for line in _dealt(lines, seed):
+        groups.setdefault(line.group, []).append(line._replace(example=_with_answer(line.example, contrasts)))
+    digest, notes = _digest(text)[:32], tuple[str, ...]()
+    if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
+        notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        least = 1 if use == "fit" else 2
-        drawn = [
-            tuple(line.example for line in group if len(line.signs(contrast)) >= least)
-            for name, group in units.items()
-            if uses[name] == use
-        ]
+        of_use, least = [group for group in groups.values() if group[0].use == use], 1 if use == "fit" else 2
+        drawn = [tuple(line.example for line in group if len(line.signs(contrast)) >= least) for group in of_use]
         drawn = [unit for unit in drawn if unit]
         if not drawn:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
@@ -153,11 +119,12 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
             _say_once(f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest)
         return drawn[:n]
 
-    paired = {name: _paired(name, groups.values()) for name in contrasts}
-    made = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
+    paired = {name: _paired(name, list(groups.values())) for name in contrasts}
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
-    first = not chat and any(_begins(line.example) for line in read)
-    return Task("jsonl", made, draw, seed, chat, asked, tuple(notes), first)
+    keys = [(str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys]
+    first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
+    every = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
+    return Task("jsonl", every, draw, seed, chat, asked, notes, first)
 
 
 @cache
@@ -170,107 +137,69 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---------------------------------------------------------------- lines that belong together
+def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
+    """The lines with their clusters and uses.
 
-
-def _groups(read: Sequence[_Line], contrasts: Sequence[str]) -> dict[str, list[_Line]]:
-    """The lines by group; a line of its own gets a name that no group can have: groups are named by text."""
-    groups: dict[str, list[_Line]] = {}
-    for number, line in enumerate(read):
-        group = groups.setdefault(f"group {line.group}" if line.group is not None else f"line {number}", [])
-        if group and group[0].use != line.use:
-            raise BadInput(f"{line.example.where} has another use than its group {line.group!r}: give them the same.")
-        group.append(replace(line, example=_with_answer(line.example, contrasts)))
-    return groups
+    Lines of a group, and lines with the same prompt, are one cluster, be it through others. A cluster has one use;
+    those that do not say theirs are dealt out by what they say.
+    """
+    home: dict[tuple[int, str], int] = {}
+    shared = [(line.group, str(line.example.text)) for line in lines]
+    clusters = connected(
+        len(lines), [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
+    )
+    prompts: dict[int, set[str]] = {}
+    said: dict[int, _Line] = {}
+    for cluster, line in zip(clusters, lines, strict=True):
+        prompts.setdefault(cluster, set()).add(str(line.example.text))
+        before = said.setdefault(cluster, line) if line.use else line
+        if before.use != line.use:
+            other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
+            both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
+            raise BadInput(f"{both}: what is tested must be new, so take one of them out, or give both the same use.")
+    names = {cluster: _digest("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
+    free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: _digest(f"{seed}/{names[c]}"))
+    uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {c: line.use for c, line in said.items()}
+    return [
+        line._replace(use=uses[cluster], example=replace(line.example, cluster=names[cluster]))
+        for cluster, line in zip(clusters, lines, strict=True)
+    ]
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
     if any(ANSWER in key.labels for key in example.keys):
         return example
-    first = next((name for name in contrasts if any(key.label(name) for key in example.keys)), contrasts[0])
+    first = next(name for name in contrasts if any(key.label(name) for key in example.keys))
     return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
 
 
-def _alike(groups: Mapping[str, Sequence[_Line]]) -> dict[str, str]:
-    """A name for each group, made of its prompts: the same for groups that share one, be it through others."""
-    parent = {name: name for name in groups}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    home: dict[str | None, str] = {}
-    for name, group in groups.items():
-        for line in group:
-            parent[root(name)] = root(home.setdefault(line.example.text, name))
-    prompts: dict[str, set[str]] = {}
-    for name, group in groups.items():
-        prompts.setdefault(root(name), set()).update(str(line.example.text) for line in group)
-    digests = {name: _digest("\0".join(sorted(texts)))[:16] for name, texts in prompts.items()}
-    return {name: digests[root(name)] for name in groups}
-
-
-def _uses(groups: Mapping[str, Sequence[_Line]], alike: Mapping[str, str], seed: int) -> dict[str, Use]:
-    """The use of each group. Copies have one use; those that do not say theirs are dealt out by what they say."""
-    said: dict[str, _Line] = {}
-    for line, name in ((line, alike[name]) for name, group in groups.items() for line in group if line.use):
-        before = said.setdefault(name, line)
-        if before.use != line.use:
-            same = [a for b in groups.values() for a in b if a.example.text == line.example.text and a.use]
-            other = next((a for a in same if a.use != line.use), before)
-            raise BadInput(
-                f"{line.example.where} is for {line.use}, but its prompt is that of line {other.number}, which is for "
-                f"{other.use}: what is tested must be new, so take one of them out, or give both the same use."
-            )
-    free = sorted({name for name in alike.values() if name not in said}, key=lambda name: _digest(f"{seed}/{name}"))
-    dealt = {name: USES[i % len(USES)] for i, name in enumerate(free)}
-    return {name: said[own].use or "fit" if own in said else dealt[own] for name, own in alike.items()}
-
-
-def _paired(contrast: str, groups: Iterable[Sequence[_Line]]) -> bool:
+def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
     """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
-    labelled = [[(line, signs) for line in group if (signs := line.signs(contrast))] for group in groups]
-    whole = any(len(signs) == 2 for group in labelled for _, signs in group)
-    for group in labelled:
-        together = {sign for _, signs in group for sign in signs}
-        for line, signs in group:
-            if len(signs) == 1 and (whole or len(together) == 1):
-                has, lacks = ("+", "−") if signs == {1} else ("−", "+")
-                raise BadInput(
-                    f"{line.example.where} has {has} but no {lacks} keys of {contrast!r}: label both in every line, or"
-                    " put the two lines of each pair into one group."
-                )
+    whole = any(len(line.signs(contrast)) == 2 for group in groups for line in group)
+    for unit in [[line] for group in groups for line in group] if whole else groups:
+        signs = {sign for line in unit for sign in line.signs(contrast)}
+        if len(signs) == 1:
+            lacking = f"{unit[0].example.where} has {'+ but no −' if 1 in signs else '− but no +'} keys of {contrast!r}"
+            raise BadInput(f"{lacking}: label both in every line, or put the two lines of each pair into one group.")
     return not whole
 
 
-def _begins(example: Example) -> bool:
-    """Whether a labelled key is the first thing in a prompt."""
-    text = str(example.text)
-    return any(not text[: key.span[0]].strip() for key in example.keys if any(key.labels.values()))
+@cache
+def _reader() -> Any:
+    from pydantic import TypeAdapter
+
+    for schema in (PieceSchema, AnswersSchema, LineSchema):
+        schema.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[union-attr]
+    return TypeAdapter(LineSchema)
 
 
-# ---------------------------------------------------------------- one line
-
-
-def _lines(path: Path) -> list[str]:
-    """Lines as JSON Lines has them: a line separator of Unicode inside a prompt does not end its line."""
-    try:
-        text = read_plain(path, "a file with one JSON object per line").decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = error.object[: error.start].count(b"\n") + 1
-        raise BadInput(f"{path}, line {number} is not UTF-8: save the file as UTF-8 text.") from None
-    return re.split(r"\r\n|\n|\r", text)
-
-
-def _line(text: str, number: int, where: str) -> _Line:
+def _line(text: str, where: str) -> _Line:
     from pydantic import ValidationError
 
     try:
         line: LineSchema = _reader().validate_json(text)
         group = line.get("group")
-        return _Line(number, _example(line, where), None if group is None else str(group), line.get("use"))
+        return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
@@ -281,19 +210,18 @@ def _line(text: str, number: int, where: str) -> _Line:
 
 def _example(line: LineSchema, where: str) -> Example:
     prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
-    keys = [Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"]]
-    spans = Counter(key.span for key in keys)
-    for span in (span for span, count in spans.items() if count > 1):
-        raise BadInput(f"{prompt[slice(*span)]!r} is named twice as a key: name each piece once.")
+    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"])
+    if len({key.span for key in keys}) < len(keys):
+        raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
     if not any(sign for key in keys for sign in key.labels.values()):
         raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
     queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
-    sides = [] if answers is None else [answers["right"], answers["wrong"]]
+    sides = (answers["right"], answers["wrong"]) if answers else ()
     said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
-    return Example(prompt, queries=queries, keys=tuple(keys), answers=Answers(*said) if said else None, where=where)
+    return Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:
-    if len({"text", "span"} & set(piece)) != 1:
+    if ("text" in piece) == ("span" in piece):
         raise BadInput("a key or query names either its text or its span [start, stop].")
     return piece["span"] if "span" in piece else find_span(prompt, piece["text"])

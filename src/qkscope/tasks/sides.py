@@ -23,13 +23,12 @@ from torch import Tensor
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, Seed, checked_call
-from qkscope.tasks.task import seeded
+from qkscope.tasks.task import connected, seeded
 from qkscope.tasks.texts import Document
 
 log = logging.getLogger(__name__)
 
-SIDES = {"choose": 0.25, "fit": 0.5, "test": 0.25}
-"""The sides, and each one's share of the tokens."""
+SIDES = {"choose": 0.25, "fit": 0.5, "test": 0.25}  # each side's share of the tokens
 RUN = 8  # tokens in a row that may not stand on two sides
 LENGTH = 256  # tokens of a passage
 _MUCH = 0.1  # of the smaller document's runs: documents that share as much are one group
@@ -90,31 +89,28 @@ def split(
     """
     if not sides or min(sides.values()) <= 0:
         raise BadInput("sides are names with a share above 0 each, as {'fit': .5, 'test': .5}.")
-    needed = _needed(sides)
+    needed = math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
     if len(documents) < needed:
         raise BadInput(f"a split needs {needed} documents or more, but got {len(documents)}: give more.")
-    encoded = [list(encode(document.text)) for document in documents]
-    around = list(encode(""))
+    encoded, around = [list(encode(document.text)) for document in documents], list(encode(""))
     start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, encoded[0], strict=False))]
     if length < len(start) + RUN:
         raise BadInput(f"length is at least {len(start) + RUN}, but got {length}.")
-    ids = [_tensor(own[len(start) : len(own) - len(around) + len(start)]) for own in encoded]
+    ids = [_tensor(tokens[len(start) : len(tokens) - len(around) + len(start)]) for tokens in encoded]
     groups = _groups(ids)
-    if max(groups) + 1 < needed:
-        raise BadInput(
-            f"a split needs {needed} documents or more, and these {len(documents)} repeat each other so much that they "
-            f"count as {max(groups) + 1}: give more that share no text."
-        )
+    if (count := max(groups) + 1) < needed:
+        alike = f"these {len(documents)} repeat each other so much that they count as {count}"
+        raise BadInput(f"a split needs {needed} documents or more, and {alike}: give more that share no text.")
     sizes = Counter[int]()
-    for own, group in zip(ids, groups, strict=True):
-        sizes[group] += len(own)
+    for tokens, group in zip(ids, groups, strict=True):
+        sizes[group] += len(tokens)
     side_of = _drawn(sizes, sides, seed)
-    found: dict[str, list[Passage]] = {side: [] for side in sides}
-    for document, own, group in zip(documents, ids, groups, strict=True):
-        parts = math.ceil(len(own) / (length - len(start)))
-        pieces = own.tensor_split(parts) if parts else ()
-        found[side_of[group]] += [Passage(document.name, group, (*start, *piece.tolist())) for piece in pieces]
-    kept = _apart(found, sides)
+    passages: dict[str, list[Passage]] = {side: [] for side in sides}
+    for document, tokens, group in zip(documents, ids, groups, strict=True):
+        parts = math.ceil(len(tokens) / (length - len(start)))
+        pieces = tokens.tensor_split(parts) if parts else ()
+        passages[side_of[group]] += [Passage(document.name, group, (*start, *piece.tolist())) for piece in pieces]
+    kept = _apart(passages, sides)
     check_apart(kept)
     return kept
 
@@ -132,22 +128,15 @@ def check_apart(sides: Mapping[str, Sequence[Passage]]) -> None:
     Traceback (most recent call last):
     qkscope.errors.BadInput: the same 8 tokens in a row stand in fit (a) and in test (b): put both on one side.
     """
-    runs = {side: _runs([_tensor(passage.ids) for passage in passages]) for side, passages in sides.items()}
-    names = list(sides)
-    for i, other in enumerate(names):
-        for side in names[:i]:
-            twice = torch.isin(runs[other][0], runs[side][0])
-            if bool(twice.any()):
-                run, second = runs[other][0][twice][0], sides[other][int(runs[other][1][twice][0])]
-                first = sides[side][int(runs[side][1][runs[side][0] == run][0])]
-                raise BadInput(
-                    f"the same {RUN} tokens in a row stand in {side} ({first.document}) and in {other} "
-                    f"({second.document}): put both on one side."
-                )
-
-
-def _needed(sides: Mapping[str, float]) -> int:
-    return math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
+    passages = [(number, side, p) for number, (side, its) in enumerate(sides.items()) for p in its]
+    runs, owner = _runs([_tensor(passage.ids) for *_, passage in passages])
+    runs, order = runs.sort(stable=True)
+    side_of = _tensor([number for number, *_ in passages])[owner[order]]
+    twice = (runs[1:] == runs[:-1]) & (side_of[1:] != side_of[:-1])
+    for at in twice.nonzero()[:1, 0].tolist():
+        (_, side, first), (_, other, second) = (passages[i] for i in owner[order][at : at + 2].tolist())
+        where = f"{side} ({first.document}) and in {other} ({second.document})"
+        raise BadInput(f"the same {RUN} tokens in a row stand in {where}: put both on one side.")
 
 
 def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:
@@ -173,28 +162,16 @@ def _groups(texts: Sequence[Tensor]) -> list[int]:
     held = (runs.unique(return_inverse=True)[1] * n + owner).unique()  # each text's runs once, by run and text
     run, text = held // n, held % n
     sizes = torch.bincount(text, minlength=n)
-    pairs = []
+    pairs = [torch.zeros(0, dtype=torch.int64)]
     for step in range(1, _LINKS + 1):
         same = run[step:] == run[:-step]
         if not bool(same.any()):
             break
         pairs.append((text[:-step] * n + text[step:])[same])
-    parent = list(range(n))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    if pairs:
-        pair, shared = torch.cat(pairs).unique(return_counts=True)
-        pair = torch.stack([pair // n, pair % n], dim=1)
-        for a, b in pair[shared >= _MUCH * sizes[pair].amin(dim=1)].tolist():
-            first, second = sorted((root(a), root(b)))
-            parent[second] = first
-    roots = [root(i) for i in range(n)]
-    number = {first: i for i, first in enumerate(dict.fromkeys(roots))}
-    return [number[own] for own in roots]
+    pair, shared = torch.cat(pairs).unique(return_counts=True)
+    ends = torch.stack([pair // n, pair % n], dim=1)
+    much = shared >= _MUCH * sizes[ends].amin(dim=1)
+    return connected(n, [(a, b) for a, b in ends[much].tolist()])
 
 
 def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> dict[int, str]:
@@ -211,18 +188,18 @@ def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> d
     return drawn
 
 
-def _apart(found: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]) -> dict[str, tuple[Passage, ...]]:
+def _apart(passages: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]) -> dict[str, tuple[Passage, ...]]:
     """The passages that share no run with another side: the larger side gives way, and of two the earlier."""
     kept, taken, dropped = dict[str, tuple[Passage, ...]](), torch.zeros(0, dtype=torch.int64), 0
-    for side in sorted(reversed(list(found)), key=lambda name: sides[name]):
-        runs, owner = _runs([_tensor(passage.ids) for passage in found[side]])
+    for side in sorted(reversed(list(passages)), key=lambda name: sides[name]):
+        runs, owner = _runs([_tensor(passage.ids) for passage in passages[side]])
         shares = set(owner[torch.isin(runs, taken)].tolist())
-        kept[side] = tuple(passage for i, passage in enumerate(found[side]) if i not in shares)
+        kept[side] = tuple(passage for i, passage in enumerate(passages[side]) if i not in shares)
         left = _runs([_tensor(passage.ids) for passage in kept[side]])[0]
         taken, dropped = torch.cat([taken, left.unique()]), dropped + len(shares)
         if not kept[side]:
             raise BadInput(f"nothing is left for {side} that stands on no other side: give more text.")
     if dropped:
         says = "%d of %d passages share %d tokens in a row with another side and are left out."
-        log.info(says, dropped, sum(map(len, found.values())), RUN)
-    return {side: kept[side] for side in found}
+        log.info(says, dropped, sum(map(len, passages.values())), RUN)
+    return {side: kept[side] for side in passages}

@@ -4,7 +4,7 @@ The three uses draw their words from disjoint pools, so that nothing a head or a
 What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual copy. A unit is the random unit of
 every null and interval.
 
-A task of ours is `made` of its contrasts and a walk: a generator that draws one unit after the other, without end.
+A task of ours is made of its contrasts and a walk (`from_walk`): a generator that draws one unit after the other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Example
+from qkscope.examples import Example, Sign
 from qkscope.kinds import Count, checked_class
 
+#: The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it.
 ANSWER = "answer"
-"""The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it."""
-
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query", "both"]
@@ -97,7 +96,8 @@ class Task:
 
     def __post_init__(self) -> None:
         for name in self.contrasts:
-            checked_name(name)
+            if not name.strip() or not name.isprintable():
+                raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
 
     def choose(self, n: Count) -> Sequence[Unit]:
         """Units for scoring heads.
@@ -130,14 +130,11 @@ class Task:
         return self.draw("test", ANSWER, n)
 
 
-Walk = Callable[[random.Random, Use, str], Iterator[Unit]]
-
-
-def made(
+def from_walk(
     name: str,
     seed: int,
     contrasts: Sequence[Contrast],
-    walk: Walk,
+    walk: Callable[[random.Random, Use, str], Iterator[Unit]],
     asked: Mapping[str, Any],
     address: Sequence[object] = (),
     starts_with_key: bool = False,
@@ -158,6 +155,12 @@ def made(
     return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key)
 
 
+def labels(sign: Sign, contrast: str, across: Sequence[str] = ()) -> dict[str, Sign]:
+    """Labels of a key: right or wrong, and the same in the contrast it is drawn for; ``across`` ones mark + alone."""
+    marked = contrast != ANSWER and (sign > 0 or contrast not in across)
+    return {ANSWER: sign, contrast: sign} if marked else {ANSWER: sign}
+
+
 def seeded(*address: object) -> random.Random:
     """A random generator that depends on all of the address; text seeds are stable between Python processes."""
     return random.Random("/".join(map(str, address)))
@@ -169,23 +172,28 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     seeded(seed, "pools", what).shuffle(unique)
     size = len(unique) // len(USES)
     if size < least:
-        raise BadInput(
-            f"{what}: {least} words are needed for each of choosing, fitting and testing, but {len(unique)} leave"
-            f" {size}: give {least * len(USES)} or more."
-        )
+        lacking = f"{what}: {least} words are needed for each of choosing, fitting and testing"
+        raise BadInput(f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more.")
     return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
 
 
 def checked_words(words: Sequence[str], what: str) -> list[str]:
     """The different words of a list, in its order."""
     for word in words:
-        if not isinstance(word, str) or not word.strip() or word != word.strip():
+        if not word or word != word.strip():
             raise BadInput(f"{what} should be words without blanks around them, but there is {word!r}.")
     return list(dict.fromkeys(words))
 
 
-def checked_name(name: str) -> str:
-    """A name for a contrast: any that can be shown."""
-    if not name.strip() or not name.isprintable():
-        raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
-    return name
+def connected(count: int, links: Sequence[tuple[int, int]]) -> list[int]:
+    """The component of each of ``count`` nodes, numbered in the order of their first nodes.
+
+    >>> connected(4, [(3, 1)])
+    [0, 1, 2, 1]
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    ends = tuple(zip(*links, strict=True)) or ((), ())
+    graph = coo_array(([True] * len(links), ends), shape=(count, count))
+    return [int(component) for component in connected_components(graph, directed=False)[1]]

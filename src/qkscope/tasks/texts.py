@@ -22,11 +22,9 @@ from qkscope.errors import BadInput
 
 log = logging.getLogger(__name__)
 
-FEW = 12
-"""Files under which they are cut into sections: `sides.split` needs as many documents."""
+FEW = 12  # files under which they are cut into sections: `sides.split` needs as many documents
 _SECTIONS = 32  # of all the files, then
 _LEAST_SECTION = 1000  # characters
-_LARGEST = 1 << 30  # bytes of a file
 _KINDS = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken for text
 
 _NOT_LIBRARY = re.compile(r"tests?|idlelib|lib2to3|turtledemo|ensurepip|distutils|encodings|pydoc_data|\w+-packages")
@@ -71,14 +69,13 @@ def python_texts(docstrings: bool = False) -> tuple[Document, ...]:
     """
     from pydoc_data.topics import topics
 
-    found = [Document(f"topic {name}", text.strip("\n")) for name, text in sorted(topics.items())]
-    return (*found, *(_docstrings() if docstrings else ()))
+    documents = [Document(f"topic {name}", text.strip("\n")) for name, text in sorted(topics.items())]
+    return (*documents, *(_docstrings() if docstrings else ()))
 
 
 def _docstrings() -> list[Document]:
     """The prose of each module of the standard library, read and never run."""
-    library, found = Path(sysconfig.get_path("stdlib")), []
-    collects = gc.isenabled()
+    library, documents, collects = Path(sysconfig.get_path("stdlib")), list[Document](), gc.isenabled()
     gc.disable()  # trees have no cycles, and to look for some in all that torch holds is two thirds of the time
     for folder, inside, files in os.walk(library):
         inside[:] = [name for name in inside if not _NOT_LIBRARY.fullmatch(name)]
@@ -90,10 +87,10 @@ def _docstrings() -> list[Document]:
             text = "\n\n".join(filter(_is_prose, dict.fromkeys(_said(tree))))
             if len(text) >= _LEAST_DOCUMENT:
                 parts = path.relative_to(library).with_suffix("").parts
-                found.append(Document(f"module {'.'.join(parts).removesuffix('.__init__')}", text))
+                documents.append(Document(f"module {'.'.join(parts).removesuffix('.__init__')}", text))
     if collects:
         gc.enable()
-    return sorted(found, key=lambda document: document.name)
+    return sorted(documents, key=lambda document: document.name)
 
 
 def _said(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
@@ -128,63 +125,48 @@ def read_documents(paths: Sequence[str | Path]) -> tuple[Document, ...]:
     >>> len(read_documents([folder]))
     20
     """
-    files = [file for path in paths for file in _files(Path(path))]
-    found = [Document(str(file), text) for file in files if (text := _read(file).strip("\n"))]
-    size = max(sum(len(document.text) for document in found) // _SECTIONS, _LEAST_SECTION)
-    if len(found) >= FEW:
-        return tuple(found)
+    documents = []
+    for path in map(Path, paths):
+        inside = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+        files = sorted(file for file in inside if file.suffix.lower() in _KINDS and file.is_file())
+        if path.is_dir() and not files:
+            raise BadInput(f"there is no text in {path}: name a folder with {', '.join(_KINDS)} files.")
+        for file in files if path.is_dir() else [path]:
+            text = read_text(file, "a text file or a folder of them").strip("\n")
+            documents += [Document(str(file), text)] if text else []
+    if len(documents) >= FEW:
+        return tuple(documents)
+    size = max(sum(len(document.text) for document in documents) // _SECTIONS, _LEAST_SECTION)
     cut = [
         Document(f"{document.name}, section {i}", section)
-        for document in found
+        for document in documents
         for i, section in enumerate(_sections(document.text, size), 1)
     ]
-    if len(cut) > len(found):
+    if len(cut) > len(documents):
         says = "%s too few to split by document: cut into %d sections, each taken for a text of its own."
-        log.warning(says, "1 file is" if len(found) == 1 else f"{len(found)} files are", len(cut))
+        log.warning(says, "1 file is" if len(documents) == 1 else f"{len(documents)} files are", len(cut))
     return tuple(cut)
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
-    files = sorted(file for file in inside if file.suffix.lower() in _KINDS and file.is_file())
-    if not files:
-        raise BadInput(f"there is no text in {path}: name a folder with {', '.join(_KINDS)} files.")
-    return files
-
-
-def read_plain(path: Path, wanted: str, largest: int = _LARGEST) -> bytes:
-    """The bytes of a plain file that is no larger than so: a pipe or a device may never end."""
+def read_text(path: Path, wanted: str) -> str:
+    """The text of a plain file in UTF-8, with line ends as Python has them; a pipe or a device may never end."""
+    if not path.is_file():
+        raise BadInput(f"{path} cannot be read, as it is no plain file: name {wanted}.")
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise BadInput(f"{path} is not a plain file: name {wanted}.")
-        if (size := path.stat().st_size) > largest:
-            raise BadInput(f"{path} has {size:,} bytes, more than the {largest:,} that are read: take a part of it.")
-        return path.read_bytes()
-    except BadInput:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"{path} cannot be read ({reason}): name {wanted}.") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return re.sub("\r\n?", "\n", read_plain(path, "a text file or a folder of them").decode())
+        return path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not text in UTF-8: convert it, or name another file.") from None
 
 
 def _sections(text: str, size: int) -> list[str]:
     """A text cut after ``size`` characters at the next blank line, or line end, or blank, whichever there is."""
-    found = []
+    sections = []
     while len(text) > 2 * size:
         ends = (text.find(mark, size, 2 * size) for mark in ("\n\n", "\n", " "))
         cut = next((end for end in ends if end >= 0), size)
-        found.append(text[:cut])
+        sections.append(text[:cut])
         text = text[cut:].lstrip("\n")
-    return [*found, text]
+    return [*sections, text]
 
 
 def text_hash(texts: Sequence[Document] | Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No paper asks this.
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.maths.bridge` says which singular
+Heads are found on the binding task, features fitted in the query's frame; `qkscope.alignment` says which singular
 vectors carry them. How much of their swaps the singular vectors alone reproduce is seen on held-out prompts, for each
 number k of dimensions: the first k directions of the contrast; the k singular vectors that carry most of it
 (`singular`, chosen on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from torch import Tensor
 
@@ -27,10 +28,14 @@ from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows
 from qkscope.capture.scope import Scope
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.heads import Head
 from qkscope.maths import methods
-from qkscope.maths.bridge import Alignment, alignment
-from qkscope.maths.singular import SingularBasis
+from qkscope.maths.attribution import Alignment, alignment, carried
+from qkscope.maths.bases import Projector
+from qkscope.maths.relative import random_rotations
+from qkscope.maths.singular import SingularBasis, components, dual
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.claims import Claim
@@ -133,14 +138,39 @@ def _curve(
     cov_k = [feature.cov_k for feature in features if feature.cov_k is not None]  # a fit has it
     known: dict[str | Condition, methods.Method] = {
         "contrast": methods.leading([feature.V.double().cpu() for feature in features]),
-        "singular": methods.singular(basis, heads, deltas),
+        "singular": singular(basis, heads, deltas),
         "omega_svd": methods.omega_svd(basis, heads),
-        "rotated": methods.rotated(basis, heads, deltas, draws, seed),
+        "rotated": rotated(basis, heads, deltas, draws, seed),
         "key_pca": methods.key_pca(torch.stack(cov_k).cpu()),
         "random": methods.random(heads, features[0].d_head, draws, seed),
     }
     against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
     return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]
+
+
+def singular(basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"]) -> methods.Method:
+    """Components of the logit, those that carry most of each head's ``ΔC`` first."""
+    each = []
+    for head, delta in zip(heads, deltas, strict=True):
+        vectors = basis[head]
+        order = carried(delta, vectors.read, vectors.write).argsort(descending=True)
+        each.append(components(vectors.read, order))
+    return methods.leading(Projector.stack(each))
+
+
+def rotated(
+    basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"], draws: int, seed: int
+) -> methods.Method:
+    """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws for each head."""
+    each = []
+    for head, delta in zip(heads, deltas, strict=True):
+        read = basis[head].read
+        turns = random_rotations(read.shape[1], draws, derived_seed(seed, "rotated", head.layer, head.index))
+        m, n = read.double() @ turns, dual(read) @ turns
+        order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
+        each.append((n.gather(-1, order), m.gather(-1, order)))
+    left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))
+    return methods.leading(Projector(left, right))
 
 
 def _delta(feature: Subspace) -> Tensor:

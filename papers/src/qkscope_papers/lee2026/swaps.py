@@ -23,8 +23,8 @@ from qkscope.attention import AttentionRows
 from qkscope.draws import derived_seed
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector, principal_cosines, random_bases
+from qkscope.maths.moments import Covariance
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.sums import Covariance
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
