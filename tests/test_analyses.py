@@ -19,7 +19,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, sums_file
+from qkscope.analyses.fit import read_job, sums_file
 from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of, capture_units, units_hash, whole_rows
 from qkscope.analyses.swap import Features, capture_rows, default_features, swap
@@ -99,7 +99,7 @@ def test_lexical_meets_each_query_with_its_own_key_and_the_copys(scope, task):
         k_o, k_c = k_o[:, place], k_c[:, place]
         total = total + (outer(q_o, k_o - k_c) + outer(q_c, k_c - k_o)) / 2
     found = decompose(scope, task, HEADS, 10, contrasts=["lexical"], replicates=3)
-    close(found.sums["lexical"].moments.delta("lexical"), total / 10)
+    close(found.sums["lexical"].delta("lexical"), total / 10)
 
 
 def test_own_query_is_the_difference_of_the_prompts_own_pairs(scope):
@@ -109,7 +109,7 @@ def test_own_query_is_the_difference_of_the_prompts_own_pairs(scope):
         (q_o, k_o), (q_c, k_c) = one(scope, first), one(scope, copy)
         total = total + outer(q_o, k_o[:, place]) - outer(q_c, k_c[:, place])
     found = decompose(scope, task, HEADS, 10, contrasts=["lexical"], replicates=3)
-    close(found.sums["lexical"].moments.delta("lexical"), total / 10)
+    close(found.sums["lexical"].delta("lexical"), total / 10)
 
 
 def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(scope, task):
@@ -121,7 +121,7 @@ def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(s
         right, wrong = right + outer(q, plus) / 10, wrong + outer(q, minus) / 30
         queries, k_right, k_wrong = queries + q / 10, k_right + plus / 10, k_wrong + minus / 30
     found = decompose(scope, task, HEADS, 10, contrasts=["order"], replicates=3)
-    close(found.sums["order"].moments.delta("order"), right - wrong)
+    close(found.sums["order"].delta("order"), right - wrong)
     centred = right - wrong - outer(queries, k_right - k_wrong)
     for i, head in enumerate(HEADS):
         subspace = found["order", head]
@@ -139,7 +139,7 @@ def test_batch_size_does_not_change_a_contrast(scope, task, fit):
     for batch_size in (1, 3):
         other = decompose(scope, task, HEADS, 40, batch_size=batch_size, replicates=3)
         for name in fit.contrasts:
-            close(other.sums[name].moments.delta(name), fit.sums[name].moments.delta(name))
+            close(other.sums[name].delta(name), fit.sums[name].delta(name))
             close(other.sums[name].cov_k.matrix(), fit.sums[name].cov_k.matrix())
 
 
@@ -161,7 +161,7 @@ def test_options_choose_contrasts_ranks_and_centring(scope, task, fit):
     assert found.contrasts == ["box", "order"]
     assert found["box", "L1H3"].rank == 3
     assert [row["center"] for row in found.table()] == ["none", "none"]
-    plain = found.sums["order"].moments.delta("order")[0]
+    plain = found.sums["order"].delta("order")[0]
     close(found["order", "L1H3"].S, torch.linalg.svdvals(plain))
     assert list(found) == [("box", Head(1, 3)), ("order", Head(1, 3))]
     with pytest.raises(BadInput, match="nothing was fitted for 'lexical' at L1H3: there is box, order at L1H3"):
@@ -306,7 +306,7 @@ def test_delta_is_the_matrix_whose_svd_the_subspace_is(task, fit):
     for which in fit:
         delta, found = fit.delta(*which), fit[which]
         torch.testing.assert_close(delta @ found.V, found.U * found.S)
-        moments = fit.sums[which[0]].moments
+        moments = fit.sums[which[0]]
         direct = moments.delta(which[0], task.contrasts[which[0]].center)[moments.heads.index(which[1])]
         torch.testing.assert_close(delta, direct.to(delta), rtol=1e-5, atol=1e-5 * float(direct.abs().max()))
     with pytest.raises(BadInput, match="nothing was fitted for"):

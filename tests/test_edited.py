@@ -11,7 +11,7 @@ import pytest
 from qkscope import BadInput, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, sums_file, task_of
+from qkscope.analyses.fit import read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
@@ -60,7 +60,7 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
 def test_sums_that_no_longer_belong_to_the_folder_are_refused(scope, fit, monkeypatch):
     """Of another fit; or of prompts that another version drew."""
     with monkeypatch.context() as patched:
-        patched.setattr("qkscope.analyses.fit_folder.units_hash", lambda units: "0")
+        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
         with pytest.raises(BadInput, match="was fitted on other prompts of order"):
             load(fit, scope)
     decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
@@ -122,5 +122,5 @@ def test_a_task_of_a_file_says_whether_it_is_a_chat(scope, tmp_path):
     asked = read_job(fit)["asked"]
     for odd in ({name: value for name, value in asked.items() if name != "chat"}, {**asked, "chat": "no"}):
         edit_asked(fit, asked=odd)
-        with pytest.raises(BadInput, match="names no task that can be made"):
+        with pytest.raises(BadInput, match="names no task that can be made|chat of from_jsonl"):
             load(fit, scope)
