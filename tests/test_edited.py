@@ -10,8 +10,7 @@ import pytest
 
 from qkscope import BadInput, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit import read_job, sums_file, task_of
+from qkscope.analyses.fit import load, read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
@@ -122,5 +121,5 @@ def test_a_task_of_a_file_says_whether_it_is_a_chat(scope, tmp_path):
     asked = read_job(fit)["asked"]
     for odd in ({name: value for name, value in asked.items() if name != "chat"}, {**asked, "chat": "no"}):
         edit_asked(fit, asked=odd)
-        with pytest.raises(BadInput, match="names no task that can be made|chat of from_jsonl"):
+        with pytest.raises(BadInput, match=r"names no task that can be made|chat of from_jsonl"):
             load(fit, scope)

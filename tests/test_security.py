@@ -13,8 +13,7 @@ import torch
 
 from qkscope import BadInput, Moments, Scope, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit import ContrastSums, read_job, sums_file, task_of
+from qkscope.analyses.fit import ContrastSums, load, read_job, sums_file, task_of
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
 from qkscope.runs.store import read_tensors, write_tensors

@@ -16,8 +16,7 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import Ranking, find_heads
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.swap import Features, swap
+from qkscope.analyses.swap import Features, draw_pairs, swap
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.maths.swap import swapped_keys

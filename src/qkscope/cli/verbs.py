@@ -302,8 +302,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     """A fit, or one of its features; that it has these heads and this contrast is asked before a model is loaded."""
     if folder is None:
         return None
-    from qkscope.analyses.fit import load
-    from qkscope.analyses.fit import read_job
+    from qkscope.analyses.fit import load, read_job
     from qkscope.analyses.swap import check_swappable
 
     job, named = read_job(folder), values.get("heads") or values.get("head")

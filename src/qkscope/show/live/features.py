@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from qkscope.analyses.fit import Fit, load
-from qkscope.analyses.fit import read_job, task_of
+from qkscope.analyses.fit import Fit, load, read_job, task_of
 from qkscope.analyses.prompts import check_same_model
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.capture.scope import Scope
