@@ -189,7 +189,7 @@ def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alon
     ("options", "says"),
     [
         ({"contrasts": ["lexicl"]}, "no contrast 'lexicl'"),
-        ({"contrasts": ["box", "box"]}, "contrasts are different ones of order, lexical, box"),
+        ({"contrasts": ["box", "box"]}, "one that is named twice: there is order, lexical, box"),
         ({"rank": 17}, "a number from 1 to 16, but got 17"),
         ({"rank": {"ordr": 1}}, "rank is given for 'ordr', which is not fitted"),
         ({"heads": "L9H0"}, "L9H0 does not exist"),
@@ -480,7 +480,7 @@ EYE = torch.eye(16)[:, :2]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"fit": None}, "features are different contrasts"),
+        ({"fit": None}, "there is nothing to swap"),
         ({"fit": None, "subspaces": {"mine": EYE}}, "no head was named"),
         ({"subspaces": {"mine": torch.ones(16, 2)}, "heads": "L0H1"}, "independent columns"),
         ({"subspaces": {"mine": torch.eye(8)[:, :2]}, "heads": "L0H1"}, "has 8 dimensions at L0H1"),
@@ -488,7 +488,7 @@ EYE = torch.eye(16)[:, :2]
         ({"subspaces": {"order": EYE}}, "features are different contrasts"),
         ({"heads": "L0H0"}, "nothing was fitted for 'order' at L0H0"),
         ({"features": ["colour"]}, "nothing was fitted for 'colour'"),
-        ({"features": []}, "features are different contrasts of order, lexical, box, but got \\[\\]"),
+        ({"features": []}, "there is nothing to swap"),
         ({"units": []}, "there are no examples"),
         ({"units": [(Example(text="hat : A"),)]}, "needs keys labelled 'answer' 1 and -1"),
         ({"sizes": [17]}, "17 dimensions does not fit"),
@@ -615,10 +615,10 @@ def test_features_of_another_head_or_in_two_spaces_are_refused(scope, task, fit)
         attribute(scope, "hat", "L1H3", {"order": fit["order", "L0H1"]})
     with pytest.raises(BadInput, match="nothing was fitted for 'order' at L0H0"):
         attribute(scope, "hat", "L0H0", fit)
-    with pytest.raises(BadInput, match="at least one feature"):
+    with pytest.raises(BadInput, match="no feature was given"):
         attribute(scope, "hat", "L1H3", {})
     frame = decompose(scope, task, "L1H3", 8, space="query_frame", replicates=3)
-    with pytest.raises(BadInput, match="all fitted in one space"):
+    with pytest.raises(BadInput, match="different spaces"):
         attribute(scope, "hat", "L1H3", {"a": frame["order", "L1H3"], "b": fit["order", "L1H3"]})
     own = attribute(scope, "hat: A", "L1H3", {"order": frame["order", "L1H3"]})
     assert own.provenance["asked"]["space"] == "query_frame", "features know the space they were fitted in"

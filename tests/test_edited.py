@@ -52,7 +52,7 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
         load(fit, scope)
     assert not (fit / sums_file("order")).exists()
     edit(fit / "manifest.json", command=None)
-    with pytest.raises(BadInput, match="run the same decompose command again"):
+    with pytest.raises(BadInput, match="run `decompose` again"):
         load(fit, scope)
 
 

@@ -118,39 +118,28 @@ def attribute(
     shown = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])
     ranks = {part_name(name): subspace.rank for name, subspace in ordered}
-    shares, reverse_shares = (
-        {name: _share(part, parts.logits) for name, part in each.parts.items()} for each in (parts, reverse)
+    shares, backward = (
+        {name: _share(part, parts.logits) for name, part in way.parts.items()} for way in (parts, reverse)
     )
-    return Explanation(
-        experiment="explain",
-        answer=(
-            f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
-            f"logit {best['logit']:.2f} = {shown}{f', and {bias:+.2f} for the distance' if bias else ''}."
-        ),
-        tables={
-            "tokens": rows,
-            "summary": [
-                {
-                    "feature": name,
-                    "rank": ranks.get(name),
-                    "variance_share": share,
-                    "reverse_order": reverse_shares[name],
-                }
-                for name, share in shares.items()
-            ],
-            "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()],
-            "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
-        },
-        **made_with(
-            scope,
-            head=str(head),
-            prompt=Example(ids=tuple(ids)).show(2000),
-            split=split,
-            tokens=scope.tokenizer.convert_ids_to_tokens(ids) if scope.tokenizer else None,
-            explained=1 - shares[RESIDUAL],
-            space=space,
-        ),
+    answer = (
+        f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
+        f"logit {best['logit']:.2f} = {shown}{f', and {bias:+.2f} for the distance' if bias else ''}."
     )
+    tables = {
+        "tokens": rows,
+        "summary": [
+            {"feature": name, "rank": ranks.get(name), "variance_share": share, "reverse_order": backward[name]}
+            for name, share in shares.items()
+        ],
+        "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()],
+        "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
+    }
+    asked = {
+        "head": str(head), "prompt": Example(ids=tuple(ids)).show(2000), "split": split, "space": space,
+        "tokens": scope.tokenizer.convert_ids_to_tokens(ids) if scope.tokenizer else None,
+        "explained": 1 - shares[RESIDUAL],
+    }  # fmt: skip
+    return Explanation("explain", tables, answer=answer, **made_with(scope, **asked))
 
 
 def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
@@ -162,7 +151,9 @@ def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dic
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
-        raise BadInput(f"name at least one feature, all fitted in one space, but there are {sorted(spaces) or 'none'}.")
+        raise BadInput(
+            f"no feature was given, or of different spaces ({', '.join(sorted(spaces))}): name those of one."
+        )
     return dict(features), spaces.pop()
 
 

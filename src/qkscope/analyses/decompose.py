@@ -110,19 +110,10 @@ def decompose(
         sums = read_sums(Path(out), asked, task, scope.device)
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:
+        common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
         try:
             sums = {
-                name: ContrastSums(
-                    chosen,
-                    [name],
-                    scope.d_head,
-                    group_size=scope.group_size,
-                    nulls=_nulls(task.contrasts[name]),
-                    replicates=replicates,
-                    seed=seed,
-                    device=scope.device,
-                    about={**about, "n": n, "batch_size": batch_size, "examples": hashes[name]},
-                )
+                name: ContrastSums(chosen, [name], scope.d_head, nulls=_nulls(task.contrasts[name]), **common)
                 for name in names
             }
         except (MemoryError, RuntimeError) as error:
@@ -132,6 +123,8 @@ def decompose(
                 f"the null sums of {len(chosen)} heads with {replicates} replicates do not fit into memory: take fewer "
                 "heads at a time, or fewer replicates."
             ) from None
+        for name, own in sums.items():
+            own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
         joints = prompts.joined(units)
         together = [tuple(joint.prompts) for joint in joints]
         numbers = {name: prompts.null_units(units[name], task.contrasts[name]) for name in names}

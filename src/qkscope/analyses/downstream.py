@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,7 +22,6 @@ from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import Features, Swaps, check_swappable, draw_pairs
 from qkscope.capture.inputs import answer_ids, check_visible
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
 from qkscope.change.whole import Batch
@@ -101,21 +100,31 @@ def swap_downstream(
         """Logits of the right and of the target answer, and which is likeliest: unedited, then with each projector."""
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
-        check_visible(encoded, what.heads, batch.before.bias)
+        before = batch.before
+        check_visible(encoded, what.heads, before.bias)
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
         orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
-        tokens = encoded.inputs["input_ids"].gather(1, batch.before.key_positions).tolist()
+        tokens = encoded.inputs["input_ids"].gather(1, before.key_positions).tolist()
         read: list[Candidates] = []
         for row, at in enumerate(own.tolist()):
             keys, answers = pairs.examples[at].keys, named[at]
             if answers is None:
-                signs = [key.label(ANSWER) for key in keys]
-                read.append((tokens[row][: len(keys)], list(signs), int(orig[row]), int(target[row])))
+                signs: list[int] = [key.label(ANSWER) for key in keys]
+                read.append((tokens[row][: len(keys)], signs, int(orig[row]), int(target[row])))
             else:
-                count = [len(side) for side in answers]
-                read.append(([*answers[0], *answers[1]], [1] * count[0] + [-1] * count[1], 0, count[0]))
-        edits = [[_edit(batch.before, head, p, orig, target, own) for head in what.heads] for p in projectors.values()]
-        runs = [batch.before, *batch.run(edits, scope.heads()[-1:])]
+                right, wrong = answers
+                read.append(([*right, *wrong], [1] * len(right) + [-1] * len(wrong), 0, len(right)))
+
+        def edit(head: Head, projector: Projector) -> Edit:
+            """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
+            column, rows = before.heads.index(head), torch.arange(len(own), device=orig.device)
+            each = [f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1) for f in projector]
+            keys, at = before.k[:, before.kv_of_head[column]], before.key_positions
+            pair = swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*each))
+            return Edit.keys(head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1))
+
+        edits = [[edit(head, projector) for head in what.heads] for projector in projectors.values()]
+        runs = [before, *batch.run(edits, scope.heads()[-1:])]
         said = [sorted(set(ids)) for (ids, *_), at in zip(read, own.tolist(), strict=True) if named[at] is None]
         answers = torch.stack([_answers(captured.logits, read) for captured in runs])
         return {"answers": answers, "tokens": list(dict.fromkeys(token for ids in said for token in ids))}
@@ -129,18 +138,18 @@ def swap_downstream(
     work = current_work().begin(scope, list(units), **asked)
     (pieces,) = work.run([Stage("answers", pairs.batches, run)], progress, last=True)
     clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
-    before = clean[:, 0] - clean[:, 1]
+    gap = clean[:, 0] - clean[:, 1]
     table: list[dict[str, Any]] = []
     for kind, values in zip(projectors, edited, strict=True):
         after = values[:, 0] - values[:, 1]
-        low, high = clustered_bootstrap(before - after, pairs.cluster)
+        low, high = clustered_bootstrap(gap - after, pairs.cluster)
         table.append({
             "heads": ",".join(map(str, what.heads)), "condition": Condition(joint, kind).name, "feature": joint,
             "kind": kind,
             "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(values[:, 2].mean()),
             "target_before": float(clean[:, 3].mean()), "target_after": float(values[:, 3].mean()),
-            "logit_difference_before": float(before.mean()), "logit_difference_after": float(after.mean()),
-            "fell": float((before - after).mean()), "low": float(low), "high": float(high), "n": len(values),
+            "logit_difference_before": float(gap.mean()), "logit_difference_after": float(after.mean()),
+            "fell": float((gap - after).mean()), "low": float(low), "high": float(high), "n": len(values),
             "draws": min(draws, len(values)) if kind == "random" else 1,
         })  # fmt: skip
     row = table[0]
@@ -151,18 +160,13 @@ def swap_downstream(
         for which, every in (("the answers that are named", texts), ("the key tokens themselves", tokens))
         if every
     )
-    return Swaps(
-        experiment="swap/downstream",
-        answer=(
-            f"Swapping {joint} in {row['heads']} takes the model's answer, read among {read}, from "
-            f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
-            f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{pairs.one_cluster()}"
-        ),
-        tables={"downstream": table},
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": read}),
+    answer = (
+        f"Swapping {joint} in {row['heads']} takes the model's answer, read among {read}, from "
+        f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
+        f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{pairs.one_cluster()}"
     )
+    made = provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": read})
+    return Swaps("swap/downstream", {"downstream": table}, model=scope.name, seed=seed, answer=answer, provenance=made)
 
 
 def _answers(logits: Float[Tensor, "b v"] | None, read: Sequence[Candidates]) -> Float[Tensor, "b 4"]:
@@ -173,20 +177,3 @@ def _answers(logits: Float[Tensor, "b v"] | None, read: Sequence[Candidates]) ->
     best, right, wrong = scores.argmax(1, keepdim=True), *(torch.tensor([[row[i]] for row in read]) for i in (2, 3))
     columns = [scores.gather(1, right), scores.gather(1, wrong), signs.gather(1, best) > 0, best == wrong]
     return torch.cat(columns, dim=1)
-
-
-def _edit(
-    before: Capture,
-    head: Head,
-    projector: Projector,
-    orig: Int[Tensor, " b"],
-    target: Int[Tensor, " b"],
-    places: Int[Tensor, " b"],
-) -> Edit:
-    """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
-    column, rows = before.heads.index(head), torch.arange(len(orig), device=orig.device)
-    factors = [f[places % len(f), column] if f.ndim == 4 else f[column].expand(len(rows), -1, -1) for f in projector]
-    keys = before.k[:, before.kv_of_head[column]]
-    pair = [key[:, 0] for key in swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*factors))]
-    positions = torch.stack([before.key_positions[rows, orig], before.key_positions[rows, target]], dim=1)
-    return Edit.keys(head, positions, torch.stack(pair, dim=1))

@@ -130,14 +130,8 @@ def find_heads(
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
     about = made_from(scope, task)
-    return Ranking(
-        experiment=f"heads/{task.name}",
-        answer=with_notes(answer, about),
-        tables={"heads": rows},
-        model=scope.name,
-        seed=task.seed,
-        provenance=provenance(**about, n=n),
-    )
+    made: Any = {"model": scope.name, "seed": task.seed, "provenance": provenance(**about, n=n)}
+    return Ranking(f"heads/{task.name}", {"heads": rows}, answer=with_notes(answer, about), **made)
 
 
 def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:

@@ -136,8 +136,8 @@ class Fit(Result):
         check_job(folder, job)
         if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:
             source = Path(job["asked"]["file"])
-            kept = source if self.kept_in is None else self.kept_in / source.name
-            source = kept if kept.is_file() else source
+            if self.kept_in is not None and (self.kept_in / source.name).is_file():
+                source = self.kept_in / source.name
             task_of(job, source.parent)  # refused where the file is gone, or is another by now
             contents[source.name] = source.read_bytes()
         contents |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
@@ -203,19 +203,11 @@ def fit_of(
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
         controls = run_controls(moments, name, center=centring)
-        of_heads = (
-            Subspace.from_deltas(  # one direction is kept also of a contrast that is nothing; the verdict says so
-                moments.delta(name, centring),
-                moments.heads,
-                rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
-                least=1,
-                contrast=name,
-                controls=controls,
-                about={**about, "group_size": moments.group_size},
-                sizes=moments.sizes(name),
-                cov_k=moments.cov_k.matrix(),
-            )
-        )
+        known: Any = {"controls": controls, "sizes": moments.sizes(name), "cov_k": moments.cov_k.matrix()}
+        known |= {"contrast": name, "about": {**about, "group_size": moments.group_size}}
+        cut = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
+        # one direction is kept also of a contrast that is nothing; the verdict says so
+        of_heads = Subspace.from_deltas(moments.delta(name, centring), moments.heads, cut, least=1, **known)
         for head, subspace in of_heads.items():
             subspaces[name, head] = subspace
             at, c = {"head": str(head), "contrast": name}, controls[head]
@@ -240,35 +232,22 @@ def fit_of(
         **({"center": dict(center)} if center else {}),
     }  # fmt: skip
     reasons = [subspace.controls.reason for subspace in subspaces.values() if subspace.controls]
-    return Fit(
-        experiment=f"decompose/{task.name}",
-        answer=with_notes(_answer(rows, reasons), about),
-        tables={"ranks": rows, "spectrum": spectrum},
-        model=about["model"],
-        seed=some.seed,
-        provenance=provenance(**asked),
-        subspaces=subspaces,
-        sums=sums,
-        heads=tuple(some.heads),
-        space=about["space"],
-        chat=task.chat,
-        words=tuple(task.asked.get("words", ())),
-    )
+    made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
+    of: Any = {"heads": tuple(some.heads), "space": about["space"], "words": tuple(task.asked.get("words", ()))}
+    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows, reasons), about)
+    name = f"decompose/{task.name}"
+    return Fit(name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of)
 
 
 def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
     parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
     for verdict, words in _KINDS.items():
-        heads: dict[str, list[str]] = {}
-        for row in rows:
-            if row["verdict"] == verdict:
-                heads.setdefault(row["contrast"], []).append(row["head"])
-        named = [
-            f"{name} at {', '.join(own[:_NAMED])}" + (f" and {len(own) - _NAMED} more" if len(own) > _NAMED else "")
-            for name, own in heads.items()
-        ]
-        if named:
-            parts.append(f"in {sum(map(len, heads.values()))} {words} ({'; '.join(named)})")
+        named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
+        for name in dict.fromkeys(row["contrast"] for row in having):
+            heads = [row["head"] for row in having if row["contrast"] == name]
+            more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
+            named.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
+        parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
     said = f"Of {len(rows)} contrasts at heads, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts at heads."
     if len(tested) < len(rows):
         why = next(reason for reason in reasons if reason).removeprefix("untested: ")
@@ -305,13 +284,9 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
     experiment, job = str(manifest.get("experiment", "decompose/")), manifest.get("asked", {})
     if not experiment.startswith("decompose/"):
-        raise BadInput(
-            f"{folder} is not a folder that decompose wrote, but a run of {experiment}: name the folder of a fit; "
-            "qkscope view shows this one."
-        )
+        raise BadInput(f"{folder} is not a folder that decompose wrote, but a run of {experiment}: name one of a fit.")
     whole = all(isinstance(job.get(name), kind) and job.get(name) is not True for name, kind in _JOB.items())
-    named = [*job["heads"], *job["contrasts"]] if whole else []
-    if not whole or not job["heads"] or not job["contrasts"] or not all(isinstance(name, str) for name in named):
+    if not whole or {type(name) for name in (*job["heads"], *job["contrasts"])} != {str}:
         raise BadInput(f"{folder / MANIFEST} is damaged: run decompose again into another folder.")
     return {**job, "command": manifest.get("command")}
 
@@ -327,16 +302,14 @@ def read_sums(
     """The sums of every contrast of a folder's fit."""
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
-        path = folder / sums_file(name)
+        path, command = folder / sums_file(name), job.get("command") or "decompose"
         if not path.is_file():
-            again = f"`{job['command']}`" if job.get("command") else "the same decompose command"
-            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run {again} again to make it.")
+            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run `{command}` again to make it.")
         check_unchanged(folder, path.name, manifest)
         every[name] = ContrastSums.load(path, device=device)
         if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
             raise BadInput(
-                f"{folder} was fitted on other prompts of {name} than this qkscope draws: run decompose again into "
-                "another folder."
+                f"{folder} was fitted on other prompts of {name} than are drawn now: run decompose elsewhere."
             )
     return every
 
@@ -366,7 +339,9 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
     names = list(task.contrasts) if contrasts is None else list(contrasts)
     if not names or len(set(names)) < len(names):
-        raise BadInput(f"contrasts are different ones of {', '.join(task.contrasts)}, but got {names}.")
+        raise BadInput(
+            f"no contrast, or one that is named twice: there is {', '.join(task.contrasts)}, but got {names}."
+        )
     for name in names:
         task.fit(name, 1)
     return names

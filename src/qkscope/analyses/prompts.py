@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,20 +98,14 @@ def capture_units(
 
 
 def unit_runner(
-    scope: Scope,
-    units: Sequence[Unit],
-    heads: Sequence[Head],
-    *,
-    space: Space = "post_rope",
-    chat: bool = False,
-    rest: bool = True,
+    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, chat: bool = False, **how: Any
 ) -> Callable[[list[int]], UnitBatch]:
-    """What captures the units of one batch, by number."""
+    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`."""
 
     def run(indices: list[int]) -> UnitBatch:
         members = [(i, m) for i in indices for m in range(len(units[i]))]
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
-        captured = scope.capture_inputs(encoded, heads=list(heads), space=space, rest=rest)
+        captured = scope.capture_inputs(encoded, heads=list(heads), **how)
         check_visible(encoded, captured.heads, captured.bias)
         unit, member = torch.tensor(members, device=captured.example.device)[captured.example].unbind(1)
         return UnitBatch(captured, unit, member)
@@ -168,12 +162,12 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
     if not contrast.across:
         return captured.q, captured.k, labels, batch.unit
-    if not bool(((labels > 0).sum(dim=1) == 1).all()):
-        raise BadInput(f"contrast {contrast.name!r} compares a prompt with its copy: mark one + key in each.")
     rows = torch.arange(len(labels), device=labels.device)
     partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
-    if not bool((partner.sum(dim=1) == 1).all()):
-        raise BadInput(f"contrast {contrast.name!r} needs a prompt and one copy in each unit.")
+    if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
+        raise BadInput(
+            f"contrast {contrast.name!r} compares a prompt with one copy: give it, and mark one + key in each."
+        )
     right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
     pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
     return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
@@ -198,18 +192,12 @@ def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, "
     return torch.tensor([numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)])[unit]
 
 
-@dataclass(frozen=True)
 class Joint:
-    """Prompts that run together, and whose they are.
+    """Prompts that run together, each once, with the labels of all contrasts."""
 
-    Parameters
-    ----------
-    prompts : each once, with the labels of all contrasts.
-    owners : of each prompt, by contrast: the number of its unit there, and its place in that unit.
-    """
-
-    prompts: list[Example] = field(default_factory=list)
-    owners: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.prompts: list[Example] = []
+        self.owners: list[dict[str, tuple[int, int]]] = []  # of each prompt, by contrast: the unit, and its place there
 
 
 def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:

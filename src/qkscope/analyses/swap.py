@@ -8,7 +8,7 @@ the same units and seed give the same, in whatever batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 SIZES = (1, 2, 4, 8, 12)
 Basis = Subspace | Tensor
 """A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
-_PARTS = tuple(field.name for field in fields(AttentionRows))
 
 
 @checked_class
@@ -114,14 +113,13 @@ def swap(
     if any(k > scope.d_head for k in sizes):
         raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}.")
     pairs = draw_pairs(units, batch_size, seed)
-    patched = None
     if downstream:
         if fit is None or subspaces:
             raise BadInput("the answer is read with the features of a fit swapped: give one, and no subspaces.")
         from qkscope.analyses.downstream import swap_downstream  # which stands on this file
 
-        run: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
-        patched = swap_downstream(scope, units, fit, heads, features=features, **run)
+        how: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
+        patched = swap_downstream(scope, units, fit, heads, features=features, **how)
     asked: Any = {"heads": [str(head) for head in chosen.heads], "space": fitted.space, "chat": fitted.chat}
     work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
     rows = capture_rows(scope, units, fitted, chosen.heads, pairs, progress, work)
@@ -149,23 +147,16 @@ def swap(
         + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
         + pairs.one_cluster()
     )
-    if patched is not None:
-        tables |= {name: patched.table(name) for name in patched.tables}
+    if downstream:
+        tables["downstream"] = patched.table()
         answer += f" {patched.answer}"
     arrays: dict[str, Tensor] = {}
     if clouds:
         shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
         arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
-    about = fitted.provenance.get("asked", {})
-    return Swaps(
-        experiment="swap",
-        answer=with_notes(answer, about),
-        tables=tables,
-        arrays=arrays,
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**{**about, "test_units": len(units), "draws": draws}),
-    )
+    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
+    made: Any = {"model": scope.name, "seed": seed, "provenance": provenance(**about)}
+    return Swaps("swap", tables, arrays=arrays, answer=with_notes(answer, about), **made)
 
 
 # ---------------------------------------------------------------------- what is swapped
@@ -193,6 +184,8 @@ class Features:
     heads: list[Head]
     subspaces: Mapping[tuple[str, Head], Subspace]
     fit: Fit
+    names: list[str]  # of the features, in order
+    joint: str  # what the swap of all together is called
 
     @classmethod
     def of(
@@ -206,8 +199,10 @@ class Features:
         """As `swap` is asked for them; what was not fitted is refused before the model runs."""
         own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
         every = [*names, *own]
-        if not every or len(set(every)) < len(every):
-            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}.")
+        if not every:
+            raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
+        if len(set(every)) < len(every):
+            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}.")
         if heads is None:
             named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
             heads = list(fit.heads) or list(dict.fromkeys(named))
@@ -217,17 +212,7 @@ class Features:
             known |= {(name, head): _subspace(name, given, scope.check(head), scope.d_head) for head in chosen}
         check_swappable(fit.space)
         check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
-        return cls(chosen, known, fit)
-
-    @property
-    def names(self) -> list[str]:
-        """The features in order."""
-        return list(dict.fromkeys(name for name, _ in self.subspaces))
-
-    @property
-    def joint(self) -> str:
-        """What the swap of all together is called."""
-        return methods.joint_name(self.names)
+        return cls(chosen, known, fit, every, methods.joint_name(every))
 
     @property
     def has_covariances(self) -> bool:
@@ -237,10 +222,8 @@ class Features:
     def conditions(self, draws: int, seed: int) -> tuple[dict[Condition, Projector], list[float | None]]:
         """Projectors of every condition, and the condition number of the features at each head."""
         bases = {name: [self.subspaces[name, head].basis("key").double() for head in self.heads] for name in self.names}
-        groups = {name: [name] for name in self.names} | {self.joint: self.names}
-        known = {
-            name: self.fit.covariances(self.heads, group) for name, group in groups.items() if self.has_covariances
-        }
+        groups = {name: [name] for name in self.names} | {self.joint: self.names} if self.has_covariances else {}
+        known = {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
         return methods.conditions(bases, known, self._random(draws, seed))
 
     def methods(self, draws: int, seed: int) -> dict[str | Condition, Method]:
@@ -260,13 +243,11 @@ class Features:
         """What is compared on the same rows: all features with each alone and with what chose its directions
         otherwise, and each feature with the keys' principal components, also at every size.
         """
-        alone = [Condition(name) for name in self.names]
+        alone, every = [Condition(name) for name in self.names], dict(projectors)
         joint = [what for what in (Condition(self.joint), Condition(self.joint, "summed")) if what in projectors]
         pairs = [(what, other) for what in joint for other in alone if len(alone) > 1]
-        for what in [*joint, *alone]:
-            others = [Condition(what.feature, kind) for kind in methods.SHOWN]
-            pairs += [(what, other) for other in others if other in projectors and other != what]
-        every = dict(projectors)
+        others = [(what, Condition(what.feature, kind)) for what in [*joint, *alone] for kind in methods.SHOWN]
+        pairs += [(what, other) for what, other in others if other in projectors and other != what]
         for k in sizes if "key_pca" in by_size else ():
             for name in self.names:
                 pair = Condition(f"{name}, {k}"), Condition(f"key_pca, {k}")
@@ -292,10 +273,8 @@ def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, 
         basis = torch.linalg.qr(basis)[0]
         given = Subspace(basis, basis.new_ones(rank), basis, rank, head, name)
     if given.d_head != d_head or given.head not in (None, head):
-        raise BadInput(
-            f"subspace {name!r} has {given.d_head} dimensions at {given.head or head}, but is swapped at {head}, which "
-            f"has {d_head}."
-        )
+        own = f"has {given.d_head} dimensions at {given.head or head}"
+        raise BadInput(f"subspace {name!r} {own}, but is swapped at {head}, which has {d_head}.")
     return given
 
 
@@ -376,8 +355,7 @@ def capture_rows(
     capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
 
     def run(indices: list[int]) -> dict[str, Any]:
-        rows = capture(indices).captured.rows()
-        return {name: getattr(rows, name) for name in _PARTS}
+        return dict(vars(capture(indices).captured.rows()))
 
     (parts,) = (work or Work()).run([Stage("rows", pairs.batches, run)], progress, last=True)
     rows = AttentionRows.cat([AttentionRows(**part) for part in parts])
