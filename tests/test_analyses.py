@@ -6,27 +6,19 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from qkscope import BadInput, Head, cli, tasks
-from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import load, read_job
 from qkscope.analyses.prompts import batches_of, capture_units
-from qkscope.analyses.swap import Features, default_features, swap
-from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.draws import derived_seed, draw_bits
-from qkscope.examples import Draft, Example, Key
+from qkscope.examples import Example, Key
 from qkscope.maths.significance import wilson
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import swapped_keys
 from qkscope.runs.result import Result
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import OBJECTS
@@ -43,11 +35,6 @@ def task() -> Task:
 @pytest.fixture(scope="module")
 def fit(scope: Scope, task: Task):
     return decompose(scope, task, HEADS, 40, batch_size=16, replicates=19)
-
-
-@pytest.fixture(scope="module")
-def swaps(scope, task, fit):
-    return swap(scope, task.test(12), fit, sizes=[1, 16])
 
 
 def one(scope: Scope, example: Example, heads=HEADS):
@@ -270,296 +257,6 @@ def test_a_fit_is_written_with_the_file_it_was_made_from(scope, tmp_path):
         assert load(tmp_path / folder, scope).table() == alone.table()
 
 
-# ---------------------------------------------------------------- swap
-
-
-def test_the_table_has_one_row_per_head_and_condition_and_the_curve_ends_where_all_is_swapped(swaps, fit):
-    kinds, table = ("", "random_", "key_pca_", "cov_qk_"), swaps.table()
-    wanted = {f"{kind}{name}" for kind in kinds for name in ("order", "lexical", "both")}
-    wanted |= {"order_oblique", "lexical_oblique", "both_summed", "sham_both"}
-    rows = {(row["head"], row["condition"]): row for row in table}
-    assert set(rows) == {(head, name) for head in HEADS for name in wanted}
-    assert len(table) == len(rows)
-    for (_, name), row in rows.items():
-        assert (row["n"], row["draws"]) == (12, 20 if name.startswith("random_") else 1)
-        assert (row["condition_number"] is not None) == name.endswith("_oblique")
-    for head in HEADS:
-        for name in ("order", "lexical", "both"):
-            assert len({rows[head, f"{kind}{name}"]["rank"] for kind in kinds}) == 1
-        assert rows[head, "order"]["rank"] == fit["order", head].rank
-        before = {(row["orig_before"], row["target_before"]) for row in table if row["head"] == head}
-        assert len(before) == 1, "one draw of pairs serves every condition"
-        ends = {
-            row["method"]: row["orig_after"] for row in swaps.tables["curve"] if (row["head"], row["k"]) == (head, 16)
-        }
-        assert ends == pytest.approx(
-            dict.fromkeys(("order", "lexical", "key_pca", "cov_qk", "random"), ends["order"]), abs=1e-6
-        )
-
-
-def test_every_condition_equals_a_patched_forward(scope, task, fit):
-    """The closed form against keys really written into the model, head by head, in batches of another size."""
-    units = task.test(10)
-    table = {(row["head"], row["condition"]): row for row in swap(scope, units, fit, draws=1, batch_size=3).table()}
-    every, _ = Features.of(scope, fit, HEADS, ["order", "lexical"]).conditions(draws=1, seed=0)
-    every = {condition.name: projector for condition, projector in every.items()}
-    rows = list(pairs_of(units))
-    encoded = scope.encode([example for example, *_ in rows])
-    orig, target = (torch.tensor([row[i] for row in rows]) for i in (1, 2))
-    before = scope.capture_inputs(encoded, heads=HEADS)
-    index = torch.arange(len(rows))
-    at = torch.stack([before.key_positions[index, orig], before.key_positions[index, target]], dim=1)
-    for name, projector in every.items():
-        for i, head in enumerate(HEADS):
-            own = type(projector)(*(f[0, i] if f.ndim == 4 else f[i] for f in projector))
-            keys = before.k[:, before.kv_of_head[i]]
-            pair = torch.stack(swapped_keys(keys[index, orig], keys[index, target], own), dim=1)
-            after = scope.capture_inputs(encoded, heads=[head], edits=[Edit.keys(head, at, pair)]).attention()[:, 0]
-            assert float(after[index, orig].mean()) == pytest.approx(table[head, name]["orig_after"], abs=1e-5)
-            assert float(after[index, target].mean()) == pytest.approx(table[head, name]["target_after"], abs=1e-5)
-
-
-def pairs_of(units, seed: int = 0) -> Iterator[tuple[Example, int, int]]:
-    """The pairs that a swap draws, drawn again: of the keys that may be, the one of the largest number."""
-    for i, unit in enumerate(units):
-        for m, example in enumerate(unit):
-            picks = []
-            for what, sign in (("right", 1), ("wrong", -1)):
-                lots = {
-                    slot: int(draw_bits(derived_seed(seed, what), i, m, slot))
-                    for slot, key in enumerate(example.keys)
-                    if key.label(ANSWER) == sign
-                }
-                picks.append(max(lots, key=lots.__getitem__))
-            yield example, *picks
-
-
-def test_a_sham_touches_neither_of_the_two_keys(scope, swaps):
-    for row in swaps.table():
-        if row["condition"].startswith("sham_"):
-            assert row["orig_after"] / row["target_after"] == pytest.approx(
-                row["orig_before"] / row["target_before"], rel=0.3
-            )
-    two = tasks.binding(3)  # the right box, the target, and one more: nothing is left to sham with
-    small = decompose(scope, two, "L0H0", 20, contrasts=["order", "lexical"], replicates=3)
-    assert not any(row["condition"].startswith("sham_") for row in swap(scope, two.test(4), small).table())
-
-
-def test_ranks_that_fill_the_head_are_vacuous_and_have_no_oblique_swap(scope, task):
-    full = {"order": 16, "lexical": 2}
-    fit = decompose(scope, task, ["L0H1", "L1H0"], 20, contrasts=["order", "lexical"], rank=full, replicates=3)
-    table = swap(scope, task.test(8), fit).table()
-    vacuous = {row["condition"]: row["vacuous"] for row in table}
-    assert vacuous["order"]
-    assert vacuous["both"]
-    assert not vacuous["lexical"]
-    assert not any(name.endswith("_oblique") for name in vacuous), "dependent subspaces have no oblique projectors"
-    for row in table:
-        if row["condition"] in ("order", "random_order", "key_pca_order"):  # the keys change places
-            assert row["orig_after"] + row["target_after"] == pytest.approx(row["orig_before"] + row["target_before"])
-            assert row["orig_after"] == pytest.approx(row["target_before"], abs=1e-6)
-
-
-def test_heads_of_different_rank_swap_as_they_would_alone(scope, task, fit):
-    """Also beside one that has no oblique swap, as its features depend on each other."""
-    ranks = {head: (1, 16, 7)[i] for i, head in enumerate(fit.heads)}
-    mixed = dataclasses.replace(
-        fit, subspaces={(name, head): s.cut(ranks[head]) for (name, head), s in fit.subspaces.items()}
-    )
-    units = task.test(8)
-    together = {(row["head"], row["condition"]): row for row in swap(scope, units, mixed, draws=2).table()}
-    assert {head for head, name in together if name.endswith("_oblique")} == {"L1H3", "L1H0"}
-    for head in HEADS:
-        for row in swap(scope, units, mixed, heads=head, draws=2).table():
-            for name in ("rank", "orig_after", "target_after", "flip"):
-                assert row[name] == pytest.approx(together[head, row["condition"]][name], abs=1e-6)
-
-
-def test_a_filter_list_swaps_within_the_category_as_its_sham(scope):
-    words = {name: OBJECTS[i * 20 : i * 20 + 20] for i, name in enumerate(("red", "blue", "green"))}
-    task = tasks.filter(3, items=2, words=words)
-    fit = decompose(scope, task, "L0H0", 12, replicates=3)
-    assert default_features(fit.contrasts) == ["red", "blue", "green"]
-    names = {row["condition"] for row in swap(scope, task.test(6), fit).table()}
-    assert {"red", "all", "random_all", "sham_all", "green_oblique"} <= names
-    assert swap_downstream(scope, task.test(6), fit).tables["downstream"][0]["n"] == 6
-
-
-def numbers(rows, **named):
-    """Rows of a swap table without the names of what was swapped, as text: NaN is NaN."""
-    own = [row for row in rows if all(row[column] == value for column, value in named.items())]
-    return [str({name: row[name] for name in row if name not in ("condition", "feature", "kind")}) for row in own]
-
-
-def test_a_subspace_of_ones_own_is_swapped_as_a_feature_is_beside_the_same_controls(scope, task, fit):
-    units, own = task.test(8), {head: fit["order", head] for head in HEADS}
-    fitted = swap(scope, units, fit, features=["order"]).table()
-    mine = swap(scope, units, fit, features=[], subspaces={"mine": own}).table()
-    for kind in ("feature", "random", "sham"):
-        assert numbers(mine, feature="mine", kind=kind) == numbers(fitted, feature="order", kind=kind)
-    assert {row["kind"] for row in mine} == {"feature", "random", "key_pca", "cov_qk", "sham"}
-    beside = swap(scope, units, fit, features=["lexical"], subspaces={"mine": own}).table()
-    assert numbers(beside, kind="feature") == numbers(
-        [{**row, "feature": "mine" if row["feature"] == "order" else row["feature"]}
-         for row in swap(scope, units, fit, features=["lexical", "order"]).table()], kind="feature",
-    )  # fmt: skip
-
-
-def test_without_a_fit_a_basis_is_swapped_and_the_controls_that_need_one_are_left_out(scope, task):
-    basis = 3 * torch.eye(16)[:, :2] + 1  # any independent columns
-    swaps = swap(scope, task.test(8), heads="L1H3", subspaces={"mine": basis}, sizes=[1, 2])
-    assert [row["condition"] for row in swaps.table()] == ["mine", "random_mine", "sham_mine"]
-    assert "Key PCA and Cov_q Cov_k need a fit" in swaps.answer
-    assert {row["method"] for row in swaps.tables["curve"]} == {"mine", "random"}
-    span = torch.linalg.qr(basis)[0]
-    again = swap(scope, task.test(8), subspaces={"mine": {"L1H3": Subspace(span, torch.ones(2), span, 2)}})
-    assert again.table()[0]["shift"] == pytest.approx(swaps.table()[0]["shift"], abs=1e-6)
-
-
-EYE = torch.eye(16)[:, :2]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"fit": None}, "there is nothing to swap"),
-        ({"fit": None, "subspaces": {"mine": EYE}}, "no head was named"),
-        ({"subspaces": {"mine": torch.ones(16, 2)}, "heads": "L0H1"}, "independent columns"),
-        ({"subspaces": {"mine": torch.eye(8)[:, :2]}, "heads": "L0H1"}, "has 8 dimensions at L0H1"),
-        ({"subspaces": {"mine": {"L1H0": EYE}}, "heads": "L0H1"}, "is not given at L0H1"),
-        ({"subspaces": {"order": EYE}}, "features are different contrasts"),
-        ({"heads": "L0H0"}, "nothing was fitted for 'order' at L0H0"),
-        ({"features": ["colour"]}, "nothing was fitted for 'colour'"),
-        ({"features": []}, "there is nothing to swap"),
-        ({"units": []}, "there are no examples"),
-        ({"units": [(Example(text="hat : A"),)]}, "needs keys labelled 'answer' 1 and -1"),
-        ({"sizes": [17]}, "17 dimensions does not fit"),
-    ],
-)
-def test_bad_swaps_are_one_sentence(scope, task, fit, options, says):
-    for verb in [swap] if {"subspaces", "sizes"} & set(options) or "fit" in options else [swap, swap_downstream]:
-        with pytest.raises(BadInput, match=says):
-            verb(scope, **{"units": task.test(2), "fit": fit, **options})
-
-
-def test_features_may_be_called_as_rows_of_ours_are(scope, task, fit):
-    for name in ("both", "random_order", "random"):
-        own = {"subspaces": {name: fit["box", "L1H3"]}}
-        swaps = swap(scope, task.test(4), fit, "L1H3", features=["order"], sizes=[1], **own)
-        for rows, column in ((swaps.table(), "condition"), (swaps.tables["curve"], "method")):
-            assert (
-                len({row[column] for row in rows}) == len({(row["feature"], row["kind"]) for row in rows}) == len(rows)
-            )
-    names = {"residual": fit["box", "L1H3"], "token": fit["box", "L1H3"]}
-    parts = attribute(scope, "hat : A", "L1H3", names).tables["split"]
-    assert [row["part"] for row in parts[:3]] == ["'residual'", "'token'", "residual"]
-
-
-def test_spaces_without_attention_cannot_be_swapped(scope, task):
-    before = decompose(scope, task, "L0H0", 8, space="pre_rope", replicates=3)
-    with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
-        swap(scope, task.test(2), before)
-    frame = decompose(scope, task, "L0H0", 8, space="query_frame", replicates=3)
-    assert swap(scope, task.test(2), frame).table()
-    with pytest.raises(BadInput, match="a patched run writes post_rope keys"):
-        swap_downstream(scope, task.test(2), frame)
-
-
-# ---------------------------------------------------------------- downstream
-
-
-def test_a_full_swap_downstream_is_an_exchange_of_the_two_keys(scope, task):
-    full = decompose(scope, task, HEADS, 12, contrasts=["order", "lexical"], rank=16, replicates=3)
-    units = task.test(9)
-    row = swap_downstream(scope, units, full, batch_size=4).tables["downstream"][0]
-    assert row["heads"] == ",".join(HEADS)
-    fell = []
-    for example, orig, target in pairs_of(units):
-        encoded = scope.encode([example])
-        plain = scope.capture_inputs(encoded, heads=HEADS, logits=True)
-        at = plain.key_positions[:, [orig, target]]
-        edits = [
-            Edit.keys(head, at, plain.k[:, plain.kv_of_head[i]][:, [target, orig]]) for i, head in enumerate(HEADS)
-        ]
-        edited = scope.capture_inputs(encoded, heads=HEADS, logits=True, edits=edits)
-        ids = encoded.inputs["input_ids"][0, plain.key_positions[0]]
-        gap = [x.logits[0, ids[orig]] - x.logits[0, ids[target]] for x in (plain, edited)]
-        fell.append(float(gap[0] - gap[1]))
-    assert row["fell"] == pytest.approx(sum(fell) / len(fell), abs=1e-5)
-
-
-def test_an_edit_without_effect_changes_no_answer(scope, task, fit):
-    """A direction in which the two keys of every prompt agree: the exchange writes back what was there."""
-    units = task.test(6)
-    gaps = []
-    for example, orig, target in pairs_of(units):
-        _, keys = one(scope, example)
-        gaps.append(keys[:, target] - keys[:, orig])
-    agree = torch.linalg.svd(torch.stack(gaps, dim=1), full_matrices=True).Vh.mT.flip(-1)  # 6 gaps leave 10 of 16 free
-    subspaces = {
-        ("order", head): Subspace(agree[i], torch.ones(16), agree[i], 4, head) for i, head in enumerate(fit.heads)
-    }
-    still = dataclasses.replace(fit, subspaces=subspaces)
-    row = swap_downstream(scope, units, still, features=["order"]).tables["downstream"][0]
-    assert row["fell"] == pytest.approx(0, abs=1e-5)
-    assert row["accuracy_before"] == row["accuracy_after"]
-
-
-# ---------------------------------------------------------------- attribute
-
-
-def tokens(explanation) -> str:
-    return " ".join(row["token"] for row in explanation.tables["tokens"])
-
-
-@pytest.mark.parametrize("split", ["sequential", "average", "oblique"])
-def test_parts_sum_to_the_logit_and_attention_to_one(scope, fit, split):
-    prompt = "hat: O\njam: Z\ncat: B\njam:"
-    found = attribute(scope, prompt, "L1H3", fit, split=split)
-    rows = found.tables["tokens"]
-    assert tokens(found) == "hat : O jam : Z cat : B jam :"
-    assert sum(row["attention"] for row in rows) == pytest.approx(1, abs=1e-5)
-    for row in rows:
-        assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(row["logit"], abs=1e-4)
-    whole = [Key((i, i + 1)) for i in range(len(rows))]
-    ids = tuple(scope.tokenizer(prompt)["input_ids"])
-    captured = scope.capture_inputs(scope.encode([Example(ids=ids, keys=whole)]), heads=["L1H3"])
-    assert [row["logit"] for row in rows] == pytest.approx(captured.attention_logits()[0, 0].tolist(), abs=1e-4)
-    shares = found.tables["summary"]
-    assert sum(row["variance_share"] for row in shares) == pytest.approx(1, abs=1e-5)
-    assert sum(row["reverse_order"] for row in shares) == pytest.approx(1, abs=1e-5)
-    assert found.show().splitlines()[0] == found.answer
-
-
-def test_a_prompt_may_be_one_token_or_have_its_query_marked_or_a_template(scope, fit):
-    alone = attribute(scope, "hat", "L1H3", fit)
-    assert [row["attention"] for row in alone.tables["tokens"]] == [pytest.approx(1)]
-    marked = Draft().write("hat: A jam").query(": ").write("B cat").example()
-    early = attribute(scope, marked, "L1H3", fit)
-    assert tokens(early) == "hat : A jam :", "what comes later is not seen"
-    same = attribute(scope, "hat: A jam:", "L1H3", fit)
-    assert early.tables["tokens"] == [pytest.approx(row) for row in same.tables["tokens"]]
-    chat = attribute(scope, "hat: A", "L1H3", fit, chat=True)
-    assert tokens(chat) == "Answer : hat : A Which"
-
-
-def test_features_of_another_head_or_in_two_spaces_are_refused(scope, task, fit):
-    with pytest.raises(BadInput, match="'order' belongs to L0H1, not to L1H3"):
-        attribute(scope, "hat", "L1H3", {"order": fit["order", "L0H1"]})
-    with pytest.raises(BadInput, match="nothing was fitted for 'order' at L0H0"):
-        attribute(scope, "hat", "L0H0", fit)
-    with pytest.raises(BadInput, match="no feature was given"):
-        attribute(scope, "hat", "L1H3", {})
-    frame = decompose(scope, task, "L1H3", 8, space="query_frame", replicates=3)
-    with pytest.raises(BadInput, match="different spaces"):
-        attribute(scope, "hat", "L1H3", {"a": frame["order", "L1H3"], "b": fit["order", "L1H3"]})
-    own = attribute(scope, "hat: A", "L1H3", {"order": frame["order", "L1H3"]})
-    assert own.provenance["asked"]["space"] == "query_frame", "features know the space they were fitted in"
-    two = Draft().query("hat").write(": ").query("A").example()
-    with pytest.raises(BadInput, match="explained from one query, but 2 are marked"):
-        attribute(scope, two, "L1H3", fit)
-
-
 # ---------------------------------------------------------------- find
 
 
@@ -622,20 +319,6 @@ def qkscope(capsys, monkeypatch):
         return stop.value.code or 0, said.out, said.err
 
     return run
-
-
-def test_a_fit_in_pre_rope_cannot_be_swapped_or_explained(qkscope, scope, tmp_path):
-    decompose(scope, tasks.binding(3), "L1H3", 8, out=tmp_path, contrasts=["order"], replicates=3)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    for space, arguments, says in (
-        ("pre_rope", ["swap"], "do not give the model's attention"),
-        ("pre_rope", ["why", "hat:", "--fit"], "do not give the model's attention"),
-        ("query_frame", ["swap", "--downstream"], "writes post_rope keys"),
-    ):
-        asked = {**manifest["asked"], "space": space, "model": "/nowhere/model"}  # said before that is loaded
-        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "asked": asked}))
-        code, _, err = qkscope(*arguments, tmp_path)
-        assert (code, says in err) == (2, True), err
 
 
 def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, model, tmp_path):
