@@ -24,7 +24,7 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
-from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits, part_name, split_rows
+from qkscope.maths.attribution import Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
 from qkscope.runs.verb import verb
@@ -95,9 +95,8 @@ def attribute(
         check_same_model(subspace.about, scope, f"feature {name!r}")
     if isinstance(prompt, Example) and len(prompt.queries) > 1:
         raise BadInput(f"a prompt is explained from one query, but {len(prompt.queries)} are marked: mark one.")
-    if chat is None:
-        chat = isinstance(features, Fit) and features.chat
-    encoded = scope.encode([prompt], chat=chat)
+    fitted_chat = isinstance(features, Fit) and features.chat
+    encoded = scope.encode([prompt], chat=fitted_chat if chat is None else chat)
     query = int(encoded.places.query[0])
     seen = encoded.inputs["attention_mask"][:, : query + 1]
     places = Places.everywhere(encoded.places.row, encoded.places.query, seen)
@@ -134,11 +133,7 @@ def attribute(
         "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()],
         "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
     }
-    asked = {
-        "head": str(head), "prompt": Example(ids=tuple(ids)).show(2000), "split": split, "space": space,
-        "tokens": scope.tokenizer.convert_ids_to_tokens(ids) if scope.tokenizer else None,
-        "explained": 1 - shares[RESIDUAL],
-    }  # fmt: skip
+    asked = {"head": str(head), "prompt": Example(ids=tuple(ids)).show(2000), "split": split, "space": space}
     return Explanation("explain", tables, answer=answer, **made_with(scope, **asked))
 
 

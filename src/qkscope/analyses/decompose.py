@@ -119,10 +119,8 @@ def decompose(
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            raise BadInput(
-                f"the null sums of {len(chosen)} heads with {replicates} replicates do not fit into memory: take fewer "
-                "heads at a time, or fewer replicates."
-            ) from None
+            size = f"the null sums of {len(chosen)} heads with {replicates} replicates"
+            raise BadInput(f"{size} do not fit into memory: take fewer heads at a time, or fewer replicates.") from None
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
         joints = prompts.joined(units)

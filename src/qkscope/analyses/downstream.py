@@ -23,7 +23,6 @@ from qkscope.analyses.swap import Features, Swaps, check_swappable, draw_pairs
 from qkscope.capture.inputs import answer_ids, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.change.whole import Batch
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -96,7 +95,7 @@ def swap_downstream(
     projectors = {kind: every[Condition(joint, kind)] for kind in methods.SHOWN}
     named = answer_ids(scope, pairs.examples, chat=fit.chat)
 
-    def run(indices: list[int]) -> dict[str, Any]:
+    def run(indices: list[int]) -> Float[Tensor, "r b 4"]:
         """Logits of the right and of the target answer, and which is likeliest: unedited, then with each projector."""
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
@@ -125,9 +124,7 @@ def swap_downstream(
 
         edits = [[edit(head, projector) for head in what.heads] for projector in projectors.values()]
         runs = [before, *batch.run(edits, scope.heads()[-1:])]
-        said = [sorted(set(ids)) for (ids, *_), at in zip(read, own.tolist(), strict=True) if named[at] is None]
-        answers = torch.stack([_answers(captured.logits, read) for captured in runs])
-        return {"answers": answers, "tokens": list(dict.fromkeys(token for ids in said for token in ids))}
+        return torch.stack([_answers(captured.logits, read) for captured in runs])
 
     factors = [factor.detach().cpu().double().flatten() for projector in projectors.values() for factor in projector]
     asked = {
@@ -137,7 +134,7 @@ def swap_downstream(
     }  # fmt: skip
     work = current_work().begin(scope, list(units), **asked)
     (pieces,) = work.run([Stage("answers", pairs.batches, run)], progress, last=True)
-    clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
+    clean, *edited = torch.cat(pieces, dim=1)
     gap = clean[:, 0] - clean[:, 1]
     table: list[dict[str, Any]] = []
     for kind, values in zip(projectors, edited, strict=True):
@@ -153,11 +150,11 @@ def swap_downstream(
             "draws": min(draws, len(values)) if kind == "random" else 1,
         })  # fmt: skip
     row = table[0]
-    tokens = dict.fromkeys(token_texts(scope, [token])[0] for piece in pieces for token in piece["tokens"])
     texts = dict.fromkeys(t for e in pairs.examples if e.answers for t in (*e.answers.right, *e.answers.wrong))
+    keys = dict.fromkeys(e.piece(key.span) for e in pairs.examples if not e.answers for key in e.keys)
     read = " and ".join(
         f"{which} ({', '.join(map(repr, list(every)[:_NAMED]))}{', …' if len(every) > _NAMED else ''})"
-        for which, every in (("the answers that are named", texts), ("the key tokens themselves", tokens))
+        for which, every in (("the answers that are named", texts), ("the key tokens themselves", keys))
         if every
     )
     answer = (

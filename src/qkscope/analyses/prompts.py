@@ -165,9 +165,7 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     rows = torch.arange(len(labels), device=labels.device)
     partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
     if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
-        raise BadInput(
-            f"contrast {contrast.name!r} compares a prompt with one copy: give it, and mark one + key in each."
-        )
+        raise BadInput(f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each.")
     right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
     pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
     return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit

@@ -317,8 +317,7 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pa
     right, wrong = labels > 0, labels < 0
     for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
         raise BadInput(
-            f"a swap needs keys labelled {ANSWER!r} 1 and -1 in every example, but this one has not both: "
-            f"{examples[row].show(80)}."
+            f"a swap needs keys labelled {ANSWER!r} 1 and -1, but there are not both in {examples[row].show(80)}."
         )
     unit, member = torch.tensor(rows).unbind(1)
 
