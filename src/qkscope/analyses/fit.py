@@ -286,7 +286,7 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     if not experiment.startswith("decompose/"):
         raise BadInput(f"{folder} is not a folder that decompose wrote, but a run of {experiment}: name one of a fit.")
     whole = all(isinstance(job.get(name), kind) and job.get(name) is not True for name, kind in _JOB.items())
-    if not whole or {type(name) for name in (*job["heads"], *job["contrasts"])} != {str}:
+    if not whole or any({type(name) for name in job[named]} != {str} for named in ("heads", "contrasts")):
         raise BadInput(f"{folder / MANIFEST} is damaged: run decompose again into another folder.")
     return {**job, "command": manifest.get("command")}
 
