@@ -34,7 +34,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def fit(scope: Scope, task) -> Fit:
-    return decompose(scope, task, [BINDING, "L17H5"], 64, contrasts=["order", "lexical"], replicates=59)
+    return decompose(scope, task, [BINDING, "L17H5"], 48, contrasts=["order", "lexical"], replicates=39)
 
 
 def test_the_binding_head_is_found(scope, task):
@@ -97,7 +97,7 @@ def test_a_prompt_is_explained_by_its_features(scope, fit):
 
 def test_filter_heads_are_found(scope):
     """Methods A9: L22H4 and L21H8 among the top three by the share of attention on the asked category."""
-    top = find_heads(scope, tasks.filter(5), 25).top("ratio")[:3]
+    top = find_heads(scope, tasks.filter(5), 16).top("ratio")[:3]
     assert {"L22H4", "L21H8"} <= {row["head"] for row in top}
     assert top[0]["chance"] == pytest.approx(0.2)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.examples import Example
@@ -73,7 +73,7 @@ def make_clouds(
     mask = rows.present()[:n]
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
-    colourings = _colourings(examples[:n], swapped.orig[:n].tolist(), mask, words)
+    colourings = _colourings(examples[:n], swapped.orig[:n], mask, words)
     labels = {
         f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
         for side, part in (("key", "keys"), ("query", "queries"))
@@ -127,26 +127,19 @@ def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
 
 
 def _colourings(
-    examples: Sequence[Example], right: list[int], mask: Tensor, vocabulary: Sequence[str]
+    examples: Sequence[Example], right: Int[Tensor, " n"], mask: Bool[Tensor, "n k"], vocabulary: Sequence[str]
 ) -> dict[str, Colouring]:
-    slots = [[i for i, there in enumerate(row) if there] for row in mask.tolist()]
+    row, slot = mask.nonzero().unbind(1)
     words = [_words(example, vocabulary) for example in examples]
-    common = [word for word, _ in Counter(word for row in words for word in row).most_common(_WORDS)]
-    index = {word: i for i, word in enumerate(common)}
-    numbers = [[index.get(word, -1) for word in row] for row in words]
-    places = [str(i + 1) for i in range(max(map(len, slots)))]
+    common = [word for word, _ in Counter(word for own in words for word in own).most_common(_WORDS)]
+    numbers = [[common.index(word) if word in common else -1 for word in own] for own in words]
+    of_keys = [numbers[r][i] for r, i in zip(row.tolist(), slot.tolist(), strict=True)]
+    of_queries = [own[i] for own, i in zip(numbers, right.tolist(), strict=True)]
+    places, sides = [str(i + 1) for i in range(int(slot.max()) + 1)], ["the right key", "another key"]
     return {
-        "place in the prompt": Colouring(places, [i for row in slots for i in row], right, ordered=True),
-        "word": Colouring(
-            common,
-            [row[i] for row, of in zip(numbers, slots, strict=True) for i in of],
-            [row[i] for row, i in zip(numbers, right, strict=True)],
-        ),
-        "right or not": Colouring(
-            ["the right key", "another key"],
-            [int(i != r) for of, r in zip(slots, right, strict=True) for i in of],
-            [0] * len(right),
-        ),
+        "place in the prompt": Colouring(places, slot.tolist(), right.tolist(), ordered=True),
+        "word": Colouring(common, of_keys, of_queries),
+        "right or not": Colouring(sides, (slot != right[row]).int().tolist(), [0] * len(right)),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkscope.analyses import prompts
-from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, is_finished, read_sums
+from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
@@ -25,7 +25,7 @@ from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.significance import NullKind, lag_one
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
-from qkscope.runs.folder import read_run
+from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import BatchPart, Stage, out_of_memory
 from qkscope.tasks.task import Contrast, Task
@@ -106,7 +106,7 @@ def decompose(
     check_job(out, {**about, **asked})
     hashes = {name: prompts.units_hash(own) for name, own in units.items()}
     work = current_work().begin(scope, hashes, verb="decompose", **asked)
-    if out is not None and is_finished(out, names):
+    if out is not None and all((Path(out) / file).is_file() for file in (RESULTS, *map(sums_file, names))):
         sums = read_sums(Path(out), asked, task, scope.device)
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:

@@ -28,7 +28,7 @@ from qkscope.maths.controls import FEW_UNITS, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center, Covariance
-from qkscope.runs.folder import MANIFEST, RESULTS, WORK, check_unchanged, file_name, read_json, read_run
+from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result, write_result
 from qkscope.tasks.task import Task
@@ -289,11 +289,6 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     if not whole or any({type(name) for name in job[named]} != {str} for named in ("heads", "contrasts")):
         raise BadInput(f"{folder / MANIFEST} is damaged: run decompose again into another folder.")
     return {**job, "command": manifest.get("command")}
-
-
-def is_finished(out: str | Path | None, names: Sequence[str]) -> bool:
-    """Whether a folder holds a whole fit, with the sums of these contrasts."""
-    return out is not None and all((Path(out) / name).is_file() for name in (RESULTS, *map(sums_file, names)))
 
 
 def read_sums(

@@ -178,10 +178,9 @@ def cluster_of(unit: Unit, number: int) -> object:
 
 def words_of(units: Sequence[Unit]) -> list[str]:
     """What prompts share that ask alike: the word each unit asks for, or its cluster where none is marked."""
-    asked = [unit[0].roles.get(ASKED) for unit in units]
-    if any(span is None for span in asked):
-        return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
-    return [unit[0].piece(span) for unit, span in zip(units, asked, strict=True) if span is not None]
+    if all(ASKED in unit[0].roles for unit in units):
+        return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
+    return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
 
 
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
