@@ -5,11 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkscope import BadInput
-from qkscope.heads import Head
+from qkscope import BadInput, Head, tasks
+from qkscope.analyses.attribute import attribute
+from qkscope.analyses.decompose import decompose
+from qkscope.examples import Draft, Example, Key
 from qkscope.maths.attribution import attribute_logits, split_rows
 
 seeds = st.integers(0, 10**6)
+
+
+@pytest.fixture(scope="module")
+def fit(scope):
+    return decompose(scope, tasks.binding(4), ["L1H3", "L0H1"], 40, replicates=3)
 
 
 def randn(seed, *shape, dtype=torch.float64):
@@ -75,14 +82,10 @@ def test_a_planted_query_is_given_to_its_own_feature():
     torch.testing.assert_close(found.parts["f1"], found.logits)
     assert found.parts["f0"].abs().max() < 1e-9
     assert attribute_logits(q, k, 1.0, bases).parts["f0"].abs().max() > 0.1
-
-
-def test_the_oblique_residual_is_what_no_feature_reaches():
-    bases = features(6, ranks=(3, 4))
-    q, k = randn(7, 16), randn(8, 6, 16)
-    joint = torch.linalg.qr(torch.cat(list(bases.values()), dim=1))[0]
-    found = attribute_logits(q, k, 1.0, bases, "oblique")
-    torch.testing.assert_close(found.parts["residual"], k @ (q - joint @ (joint.mT @ q)))
+    for many, split, says in ((features(0, ranks=[1] * 7), "average", "too many orders"),
+                              ({"a": torch.eye(16), "b": torch.eye(16)}, "oblique", "independent")):  # fmt: skip
+        with pytest.raises(BadInput, match=says):
+            attribute_logits(q, k, 1.0, many, split)
 
 
 def test_the_rows_of_a_split_sum_to_the_logit_of_each_key():
@@ -98,22 +101,56 @@ def test_the_rows_of_a_split_sum_to_the_logit_of_each_key():
     assert nothing["share"] != nothing["share"]
 
 
+# ---------------------------------------------------------------- the verb
+
+
+def tokens(explanation) -> str:
+    return " ".join(row["token"] for row in explanation.tables["tokens"])
+
+
 @pytest.mark.parametrize("split", ["sequential", "average", "oblique"])
-def test_without_a_feature_all_is_residual(split):
-    found = attribute_logits(randn(0, 16), randn(1, 3, 16), 1.0, {}, split)
-    assert list(found.parts) == ["residual"]
-    torch.testing.assert_close(found.parts["residual"], found.logits)
+def test_parts_sum_to_the_logit_and_attention_to_one(scope, fit, split):
+    prompt = "hat: O\njam: Z\ncat: B\njam:"
+    found = attribute(scope, prompt, "L1H3", fit, split=split)
+    rows = found.tables["tokens"]
+    assert tokens(found) == "hat : O jam : Z cat : B jam :"
+    assert sum(row["attention"] for row in rows) == pytest.approx(1, abs=1e-5)
+    for row in rows:
+        assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(row["logit"], abs=1e-4)
+    whole = [Key((i, i + 1)) for i in range(len(rows))]
+    ids = tuple(scope.tokenizer(prompt)["input_ids"])
+    captured = scope.capture_inputs(scope.encode([Example(ids=ids, keys=whole)]), heads=["L1H3"])
+    assert [row["logit"] for row in rows] == pytest.approx(captured.attention_logits()[0, 0].tolist(), abs=1e-4)
+    shares = found.tables["summary"]
+    assert sum(row["variance_share"] for row in shares) == pytest.approx(1, abs=1e-5)
+    assert sum(row["reverse_order"] for row in shares) == pytest.approx(1, abs=1e-5)
+    assert found.show().splitlines()[0] == found.answer
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda q, k: attribute_logits(q, k, 1.0, {str(i): torch.eye(16)[:, i : i + 1] for i in range(7)}, "average"),
-         "too many orders"),
-        (lambda q, k: attribute_logits(q, k, 1.0, {"a": torch.eye(16), "b": torch.eye(16)}, "oblique"), "independent"),
-    ],
-)  # fmt: skip
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput) as error:
-        call(randn(0, 16), randn(1, 4, 16))
-    assert says in str(error.value)
+def test_a_prompt_may_be_one_token_or_have_its_query_marked_or_a_template(scope, fit):
+    alone = attribute(scope, "hat", "L1H3", fit)
+    assert [row["attention"] for row in alone.tables["tokens"]] == [pytest.approx(1)]
+    marked = Draft().write("hat: A jam").query(": ").write("B cat").example()
+    early = attribute(scope, marked, "L1H3", fit)
+    assert tokens(early) == "hat : A jam :", "what comes later is not seen"
+    same = attribute(scope, "hat: A jam:", "L1H3", fit)
+    assert early.tables["tokens"] == [pytest.approx(row) for row in same.tables["tokens"]]
+    chat = attribute(scope, "hat: A", "L1H3", fit, chat=True)
+    assert tokens(chat) == "Answer : hat : A Which"
+
+
+def test_features_of_another_head_or_in_two_spaces_are_refused(scope, fit):
+    with pytest.raises(BadInput, match="'order' belongs to L0H1, not to L1H3"):
+        attribute(scope, "hat", "L1H3", {"order": fit["order", "L0H1"]})
+    with pytest.raises(BadInput, match="nothing was fitted for 'order' at L0H0"):
+        attribute(scope, "hat", "L0H0", fit)
+    with pytest.raises(BadInput, match="no feature was given"):
+        attribute(scope, "hat", "L1H3", {})
+    frame = decompose(scope, tasks.binding(4), "L1H3", 8, space="query_frame", replicates=3)
+    with pytest.raises(BadInput, match="different spaces"):
+        attribute(scope, "hat", "L1H3", {"a": frame["order", "L1H3"], "b": fit["order", "L1H3"]})
+    own = attribute(scope, "hat: A", "L1H3", {"order": frame["order", "L1H3"]})
+    assert own.provenance["asked"]["space"] == "query_frame", "features know the space they were fitted in"
+    two = Draft().query("hat").write(": ").query("A").example()
+    with pytest.raises(BadInput, match="explained from one query, but 2 are marked"):
+        attribute(scope, two, "L1H3", fit)

@@ -268,7 +268,7 @@ def names(model, tmp_path_factory) -> dict[str, object]:
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
         "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "other": other,
-        "moments": fit.sums["order"].moments, "Answers": Answers, "pre": pre, "ranking": qk.find_heads(scope, task, 4),
+        "moments": fit.sums["order"], "Answers": Answers, "pre": pre, "ranking": qk.find_heads(scope, task, 4),
         "texts": ["The hat is in Box A . The hat"] * 4, "small": qk.Moments("L0H0", ["a"], 4),
         "q": torch.ones(2, 1, 4), "k": torch.ones(2, 1, 2, 4), "labels": {"a": torch.tensor([[1, -1], [1, -1]])},
         "narrow": qk.Subspace.from_delta(torch.eye(3)),

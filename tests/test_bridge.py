@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, decompose, tasks
-from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.relative import singular_basis
-from qkscope.analyses.swap import capture_rows
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.heads import Head
 from qkscope.maths.attribution import alignment, carried
 from qkscope.maths.bases import Projector

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.fit import read_job, task_of
 from qkscope.runs.result import Result, plain_value
 from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.runs.work import parse_part

@@ -223,7 +223,7 @@ def test_signs_in_different_lines_of_a_group_work_the_whole_way(tmp_path, scope)
     assert sorted(signs(task, "fit", "mine")[0]) == [[-1, 0], [1, 0]]
     assert qk.find_heads(scope, task, 10).tables["heads"][0]["n"] == 20
     fit = qk.decompose(scope, task, "L1H3", 10, replicates=19)
-    assert fit.sums["mine"].moments.count("mine").tolist() == [[10.0, 10.0]]
+    assert fit.sums["mine"].count("mine").tolist() == [[10.0, 10.0]]
     assert {row["n"] for row in qk.swap(scope, task.test(10), fit).table()} == {20}
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from qkscope import BadInput, cli, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import sums_file
+from qkscope.analyses.fit import load, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import add_to_run, check_folder, file_name, write_file
 from qkscope.runs.provenance import provenance

@@ -45,11 +45,8 @@ def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ord
         assert "p = 0.001" in fit.answer
         assert '"group" (`cluster`' in fit.answer
     assert qk.load(tmp_path / "fit", nano).answer == fit.answer
-
-
-def test_a_task_that_draws_has_no_order(nano):
-    fit = qk.decompose(nano, qk.tasks.binding(5), "L1H0", 32, replicates=19, progress=False)
-    assert "alike" not in fit.answer
+    again = qk.decompose(nano, task, "L1H0,L1H1", 96, replicates=19, out=tmp_path / "fit", progress=False)
+    assert again.answer == fit.answer, "which no prompt was run for"
 
 
 def autoregressive(rho: float, seed: int) -> float:
@@ -60,9 +57,9 @@ def autoregressive(rho: float, seed: int) -> float:
 
 
 def test_dependence_is_found_and_independence_is_not():
-    assert sum(autoregressive(0.4, seed) <= 0.01 for seed in range(20)) == 20
-    alarms = sum(autoregressive(0.0, seed) <= 0.05 for seed in range(200))
-    assert alarms <= 20  # 10 expected, at the 5% level
+    assert all(autoregressive(0.4, seed) <= 0.01 for seed in range(10))
+    alarms = sum(autoregressive(0.0, seed) <= 0.05 for seed in range(100))
+    assert alarms <= 12  # 5 expected, at the 5% level
 
 
 def test_rows_of_a_unit_count_together():

@@ -148,7 +148,7 @@ def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
         # queries count as often as keys, so that both together are centred
         torch.testing.assert_close(cloud.keys.sum(0) + 4 * cloud.queries.sum(0), torch.zeros(3), atol=1e-3, rtol=0)
     place, asked = (clouds[0].colourings[name] for name in ("place in the prompt", "right or not"))
-    assert place.keys[:4] == (0, 1, 2, 3)
+    assert place.keys[:4] == [0, 1, 2, 3]
     assert [asked.keys[4 * row + place.queries[row]] for row in range(12)] == [0] * 12
     assert sum(label == 0 for label in asked.keys) == 12
     drawn = next(block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud")["options"]

@@ -12,8 +12,7 @@ import torch
 
 from qkscope import BadInput, Moments, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.analyses.fit_folder import read_job, sums_file, task_of
+from qkscope.analyses.fit import load, read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.provenance import made
 from qkscope.runs.result import Result
@@ -83,7 +82,7 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
 def test_sums_that_no_longer_belong_to_the_folder_are_refused(scope, fit, monkeypatch):
     """Of another fit; or of prompts that another version drew."""
     with monkeypatch.context() as patched:
-        patched.setattr("qkscope.analyses.fit_folder.units_hash", lambda units: "0")
+        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
         with pytest.raises(BadInput, match="was fitted on other prompts of order"):
             load(fit, scope)
     decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)

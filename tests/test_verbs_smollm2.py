@@ -8,20 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from qkscope import Head, tasks
+from qkscope import tasks
 from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.downstream import swap_downstream
-from qkscope.analyses.find import Ranking, find_heads
+from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.swap import Features, swap
-from qkscope.capture.patch import Edit
+from qkscope.analyses.swap import swap
 from qkscope.capture.scope import Scope
-from qkscope.maths.swap import swapped_keys
-from qkscope.tasks.task import ANSWER
 
 BINDING = "L18H6"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
@@ -38,17 +33,13 @@ def task():
 
 
 @pytest.fixture(scope="module")
-def ranking(scope: Scope, task) -> Ranking:
-    return find_heads(scope, task, 64)
-
-
-@pytest.fixture(scope="module")
 def fit(scope: Scope, task) -> Fit:
-    return decompose(scope, task, [BINDING, "L17H5"], 64, contrasts=["order", "lexical"], replicates=59)
+    return decompose(scope, task, [BINDING, "L17H5"], 48, contrasts=["order", "lexical"], replicates=39)
 
 
-def test_the_binding_head_is_found(ranking):
+def test_the_binding_head_is_found(scope, task):
     """Measured .92 at n = 128: with 64 prompts .8 is three and a half standard errors away."""
+    ranking = find_heads(scope, task, 64)
     best = ranking.top("row_accuracy")[0]
     assert best["head"] == BINDING
     assert best["accuracy"] >= best["row_accuracy"] > 0.8
@@ -58,27 +49,6 @@ def test_the_binding_head_is_found(ranking):
     beside = next(row for row in ranking.top() if row["head"] == "L18H7")
     assert beside["accuracy"] > 0.8
     assert beside["row_accuracy"] < 0.6
-    assert len(ranking.tables["heads"]) == 270
-
-
-def test_scores_are_those_of_eager_attention(scope, task):
-    units = task.choose(2)
-    rows = {row["head"]: row for row in find_heads(scope, task, 2).top()}
-    eager = Scope.load("smollm2-135m", device="cpu", attn="eager", check=False)
-    accuracy, ratio, mass = 0, 0, 0
-    for (example,) in units:
-        encoded = scope.encode([example])
-        with torch.no_grad():
-            attention = torch.stack(eager.model(**encoded.inputs, output_attentions=True).attentions)
-        named = attention[:, 0, :, -1][..., encoded.places.keys[0]].flatten(0, 1)
-        right = encoded.labels[ANSWER][0] > 0
-        accuracy = accuracy + right[named.argmax(-1)].double() / 2
-        ratio = ratio + (named[:, right].sum(-1) / named.sum(-1)) / 2
-        mass = mass + named.sum(-1) / 2
-    for i, head in enumerate(scope.heads()):
-        assert rows[str(head)]["accuracy"] == pytest.approx(float(accuracy[i]))
-        assert rows[str(head)]["ratio"] == pytest.approx(float(ratio[i]), abs=1e-4)
-        assert rows[str(head)]["mass"] == pytest.approx(float(mass[i]), abs=1e-4)
 
 
 def test_both_features_depend_on_the_query_and_have_few_dimensions(fit):
@@ -94,7 +64,7 @@ def test_swapping_both_moves_the_attention_and_random_subspaces_do_not(scope, ta
 
     With fewer prompts the rank reads higher, and random subspaces of 14 dimensions leave .48-.51: hence .4 here.
     """
-    rows = {r["condition"]: r for r in swap(scope, task.test(48), fit, heads=BINDING).table()}
+    rows = {r["condition"]: r for r in swap(scope, task.test(32), fit, heads=BINDING).table()}
     both = rows["both"]
     assert both["orig_before"] >= 0.7
     assert both["target_before"] <= 0.05
@@ -108,29 +78,6 @@ def test_swapping_both_moves_the_attention_and_random_subspaces_do_not(scope, ta
     assert sham["flip"] < 0.1
 
 
-def test_the_closed_form_is_the_patched_models_own_attention(scope, task, fit):
-    units = task.test(4)
-    heads = [Head.parse(BINDING), Head.parse("L17H5")]
-    rows = draw_pairs(units, 4)
-    every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
-    every = {condition.name: projector for condition, projector in every.items()}
-    table = {(r["head"], r["condition"]): r for r in swap(scope, units, fit, draws=1).table()}
-    order = sorted(range(4), key=lambda i: (len(units[i][0]), i))
-    encoded = scope.encode([units[i][0] for i in order])
-    before = scope.capture_inputs(encoded, heads=heads)
-    index = torch.arange(4)
-    at = torch.stack([before.key_positions[index, slot] for slot in (rows.orig, rows.target)], dim=1)
-    for name in ("both", "lexical_oblique", "random_both"):
-        for i, head in enumerate(heads):
-            own = type(every[name])(*(f[0, i] if f.ndim == 4 else f[i] for f in every[name]))
-            keys = before.k[:, before.kv_of_head[i]]
-            pair = torch.stack(swapped_keys(keys[index, rows.orig], keys[index, rows.target], own), dim=1)
-            after = scope.capture_inputs(encoded, heads=[head], edits=[Edit.keys(head, at, pair)]).attention()[:, 0]
-            found = table[str(head), name]
-            assert float(after[index, rows.orig].mean()) == pytest.approx(found["orig_after"], abs=1e-5)
-            assert float(after[index, rows.target].mean()) == pytest.approx(found["target_after"], abs=1e-5)
-
-
 def test_a_swap_in_two_heads_lowers_the_answer_logit_more_than_a_random_one(scope, task, fit):
     rows = {r["condition"]: r for r in swap_downstream(scope, task.test(8), fit).tables["downstream"]}
     assert rows["both"]["fell"] > rows["random_both"]["fell"]
@@ -139,8 +86,7 @@ def test_a_swap_in_two_heads_lowers_the_answer_logit_more_than_a_random_one(scop
 
 
 def test_a_prompt_is_explained_by_its_features(scope, fit):
-    found = attribute(scope, "hat: O\njam: Z\ncat: B\njam:", BINDING, fit)
-    rows = found.tables["tokens"]
+    rows = attribute(scope, "hat: O\njam: Z\ncat: B\njam:", BINDING, fit).tables["tokens"]
     assert sum(row["attention"] for row in rows) == pytest.approx(1, abs=1e-4)
     for row in rows:
         assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(row["logit"], abs=1e-3)
@@ -149,17 +95,9 @@ def test_a_prompt_is_explained_by_its_features(scope, fit):
     assert max(boxes, key=lambda box: boxes[box]["lexical"]) == "Z", "because of the word, not of the place"
 
 
-def test_chat_prompts_have_the_template_around_them(scope, fit):
-    found = attribute(scope, "jam: Z\njam:", BINDING, fit, chat=True)
-    tokens = [row["token"] for row in found.tables["tokens"]]
-    assert tokens[0] == "<|im_start|>"
-    assert "".join(tokens).endswith("<|im_start|>assistant\n")
-    assert sum(row["attention"] for row in found.tables["tokens"]) == pytest.approx(1, abs=1e-4)
-
-
 def test_filter_heads_are_found(scope):
     """Methods A9: L22H4 and L21H8 among the top three by the share of attention on the asked category."""
-    top = find_heads(scope, tasks.filter(5), 25).top("ratio")[:3]
+    top = find_heads(scope, tasks.filter(5), 16).top("ratio")[:3]
     assert {"L22H4", "L21H8"} <= {row["head"] for row in top}
     assert top[0]["chance"] == pytest.approx(0.2)
 

@@ -19,7 +19,7 @@ import torch
 import qkscope as qk
 from kills import survive
 from qkscope import BadInput, Scope
-from qkscope.analyses.fit_folder import sums_file
+from qkscope.analyses.fit import sums_file
 from qkscope.runs import work as work_module
 from qkscope.runs.folder import write_file
 from qkscope.runs.verb import is_part

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkscope.analyses.neighbours import ALIKE
+from qkscope.analyses.decompose import ALIKE
 from qkscope.maths.controls import rank_above
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind, head_p_values, lag_one

@@ -5,10 +5,9 @@ page is drawn from, in a folder if one is named. Files in reading order:
 
 - What verbs share: `prompts` (a task through a model, in batches; a prompt that several contrasts label runs once; what
   a result was made from).
-- Features from contrasts: `find` (which heads), `decompose` (their features) by way of `fit_folder` (sums, and where
-  they are kept), `neighbours` (whether a file's prompts depend on each other) and `fit` (what it gives, and reads
-  back).
-- What features do: `pairs` (which keys change places), `swap` (where the attention goes), `downstream` (what the model
+- Features from contrasts: `find` (which heads), `decompose` (their features in one pass, and whether a file's prompts
+  depend on each other) and `fit` (what it gives: sums, subspaces, and the folder they are kept in and read from).
+- What features do: `swap` (which keys change places, and where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``.
 - By changing words: `because` (the words that decide a look, and their relations), `atlas` (every head named so).

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 from scipy.stats import t as student
 from torch import Tensor
 
+from qkscope.capture.tap import Call, Stop
 from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import Alternatives, Word
-from qkscope.capture.tap import Call, Stop
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
 

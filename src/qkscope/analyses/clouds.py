@@ -14,11 +14,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.examples import Example
@@ -39,9 +38,9 @@ _PARTS = ("keys", "queries", "key_labels", "query_labels")
 class Colouring:
     """One way to colour points: the names of the labels, and each point's label; -1 is none of them."""
 
-    names: tuple[str, ...]
-    keys: tuple[int, ...]
-    queries: tuple[int, ...]
+    names: list[str]
+    keys: list[int]
+    queries: list[int]
     ordered: bool = False  # labels have an order, and so should their colours
 
 
@@ -72,8 +71,9 @@ def make_clouds(
     """
     n, rows = min(len(swapped), _PROMPTS), swapped.rows
     mask = rows.present()[:n]
+    per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
-    colourings = _colourings(examples[:n], swapped.orig[:n].tolist(), mask, words)
+    colourings = _colourings(examples[:n], swapped.orig[:n], mask, words)
     labels = {
         f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
         for side, part in (("key", "keys"), ("query", "queries"))
@@ -81,16 +81,11 @@ def make_clouds(
     arrays: dict[str, Tensor] = {}
     table: list[dict[str, Any]] = []
     for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
-        column = list(swapped.heads).index(head)
-        q = subspace.project(rows.q[:n, column].double(), "query")
-        k = subspace.project(rows.k[:n, kv[column]].double(), "key")
-        per = mask.sum(dim=1)
-        repeated = q.repeat_interleave(per, dim=0)
-        joined = torch.cat([repeated, k[mask]])
-        at = principal(joined)
-        first = per.cumsum(0) - per
-        title = f"{name} at {head}"
-        points = {"keys": at[len(repeated) :].float(), "queries": at[first].float(), **labels}
+        column, title = list(swapped.heads).index(head), f"{name} at {head}"
+        q = subspace.project(rows.q[:n, column].double(), "query").repeat_interleave(per, dim=0)
+        k = subspace.project(rows.k[:n, kv[column]].double(), "key")[mask]
+        queries, keys = principal(torch.cat([q, k])).float().split([len(q), len(k)])
+        points = {"keys": keys, "queries": queries[per.cumsum(0) - per], **labels}
         arrays |= {f"cloud/{title}/{part}": tensor.clone() for part, tensor in points.items()}
         table += [
             {"cloud": title, "colouring": by, "ordered": colouring.ordered, "index": i, "label": label}
@@ -102,73 +97,58 @@ def make_clouds(
 
 def clouds_of(result: Result) -> list[Cloud]:
     """The clouds that a result holds, in the order of its table; figures call theirs by a feature or a panel."""
-    named = [
-        {"cloud": row.get("feature", row.get("panel")), "colouring": "label", **row}
-        for row in result.tables.get("clouds", result.tables.get("labels", ()))
-    ]
-    order = list(dict.fromkeys(row["cloud"] for row in named))
-    stems = sorted({name.rpartition("/")[0] for name in result.arrays if name.endswith("/keys")})
-    found = []
-    for stem in stems:
+    ways: dict[str, dict[str, list[Any]]] = {}  # rows of the table, by cloud and colouring
+    for row in result.tables.get("clouds", result.tables.get("labels", ())):
+        title = row.get("cloud", row.get("feature", row.get("panel")))
+        ways.setdefault(title, {}).setdefault(row.get("colouring", "label"), []).append(row)
+    order, clouds = list(ways), list[Cloud]()
+    for stem in sorted({name.rpartition("/")[0] for name in result.arrays if name.endswith("/keys")}):
         title = stem.removeprefix("cloud/")
-        stored = [result.arrays.get(f"{stem}/{part}") for part in _PARTS]
-        if any(part is None for part in stored) or stored[0].shape[-1] != _COMPONENTS:  # type: ignore[union-attr]
+        stored = [result.arrays[name][:_POINTS] for part in _PARTS if (name := f"{stem}/{part}") in result.arrays]
+        if len(stored) < len(_PARTS) or stored[0].shape[-1] != _COMPONENTS or not ways:
             continue
-        keys, queries, *labels = (part[:_POINTS] for part in stored)  # type: ignore[index]
-        of_key, of_query = (part.reshape(len(part), -1).mT.tolist() for part in labels)
-        group = title if title in order else next(iter(order), None)  # its own labels, or the first there are
-        own = [list(rows) for _, rows in groupby([r for r in named if r["cloud"] == group], lambda r: r["colouring"])]
-        if not own:
-            largest = max([*of_key[0], *of_query[0]], default=-1)
-            own = [[{"colouring": "label", "label": i} for i in range(largest + 1)]]
+        by_key, by_query = (part.reshape(len(part), -1).mT.tolist() for part in stored[2:])
+        own = ways.get(title, ways[order[0]])  # its own labels, or the first there are
         colourings = {
-            rows[0]["colouring"]: Colouring(
-                tuple(str(row["label"]) for row in rows), tuple(k), tuple(q), rows[0].get("ordered", title == "order")
+            by: Colouring(
+                [str(r["label"]) for r in rows], of_keys, of_queries, rows[0].get("ordered", title == "order")
             )
-            for rows, k, q in zip(own, of_key, of_query, strict=False)
+            for (by, rows), of_keys, of_queries in zip(own.items(), by_key, by_query, strict=False)
         }
-        found.append(Cloud(title, keys, queries, colourings))
-    return sorted(found, key=lambda cloud: order.index(cloud.title) if cloud.title in order else len(order))
+        clouds.append(Cloud(title, stored[0], stored[1], colourings))
+    return sorted(clouds, key=lambda cloud: order.index(cloud.title) if cloud.title in order else len(order))
 
 
 def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
     """Coordinates on the first principal components; zeros where the points span fewer."""
-    x = x - x.mean(dim=0)
-    u, s, _ = torch.linalg.svd(x, full_matrices=False)
-    found = (u * s)[:, :_COMPONENTS]
-    return torch.nn.functional.pad(found, (0, _COMPONENTS - found.shape[1]))
+    u, s, _ = torch.linalg.svd(x - x.mean(dim=0), full_matrices=False)
+    shown = (u * s)[:, :_COMPONENTS]
+    return torch.nn.functional.pad(shown, (0, _COMPONENTS - shown.shape[1]))
 
 
 def _colourings(
-    examples: Sequence[Example], right: list[int], mask: Tensor, words: Sequence[str]
+    examples: Sequence[Example], right: Int[Tensor, " n"], mask: Bool[Tensor, "n k"], vocabulary: Sequence[str]
 ) -> dict[str, Colouring]:
-    slots = [[i for i, there in enumerate(row) if there] for row in mask.tolist()]
-    widest = max(len(row) for row in slots)
-    place = Colouring(
-        tuple(str(i + 1) for i in range(widest)), tuple(i for row in slots for i in row), tuple(right), ordered=True
-    )
-    said = [_words(example, words) for example in examples]
-    common = [word for word, _ in Counter(word for row in said for word in row).most_common(_WORDS)]
-    index = {word: i for i, word in enumerate(common)}
-    word = Colouring(
-        tuple(common),
-        tuple(index.get(row[i], -1) for row, of in zip(said, slots, strict=True) for i in of),
-        tuple(index.get(row[i], -1) for row, i in zip(said, right, strict=True)),
-    )
-    asked = Colouring(
-        ("the right key", "another key"),
-        tuple(int(i != r) for of, r in zip(slots, right, strict=True) for i in of),
-        (0,) * len(right),
-    )
-    return {"place in the prompt": place, "word": word, "right or not": asked}
+    row, slot = mask.nonzero().unbind(1)
+    words = [_words(example, vocabulary) for example in examples]
+    common = [word for word, _ in Counter(word for own in words for word in own).most_common(_WORDS)]
+    numbers = [[common.index(word) if word in common else -1 for word in own] for own in words]
+    of_keys = [numbers[r][i] for r, i in zip(row.tolist(), slot.tolist(), strict=True)]
+    of_queries = [own[i] for own, i in zip(numbers, right.tolist(), strict=True)]
+    places, sides = [str(i + 1) for i in range(int(slot.max()) + 1)], ["the right key", "another key"]
+    return {
+        "place in the prompt": Colouring(places, slot.tolist(), right.tolist(), ordered=True),
+        "word": Colouring(common, of_keys, of_queries),
+        "right or not": Colouring(sides, (slot != right[row]).int().tolist(), [0] * len(right)),
+    }
 
 
 def _words(example: Example, vocabulary: Sequence[str]) -> list[str]:
     """What each key is called: the last word of the vocabulary before it, or its own text where there is none."""
-    known, found, start = set(vocabulary), [], 0
+    words, start = list[str](), 0
     for key in example.keys:
+        before = re.findall(r"\w+", (example.text or "")[start : key.span[0]])
         own = str(example.piece(key.span)).strip()
-        before = re.findall(r"\w+", example.text[start : key.span[0]]) if example.text is not None else []
-        found.append(next((word for word in reversed(before) if word in known), own))
+        words.append(next((word for word in reversed(before) if word in vocabulary), own))
         start = key.span[1]
-    return found
+    return words

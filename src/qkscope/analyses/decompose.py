@@ -1,36 +1,43 @@
-"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the baselines beside it."""
+"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the baselines beside it.
+
+A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file may stand in an
+order that matters: what units add, ``X_i``, is compared with what the next one in the file adds,
+``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from torch import Tensor
+
 from qkscope.analyses import prompts
-from qkscope.analyses.fit import Fit, fit_of
-from qkscope.analyses.fit_folder import ContrastSums, asked_of, check_job, checked_contrasts, is_finished, read_sums
-from qkscope.analyses.neighbours import neighbour_notes
+from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
-from qkscope.maths.moments import Moments
-from qkscope.maths.significance import Center, NullKind
+from qkscope.maths.significance import Center, NullKind, lag_one
 from qkscope.maths.subspace import Rank
+from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import BatchPart, Stage, out_of_memory
 from qkscope.tasks.task import Contrast, Task
 
-MOST_REPLICATES = 100_000
-Replicates = Annotated[int, Interval(ge=1, le=MOST_REPLICATES)]
+ALIKE = 0.01
+"""The p-value from which on a file's neighbours are said to be alike."""
+_HEADS, _UNITS, _LEAST = 8, 512, 12  # looked at for that, at most, and under how many units nothing is said
+Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
 
 @verb("decompose")
 def decompose(
-    scope: Scope | Callable[[], Scope],
+    scope: Scope,
     task: Task,
     heads: str | Head | Sequence[str | Head],
     n: Count = 256,
@@ -50,7 +57,7 @@ def decompose(
 
     Parameters
     ----------
-    scope : the model, or what loads it once all that can be checked without it is.
+    scope : the model.
     task : whose contrasts are fitted.
     heads : like ``"L18H6,L18H7"``, or a list.
     n : units of each contrast: a prompt, or a prompt and its copy. A prompt that several contrasts label runs once.
@@ -80,105 +87,69 @@ def decompose(
     [('L1H0', 'lexical')]
     """
     chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
-    _check_cuts(names, rank, center or {})
+    for what, given in (("rank", rank if isinstance(rank, Mapping) else {}), ("center", center or {})):
+        for name in given:
+            if name not in names:
+                raise BadInput(f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}.")
     asked: Any = {
-        **asked_of(task), "heads": [str(head) for head in chosen], "n": n, "contrasts": names, "space": space,
-        "batch_size": batch_size, "replicates": replicates, "seed": seed,
+        "task": task.name, "asked": dict(task.asked), "task_seed": task.seed, "heads": [str(head) for head in chosen],
+        "n": n, "contrasts": names, "space": space, "batch_size": batch_size, "replicates": replicates, "seed": seed,
     }  # fmt: skip
     check_job(out, asked)
-    options = prompts.Options(space, batch_size, task.chat, replicates, seed, progress)
     units = {name: task.fit(name, n) for name in names}
-    passes = [_Pass(task, {name: units[name] for name in some}, options) for some in prompts.that_share(units)]
-    scope = scope if isinstance(scope, Scope) else scope()
     chosen = [scope.check(head) for head in chosen]
-    _check_ranks(rank, scope.d_head)
+    for value in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if not isinstance(value, str) and not 1 <= value <= scope.d_head:
+            raise BadInput(f"rank is 'energy', 'null' or a number from 1 to {scope.d_head}, but got {value!r}.")
     about = prompts.made_from(scope, task, space)
     check_job(out, {**about, **asked})
     hashes = {name: prompts.units_hash(own) for name, own in units.items()}
     work = current_work().begin(scope, hashes, verb="decompose", **asked)
-    if out is not None and is_finished(out, names):
-        sums = read_sums(Path(out), {**about, **asked}, task, scope.device)
+    if out is not None and all((Path(out) / file).is_file() for file in (RESULTS, *map(sums_file, names))):
+        sums = read_sums(Path(out), asked, task, scope.device)
+        notes = read_run(Path(out))["asked"].get("notes", [])
     else:
-        with _room(len(chosen), replicates):
-            empty = [one.empty(scope, chosen, {**about, "n": n}, hashes) for one in passes]
-        stages = [one.stage(scope, chosen, own) for one, own in zip(passes, empty, strict=True)]
-        cut = [part for values in work.run(stages, progress, last=True) for part in values]
-        every = {name: own for some in empty for name, own in some.items()}
-        sums = {name: every[name] for name in names}
+        common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
+        try:
+            sums = {
+                name: ContrastSums(chosen, [name], scope.d_head, nulls=_nulls(task.contrasts[name]), **common)
+                for name in names
+            }
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            size = f"the null sums of {len(chosen)} heads with {replicates} replicates"
+            raise BadInput(f"{size} do not fit into memory: take fewer heads at a time, or fewer replicates.") from None
         for name, own in sums.items():
-            own.cut = sum(part.get(name, 0) for part in cut)
-    noted = [*about.get("notes", ()), *neighbour_notes(scope, task, units, chosen, options)]
-    about = {**about, "notes": noted} if noted else about
+            own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
+        joints = prompts.joined(units)
+        together = [tuple(joint.prompts) for joint in joints]
+        numbers = {name: prompts.null_units(units[name], task.contrasts[name]) for name in names}
+
+        def add(part: BatchPart[prompts.UnitBatch]) -> dict[str, list[Tensor]]:
+            parts = {}
+            for name, own in sums.items():
+                batch = prompts.rows_of(part.value, joints, name)
+                if batch is not None:
+                    q, k, labels, _ = rows = prompts.contrast_rows(batch, task.contrasts[name])
+                    own.update(q, k, {name: labels}, prompts=numbers[name](batch))
+                    captured = batch.captured
+                    own.cov_q.update(captured.q)
+                    own.cov_k.update(captured.k[:, captured.kv_of_head].transpose(1, 2)[captured.key_mask])
+                    if "file" in task.asked:  # tasks that draw their prompts have no order
+                        parts[name] = _adds(rows, captured.kv_of_head)
+            return parts
+
+        run = prompts.unit_runner(scope, together, chosen, space=space, chat=task.chat, rest=False)
+        state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
+        stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
+        (values,) = work.run([stage], progress, last=True)
+        added = {name: [parts[name] for parts in values if name in parts] for name in names}
+        alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
+        notes = [*about.get("notes", ()), *(note for note in alike if note)]
+    about = {**about, "notes": notes} if notes else about
     fit = fit_of(sums, task, about, rank=rank, center=center)
     return fit if out is None else replace(fit, kept_in=Path(out))
-
-
-class _Pass:
-    """One pass over the prompts of contrasts that share some: its batches, and the sums that they leave."""
-
-    def __init__(self, task: Task, units: prompts.Units, options: prompts.Options) -> None:
-        self.units, self.options, self.joints = units, options, prompts.joined(units)
-        self.contrasts = {name: task.contrasts[name] for name in units}
-        self.prompts = [joint.prompts for joint in self.joints]
-
-    def stage(self, scope: Scope, heads: Sequence[Head], sums: Mapping[str, ContrastSums]) -> Stage:
-        """The work of this pass: its batches, added to these sums."""
-        adds = {name: self._adder(name, own) for name, own in sums.items()}
-
-        def add(part: BatchPart[prompts.Batch]) -> dict[str, int]:
-            return {name: own(part) for name, own in adds.items()}
-
-        run = prompts.unit_runner(
-            scope, self.prompts, heads, space=self.options.space, chat=self.options.chat, rest=False
-        )
-        state = {f"{name}/{what}": tensor for name, one in sums.items() for what, tensor in one.tensors().items()}
-        return Stage(next(iter(sums)), prompts.batches_of(self.prompts, self.options.batch_size), run, state, add)
-
-    def empty(
-        self, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any], hashes: Mapping[str, str]
-    ) -> dict[str, ContrastSums]:
-        """The sums of each contrast, before the first batch."""
-        return {name: self._empty(name, scope, heads, {**about, "examples": hashes[name]}) for name in self.units}
-
-    def _empty(self, name: str, scope: Scope, heads: Sequence[Head], about: Mapping[str, Any]) -> ContrastSums:
-        options = self.options
-        moments = Moments(
-            heads,
-            [name],
-            scope.d_head,
-            group_size=scope.group_size,
-            nulls=_nulls(self.contrasts[name]),
-            replicates=options.replicates,
-            seed=options.seed,
-            device=scope.device,
-            about={**about, "batch_size": options.batch_size},
-        )
-        return ContrastSums(moments)
-
-    def _adder(self, name: str, sums: ContrastSums) -> Callable[[BatchPart[prompts.Batch]], int]:
-        """What adds a contrast's rows of each batch, whole, to its sums; it gives 1 for one that came in parts."""
-        contrast, moments = self.contrasts[name], sums.moments
-        unit_of, parts = prompts.null_units(self.units[name], contrast), list[prompts.Rows]()
-
-        def add(part: BatchPart[prompts.Batch]) -> int:
-            batch = prompts.rows_of(part.value, self.joints, name)
-            if batch is not None:
-                q, k, labels, _ = prompts.contrast_rows(batch, contrast)
-                parts.append((q, k, labels, unit_of(batch)))
-                captured = batch.captured
-                sums.cov_q.update(captured.q)
-                own = captured.k[:, captured.kv_of_head].transpose(1, 2)  # b k h d
-                sums.cov_k.update(own[captured.key_mask])
-            if not part.last or not parts:
-                return 0
-            q, k, labels, numbers = prompts.whole_rows(parts)
-            cut = int(len(parts) > 1)
-            parts.clear()
-            with _room(len(moments.heads), moments.replicates):
-                moments.update(q, k, {name: labels}, prompts=numbers)
-            return cut
-
-        return add
 
 
 def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
@@ -192,28 +163,27 @@ def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
     return ("label_permutation" if contrast.unit == "prompt" and not contrast.paired else "sign_flip", "interaction")
 
 
-@contextmanager
-def _room(heads: int, replicates: int) -> Iterator[None]:
-    """Say what to do where the sums do not fit into memory: halving a batch would not help, as they do not grow."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise BadInput(
-            f"the null sums of {heads} heads with {replicates} replicates do not fit into memory: take fewer heads at "
-            "a time, or fewer replicates."
-        ) from None
+def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:
+    """What rows of the first units add at the first heads: query, sums and counts of + and of − keys, and the unit."""
+    q, k, labels, unit = rows
+    some, keys = unit < _UNITS, k[:, kv_of_head[:_HEADS]].double()
+    signs = [(labels == sign).double() for sign in (1, -1)]
+    sums = [torch.einsum("bk,bhkd->bhd", sign, keys) for sign in signs]
+    return [x[some].cpu() for x in (q[:, :_HEADS].double(), *sums, *(sign.sum(1) for sign in signs), unit)]
 
 
-def _check_cuts(names: Sequence[str], rank: Any, center: Mapping[str, str]) -> None:
-    for what, given in (("rank", rank if isinstance(rank, Mapping) else {}), ("center", center)):
-        for name in given:
-            if name not in names:
-                raise BadInput(f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}.")
-
-
-def _check_ranks(rank: Any, d_head: int) -> None:
-    for value in rank.values() if isinstance(rank, Mapping) else [rank]:
-        if not isinstance(value, str) and not 1 <= value <= d_head:
-            raise BadInput(f"rank is 'energy', 'null' or a number from 1 to {d_head}, but got {value!r}.")
+def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
+    """A sentence where neighbouring prompts of a task's file add alike: they are not independent of each other."""
+    if not parts:
+        return ""
+    q, plus, minus, n_plus, n_minus, unit = (torch.cat(column) for column in zip(*parts, strict=True))
+    if len(unit.unique()) < _LEAST:
+        return ""
+    correlation, p = lag_one(q, plus / n_plus.sum() - minus / n_minus.sum(), unit, seed=seed)
+    if p > ALIKE:
+        return ""
+    return (
+        f"Neighbouring prompts of {task.asked['file']} are alike in {contrast} (correlation {correlation:.2f} with the"
+        f" next one, p = {p:.2g}), so they are not independent, and the p-values are too small: give prompts of one"
+        ' text the same "group" (`cluster` of an Example).'
+    )

@@ -9,26 +9,22 @@ the first right and the first wrong one are the two; of keys, those that are swa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import draw_pairs
-from qkscope.analyses.swap import Features, Swaps, check_rows, check_swappable
+from qkscope.analyses.swap import Features, Swaps, check_swappable, draw_pairs
 from qkscope.capture.inputs import answer_ids, check_visible
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.change.whole import Batch
 from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Seed
 from qkscope.maths import methods
@@ -40,6 +36,10 @@ from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import Stage
 from qkscope.tasks.task import ANSWER, UnitsToTest
 
+_NAMED = 4  # candidates in a sentence
+Candidates = tuple[list[int], list[int], int, int]
+"""Tokens that an answer is read among, +1 for right ones and −1, and which of them stand for right and target."""
+
 
 @verb("swap", beside="fit")
 def swap_downstream(
@@ -49,7 +49,6 @@ def swap_downstream(
     heads: str | Head | Sequence[str | Head] | None = None,
     *,
     features: Sequence[str] | None = None,
-    together: bool = True,
     draws: Count = 20,
     batch_size: Count = 32,
     seed: Seed = 0,
@@ -57,7 +56,7 @@ def swap_downstream(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Swaps:
-    """Patch the swap into the heads, all ``together`` or one at a time, and read the answer's logits.
+    """Patch the swap into all heads at once, and read the answer's logits.
 
     Random subspaces and the rivals of `swap` of the same size stand beside the features; each prompt takes one of
     ``draws`` random subspaces, by turns, so that many cost no more runs than one. The pairs of keys are those that
@@ -72,7 +71,6 @@ def swap_downstream(
     fit : features fitted in ``post_rope``, as `decompose` gives them.
     heads : which heads; all of the fit by default.
     features : contrasts of the fit that are swapped together; by default those that `swap` takes.
-    together : whether all heads are patched at once, or one after the other.
     draws : random subspaces that the prompts take by turns.
     batch_size : prompts that run together.
     seed : of the keys that are drawn and of the random subspaces.
@@ -89,151 +87,90 @@ def swap_downstream(
     [('lexical', 'feature'), ('lexical', 'random'), ('lexical', 'key_pca'), ('lexical', 'cov_qk')]
     """
     check_swappable(fit.space, downstream=True)
-    what = Features.of(scope, fit, heads, features)
-    check_rows(scope, fit)
-    pairs = draw_pairs(units, batch_size, seed)
+    what, pairs = Features.of(scope, fit, heads, features), draw_pairs(units, batch_size, seed)
     for example in pairs.examples:
         if len(example.queries) > 1:
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
-    every = what.conditions(draws, seed)[0]
-    projectors = {kind: every[Condition(what.joint, kind)] for kind in methods.SHOWN}
-    groups = [what.heads] if together else [[head] for head in what.heads]
-    cases = [(kind, group) for group in groups for kind in projectors]
+    every, joint = what.conditions(draws, seed)[0], what.joint
+    projectors = {kind: every[Condition(joint, kind)] for kind in methods.SHOWN}
     named = answer_ids(scope, pairs.examples, chat=fit.chat)
 
-    def run(indices: list[int]) -> dict[str, Any]:
-        """Logits of the right and of the target answer, and which is likeliest: unedited, then in each case."""
+    def run(indices: list[int]) -> Float[Tensor, "r b 4"]:
+        """Logits of the right and of the target answer, and which is likeliest: unedited, then with each projector."""
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
         before = batch.before
         check_visible(encoded, what.heads, before.bias)
-        own = pairs.rows_of(indices)
+        own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
         orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
-        tokens = encoded.inputs["input_ids"].gather(1, before.key_positions)
-        of_keys = [
-            sorted(set(tokens[r, : len(e.keys)].tolist())) for r, e in enumerate(encoded.examples) if not e.answers
-        ]
-        labels = encoded.labels[ANSWER].masked_fill(~before.key_mask, 0)
-        read = _candidates(tokens, labels, orig, target, [named[i] for i in own.tolist()])
-        answers = [read.answers(before.logits)]
-        changes = [
-            [_edit(before, head, projectors[kind], orig, target, own) for head in group] for kind, group in cases
-        ]
-        answers += [read.answers(after.logits) for after in batch.run(changes, scope.heads()[-1:])]
-        return {"answers": torch.stack(answers), "tokens": list(dict.fromkeys(t for row in of_keys for t in row))}
+        tokens = encoded.inputs["input_ids"].gather(1, before.key_positions).tolist()
+        read: list[Candidates] = []
+        for row, at in enumerate(own.tolist()):
+            keys, answers = pairs.examples[at].keys, named[at]
+            if answers is None:
+                signs: list[int] = [key.label(ANSWER) for key in keys]
+                read.append((tokens[row][: len(keys)], signs, int(orig[row]), int(target[row])))
+            else:
+                right, wrong = answers
+                read.append(([*right, *wrong], [1] * len(right) + [-1] * len(wrong), 0, len(right)))
 
+        def edit(head: Head, projector: Projector) -> Edit:
+            """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
+            column, rows = before.heads.index(head), torch.arange(len(own), device=orig.device)
+            each = [f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1) for f in projector]
+            keys, at = before.k[:, before.kv_of_head[column]], before.key_positions
+            pair = swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*each))
+            return Edit.keys(head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1))
+
+        edits = [[edit(head, projector) for head in what.heads] for projector in projectors.values()]
+        runs = [before, *batch.run(edits, scope.heads()[-1:])]
+        return torch.stack([_answers(captured.logits, read) for captured in runs])
+
+    factors = [factor.detach().cpu().double().flatten() for projector in projectors.values() for factor in projector]
     asked = {
-        "verb": "downstream", "heads": [str(h) for h in what.heads], "features": what.names, "together": together,
-        "kinds": list(projectors), "draws": draws, "batch_size": batch_size, "seed": seed, "chat": fit.chat,
-        "projectors": _hashed(projectors),
+        "verb": "downstream", "heads": [str(h) for h in what.heads], "features": what.names, "draws": draws,
+        "batch_size": batch_size, "seed": seed, "chat": fit.chat,  # and a fit of the same name may have been made anew:
+        "projectors": hashlib.sha256(torch.cat(factors).numpy().tobytes()).hexdigest(),
     }  # fmt: skip
     work = current_work().begin(scope, list(units), **asked)
     (pieces,) = work.run([Stage("answers", pairs.batches, run)], progress, last=True)
-    tokens = dict.fromkeys(token for piece in pieces for token in piece["tokens"])
-    shown = dict.fromkeys(token_texts(scope, [token])[0] for token in tokens)
-    clean, *edited = torch.cat([piece["answers"] for piece in pieces], dim=1)
+    clean, *edited = torch.cat(pieces, dim=1)
+    gap = clean[:, 0] - clean[:, 1]
     table: list[dict[str, Any]] = []
-    for (kind, group), values in zip(cases, edited, strict=True):
-        fell = (clean[:, 0] - clean[:, 1]) - (values[:, 0] - values[:, 1])
-        low, high = clustered_bootstrap(fell, pairs.cluster)
+    for kind, values in zip(projectors, edited, strict=True):
+        after = values[:, 0] - values[:, 1]
+        low, high = clustered_bootstrap(gap - after, pairs.cluster)
         table.append({
-            "heads": ",".join(map(str, group)), "condition": Condition(what.joint, kind).name, "feature": what.joint,
+            "heads": ",".join(map(str, what.heads)), "condition": Condition(joint, kind).name, "feature": joint,
             "kind": kind,
             "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(values[:, 2].mean()),
             "target_before": float(clean[:, 3].mean()), "target_after": float(values[:, 3].mean()),
-            "logit_difference_before": float((clean[:, 0] - clean[:, 1]).mean()),
-            "logit_difference_after": float((values[:, 0] - values[:, 1]).mean()),
-            "fell": float(fell.mean()), "low": float(low), "high": float(high), "n": len(values),
+            "logit_difference_before": float(gap.mean()), "logit_difference_after": float(after.mean()),
+            "fell": float((gap - after).mean()), "low": float(low), "high": float(high), "n": len(values),
             "draws": min(draws, len(values)) if kind == "random" else 1,
         })  # fmt: skip
     row = table[0]
-    said = _read(pairs.examples, list(shown))
-    return Swaps(
-        experiment="swap/downstream",
-        answer=(
-            f"Swapping {what.joint} in {row['heads']} takes the model's answer, read among {said}, from "
-            f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
-            f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{pairs.one_cluster()}"
-        ),
-        tables={"downstream": table},
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": said}),
+    texts = dict.fromkeys(t for e in pairs.examples if e.answers for t in (*e.answers.right, *e.answers.wrong))
+    keys = dict.fromkeys(e.piece(key.span) for e in pairs.examples if not e.answers for key in e.keys)
+    read = " and ".join(
+        f"{which} ({', '.join(map(repr, list(every)[:_NAMED]))}{', …' if len(every) > _NAMED else ''})"
+        for which, every in (("the answers that are named", texts), ("the key tokens themselves", keys))
+        if every
     )
+    answer = (
+        f"Swapping {joint} in {row['heads']} takes the model's answer, read among {read}, from "
+        f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
+        f"{row['target_after']:.0%} (before: {row['target_before']:.0%}).{pairs.one_cluster()}"
+    )
+    made = provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": read})
+    return Swaps("swap/downstream", {"downstream": table}, model=scope.name, seed=seed, answer=answer, provenance=made)
 
 
-class _Read(NamedTuple):
-    """Candidates of each row: their tokens, +1 or −1 (0: none), and which stand for the right and the target answer."""
-
-    tokens: Int[Tensor, "b c"]
-    signs: Int[Tensor, "b c"]
-    right: Int[Tensor, " b"]
-    wrong: Int[Tensor, " b"]
-
-    def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
-        """Logits of the right and of the target answer, and whether the likeliest is a right one, or the target."""
-        assert logits is not None  # they were asked for
-        scores = logits.gather(1, self.tokens).masked_fill(self.signs == 0, -torch.inf)
-        best, rows = scores.argmax(1), torch.arange(len(scores), device=scores.device)
-        right = self.signs[rows, best] > 0
-        columns = [scores[rows, self.right], scores[rows, self.wrong], right, best == self.wrong]
-        return torch.stack(columns, dim=1).cpu()
-
-
-def _candidates(
-    tokens: Int[Tensor, "b k"],
-    labels: Int[Tensor, "b k"],
-    orig: Int[Tensor, " b"],
-    target: Int[Tensor, " b"],
-    named: Sequence[tuple[list[int], list[int]] | None],
-) -> _Read:
-    """The keys' own tokens, or in rows that name answers, those."""
-    extra = max((len(right) + len(wrong) for right, wrong in filter(None, named)), default=0) - tokens.shape[1]
-    tokens, signs = (pad(x.long(), (0, max(extra, 0))) for x in (tokens, labels))
-    right, wrong = orig.clone(), target.clone()
-    for row, answers in enumerate(named):
-        if answers is None:
-            continue
-        count, every = len(answers[0]), [*answers[0], *answers[1]]
-        signs[row] = 0
-        tokens[row, : len(every)] = torch.tensor(every, device=tokens.device)
-        signs[row, :count], signs[row, count : len(every)] = 1, -1
-        right[row], wrong[row] = 0, count
-    return _Read(tokens, signs, right, wrong)
-
-
-def _read(examples: Sequence[Example], tokens: list[str]) -> str:
-    """Which tokens were taken for answers, in words."""
-    texts = list(dict.fromkeys(text for e in examples if e.answers for text in (*e.answers.right, *e.answers.wrong)))
-    parts = []
-    for what, every in (("the answers that are named", texts), ("the key tokens themselves", tokens)):
-        if every:
-            parts.append(f"{what} ({', '.join(map(repr, every[:4]))}{', …' if len(every) > 4 else ''})")
-    return " and ".join(parts)
-
-
-def _edit(
-    before: Capture,
-    head: Head,
-    projector: Projector,
-    orig: Int[Tensor, " b"],
-    target: Int[Tensor, " b"],
-    places: Int[Tensor, " b"],
-) -> Edit:
-    """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
-    column, rows = before.heads.index(head), torch.arange(len(orig), device=orig.device)
-    factors = [f[places % len(f), column] if f.ndim == 4 else f[column].expand(len(rows), -1, -1) for f in projector]
-    keys = before.k[:, before.kv_of_head[column]]
-    pair = [key[:, 0] for key in swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*factors))]
-    positions = torch.stack([before.key_positions[rows, orig], before.key_positions[rows, target]], dim=1)
-    return Edit.keys(head, positions, torch.stack(pair, dim=1))
-
-
-def _hashed(projectors: Mapping[str, Projector]) -> str:
-    """What the edits are made with: a fit of the same name may have been made anew."""
-    digest = hashlib.sha256()
-    for name, projector in projectors.items():
-        digest.update(name.encode())
-        for factor in projector:
-            digest.update(factor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def _answers(logits: Float[Tensor, "b v"] | None, read: Sequence[Candidates]) -> Float[Tensor, "b 4"]:
+    """Logits of the right and of the target answer, and whether the likeliest is a right one, or the target."""
+    assert logits is not None  # they were asked for
+    tokens, signs = (pad_sequence([torch.tensor(row[i]) for row in read], batch_first=True) for i in (0, 1))
+    scores = logits.cpu().gather(1, tokens).masked_fill(signs == 0, -torch.inf)
+    best, right, wrong = scores.argmax(1, keepdim=True), *(torch.tensor([[row[i]] for row in read]) for i in (2, 3))
+    columns = [scores.gather(1, right), scores.gather(1, wrong), signs.gather(1, best) > 0, best == wrong]
+    return torch.cat(columns, dim=1)

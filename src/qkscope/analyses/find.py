@@ -91,8 +91,7 @@ def find_heads(
     >>> [str(head) for head in found.above(0.9)]
     ['L1H0', 'L1H1', 'L1H3', 'L1H2']
     """
-    units = task.choose(n)
-    heads = scope.heads()
+    units, heads = task.choose(n), scope.heads()
 
     def run(indices: list[int]) -> list[Tensor]:
         members = [(i, example) for i in indices for example in units[i]]
@@ -100,35 +99,29 @@ def find_heads(
         whole = scope.capture_inputs(encoded, places=encoded.everywhere())
         keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
         check_visible(encoded, heads, whole.bias.gather(-1, keys), by_some=True)
-        scores = _scores(encoded, whole.attention())
         unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
-        return [x.cpu() for x in (*scores, unit)]
+        return [x.cpu() for x in (*_scores(encoded, whole.attention()), unit)]
 
     work = current_work().begin(scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat)
-    batches = work.run([Stage("scores", batches_of(units, batch_size), run)], progress, last=True)[0]
+    (batches,) = work.run([Stage("scores", batches_of(units, batch_size), run)], progress, last=True)
     hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*batches, strict=True))
-    chance = float(chances.mean())
-    cluster = clusters_of(units, unit)
+    chance, cluster = float(chances.mean()), clusters_of(units, unit)
     low, high = clustered_bootstrap(ratios, cluster)
     trials = len(cluster.unique())  # copies of a prompt are one trial
     rows: list[dict[str, Any]] = []
     for i, head in enumerate(heads):
-        accuracy = float(hits[:, i].float().mean())
         bounds = wilson(int(hits[:, i].sum()) * trials / len(hits), trials)
-        rows.append({
-            "head": str(head), "accuracy": accuracy, "low": bounds[0], "high": bounds[1], "chance": chance,
-            "row_accuracy": float(row_hits[:, i].float().mean()),
+        row: dict[str, Any] = {
+            "head": str(head), "accuracy": float(hits[:, i].float().mean()), "low": bounds[0], "high": bounds[1],
+            "chance": chance, "row_accuracy": float(row_hits[:, i].float().mean()),
             "ratio": float(ratios[:, i].mean()), "ratio_low": float(low[i]), "ratio_high": float(high[i]),
             "mass": float(masses[:, i].mean()), "n": len(hits),
-        })  # fmt: skip
-    for row in rows:
-        row["reaches"] = row[by] >= threshold and row["accuracy"] > row["chance"]
+        }  # fmt: skip
+        rows.append({**row, "reaches": row[by] >= threshold and row["accuracy"] > chance})
     rows.sort(key=lambda row: -row[by])
     best, first = rows[0], max(rows, key=lambda row: row["row_accuracy"])
-    whole = (
-        "it attends to it most of all tokens" if first is best else f"of all tokens, {first['head']} attends to it most"
-    )
-    about = made_from(scope, task)
+    attends = "it attends to it most of all tokens"
+    whole = attends if first is best else f"of all tokens, {first['head']} attends to it most"
     none, score = no_head(threshold, best, by) if best[by] < threshold else ("", f"{best[by]:.0%}")
     if by != "accuracy":
         none, score = f"{none}{best['head']} is first by {by} ({score}): ", f"{best['accuracy']:.0%}"
@@ -136,14 +129,9 @@ def find_heads(
         f"{none}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
-    return Ranking(
-        experiment=f"heads/{task.name}",
-        answer=with_notes(answer, about),
-        tables={"heads": rows},
-        model=scope.name,
-        seed=task.seed,
-        provenance=provenance(**about, n=n),
-    )
+    about = made_from(scope, task)
+    made: Any = {"model": scope.name, "seed": task.seed, "provenance": provenance(**about, n=n)}
+    return Ranking(f"heads/{task.name}", {"heads": rows}, answer=with_notes(answer, about), **made)
 
 
 def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
@@ -151,14 +139,13 @@ def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ..
     labels, keys = encoded.labels[ANSWER], encoded.places.keys
     attention = rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]
     right = (labels > 0).to(rows.dtype)
-    right_of = right[:, None].expand_as(attention)
     right_token = rows.new_zeros(rows.shape[0], rows.shape[2]).scatter_reduce(1, keys, right, "amax")
     mass = attention.sum(dim=-1)
     return (
         # a head that gives the candidates nothing prefers none of them: argmax would name the first
-        (right_of.gather(-1, attention.argmax(-1, keepdim=True))[..., 0] > 0) & (mass > 0),
-        right_token[:, None].expand_as(rows).gather(-1, rows.argmax(-1, keepdim=True))[..., 0] > 0,
-        (attention * right_of).sum(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny),
+        (right.gather(1, attention.argmax(-1)) > 0) & (mass > 0),
+        right_token.gather(1, rows.argmax(-1)) > 0,
+        (attention * right[:, None]).sum(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny),
         mass,
         right.sum(-1) / (labels != 0).sum(-1),
     )

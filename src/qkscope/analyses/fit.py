@@ -1,42 +1,64 @@
-"""What `decompose` gives: subspaces of every contrast and head with their controls, made from finished sums; and
-`load`, which reads it back from its folder.
+"""What `decompose` gives: the sums of each contrast, the subspaces made of them with their controls, and its folder.
+
+A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces are not stored, but
+made again from the sums by `load`: they are cheap, and then they cannot disagree.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.fit_folder import (
-    ContrastSums,
-    check_job,
-    read_job,
-    read_sums,
-    sums_file,
-    task_file,
-    task_of,
-)
-from qkscope.analyses.prompts import check_same_model, made_from, with_notes
+from qkscope import tasks
+from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
-from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
+from qkscope.maths.controls import FEW_UNITS, run_controls
+from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.significance import Center
 from qkscope.maths.subspace import Rank, Subspace
+from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result, write_result
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
+_KINDS = {
+    "interaction": "what tells the keys apart depends on what is asked",
+    "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
+    "not above null": "nothing is above chance",
+}
+_JOB = {
+    "model": str, "weights": str, "dtype": str, "tokenizer": str | None, "task": str, "asked": dict, "task_seed": int,
+    "heads": list, "n": int, "contrasts": list, "space": str, "batch_size": int, "replicates": int, "seed": int,
+}  # fmt: skip
+"""What a fit was asked for, as its manifest says it."""
+
+
+class ContrastSums(Moments):
+    """What the pass of one contrast adds up: its moments, and the covariances of queries and keys for the baselines."""
+
+    kind = "sums"
+
+    def __init__(self, *args: Any, device: torch.device | str = "cpu", **options: Any) -> None:
+        super().__init__(*args, device=device, **options)
+        self.cov_q, self.cov_k = (Covariance(len(self.heads), self.d_head, device) for _ in range(2))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {**super().tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
 
 
 @checked_class
@@ -53,7 +75,7 @@ class Fit(Result):
     kept_in: Path | None = None  # the folder that it was read from or written to, with a copy of the task's file
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
-        if not isinstance(which, tuple) or len(which) != 2 or not isinstance(which[0], str):
+        if not isinstance(which, tuple) or len(which) != 2:
             raise BadInput(f"a fit is asked for a contrast and a head, as fit['lexical', 'L18H6'], but got {which!r}.")
         contrast, head = which[0], Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
@@ -79,15 +101,13 @@ class Fit(Result):
 
         Examples
         --------
-        >>> import torch
         >>> from qkscope import Scope, decompose, tasks
         >>> fit = decompose(Scope.load("nano:mixed"), tasks.binding(5), "L1H0", 32, replicates=19, progress=False)
-        >>> delta, found = fit.delta("lexical", "L1H0"), fit["lexical", "L1H0"]
-        >>> bool(torch.allclose(torch.linalg.svdvals(delta), found.S))
+        >>> bool(torch.allclose(torch.linalg.svdvals(fit.delta("lexical", "L1H0")), fit["lexical", "L1H0"].S))
         True
         """
-        found = self[contrast, head]
-        return (found.U * found.S) @ found.V.mT
+        subspace = self[contrast, head]
+        return (subspace.U * subspace.S) @ subspace.V.mT
 
     def covariances(self, heads: Sequence[Head], contrasts: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
         """Covariances of the queries and of the keys that some contrasts were fitted on, for each head.
@@ -97,12 +117,10 @@ class Fit(Result):
         heads : some of the fitted heads.
         contrasts : their names; all that were fitted by default, and where one of them was not.
         """
-        chosen = list(self.sums) if contrasts is None or not set(contrasts) <= set(self.sums) else list(contrasts)
-        first, *others = (self.sums[name] for name in chosen)
-        index = [self.heads.index(head) for head in heads]
-        cov_q = first.cov_q.merge(*(s.cov_q for s in others)).matrix()
-        cov_k = first.cov_k.merge(*(s.cov_k for s in others)).matrix()
-        return cov_q[index].cpu(), cov_k[index].cpu()
+        chosen = list(self.sums) if contrasts is None or not set(contrasts) <= set(self.sums) else contrasts
+        index, sums = [self.heads.index(head) for head in heads], [self.sums[name] for name in chosen]
+        cov_q, cov_k = (first.merge(*others) for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums]))
+        return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the folder that `decompose` would have written, for `load` and the later verbs.
@@ -114,13 +132,16 @@ class Fit(Result):
         """
         if not self.subspaces or not self.sums:
             raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
-        asked, own = self.provenance["asked"], dict[str, str | bytes](files or {})
-        check_job(folder, asked)
-        if (source := task_file(asked, self.kept_in)) is not None:
-            task_of(asked, source.parent)  # refused where the file is gone, or is another by now
-            own[source.name] = source.read_bytes()
-        own |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
-        return write_result(self, folder, own)
+        job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
+        check_job(folder, job)
+        if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:
+            source = Path(job["asked"]["file"])
+            if self.kept_in is not None and (self.kept_in / source.name).is_file():
+                source = self.kept_in / source.name
+            task_of(job, source.parent)  # refused where the file is gone, or is another by now
+            contents[source.name] = source.read_bytes()
+        contents |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
+        return write_result(self, folder, contents)
 
 
 @overload
@@ -152,19 +173,17 @@ def load(folder: str | Path, scope: Scope | None = None) -> Result:
     >>> sorted(load(out).tables)
     ['ranks', 'spectrum']
     """
-    return Result.read(folder) if scope is None else _load_fit(Path(folder), scope)
-
-
-def _load_fit(folder: Path, scope: Scope) -> Fit:
-    """The fit of a finished folder, as `decompose` returned it."""
+    folder = Path(folder)
+    if scope is None:
+        return Result.read(folder)
     job = read_job(folder)
     check_same_model(job, scope, str(folder))
     task = task_of(job, folder)
-    sums = read_sums(folder, job, task, device=scope.device)
+    sums = read_sums(folder, job, task, scope.device)
     written = Result.read(folder)
-    asked: Any = written.provenance.get("asked", {})
-    cut = {"rank": asked.get("rank", "energy"), "center": asked.get("center")}
-    fit = fit_of(sums, task, made_from(scope, task, job["space"]), **cut)
+    asked: Any = written.provenance["asked"]
+    about = made_from(scope, task, job["space"])
+    fit = fit_of(sums, task, about, rank=asked.get("rank", "energy"), center=asked.get("center"))
     kept: Any = {"answer": written.answer, "seconds": written.seconds, "provenance": written.provenance}
     return replace(fit, **kept, kept_in=folder)
 
@@ -181,102 +200,143 @@ def fit_of(
     subspaces: dict[tuple[str, Head], Subspace] = {}
     rows: list[dict[str, Any]] = []
     spectrum: list[dict[str, Any]] = []
-    for name, one in sums.items():
-        contrast, moments = task.contrasts[name], one.moments
-        centring = (center or {}).get(name, contrast.center)
+    for name, moments in sums.items():
+        centring = (center or {}).get(name, task.contrasts[name].center)
         controls = run_controls(moments, name, center=centring)
-        cut: Rank = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
-        found = Subspace.from_deltas(  # one direction is kept also of a contrast that is nothing; the verdict says so
-            moments.delta(name, centring),
-            moments.heads,
-            cut,
-            least=1,
-            contrast=name,
-            controls=controls,
-            about={**about, "group_size": moments.group_size},
-            sizes=moments.sizes(name),
-            cov_k=one.cov_k.matrix(),
-        )
-        for head, subspace in found.items():
+        known: Any = {"controls": controls, "sizes": moments.sizes(name), "cov_k": moments.cov_k.matrix()}
+        known |= {"contrast": name, "about": {**about, "group_size": moments.group_size}}
+        cut = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
+        # one direction is kept also of a contrast that is nothing; the verdict says so
+        of_heads = Subspace.from_deltas(moments.delta(name, centring), moments.heads, cut, least=1, **known)
+        for head, subspace in of_heads.items():
             subspaces[name, head] = subspace
-            c = controls[head]
+            at, c = {"head": str(head), "contrast": name}, controls[head]
             rows.append({
-                "head": str(head), "contrast": name, "center": centring, "rank": subspace.rank,
-                "detected": c.detected, "rank_99": c.energy_rank, "rank_null": c.null_rank,
-                "rank_99_centred": c.centred_energy_rank, "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank,
-                "mean_dominance": c.mean_dominance, "p_difference": c.p_difference, "p_interaction": c.p_interaction,
-                "units": c.units, "verdict": c.verdict,
+                **at, "center": centring, "rank": subspace.rank, "detected": c.detected, "rank_99": c.energy_rank,
+                "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
+                "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
+                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
+                "verdict": c.verdict,
             })  # fmt: skip
-            spectrum += _spectrum(subspace, c)
-    some = next(iter(sums.values())).moments
-    parted = {name: one.cut for name, one in sums.items() if one.cut}  # batches that memory cut into parts
-    return Fit(
-        experiment=f"decompose/{task.name}",
-        answer=with_notes(_answer(rows, [s.controls.reason for s in subspaces.values() if s.controls]), about),
-        tables={"ranks": rows, "spectrum": spectrum},
-        model=about["model"],
-        seed=some.seed,
-        provenance=provenance(
-            **about,
-            n=some.about["n"],
-            heads=[str(head) for head in some.heads],
-            contrasts=list(sums),
-            batch_size=some.about["batch_size"],
-            replicates=some.replicates,
-            seed=some.seed,
-            rank=rank,
-            **({"center": dict(center)} if center else {}),
-            **({"cut": parted} if parted else {}),
-        ),
-        subspaces=subspaces,
-        sums=sums,
-        heads=tuple(some.heads),
-        space=about["space"],
-        chat=task.chat,
-        words=tuple(task.asked.get("words", ())),
-    )
-
-
-def _spectrum(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
-    """Singular values beside their null, a few further than were kept or detected."""
-    shown = max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM)
-    return [
-        {
-            "head": str(subspace.head), "contrast": subspace.contrast, "component": i + 1, "value": value,
-            "null_median": median, "null_high": high, "kept": i < subspace.rank,
-        }
-        for i, (value, median, high) in enumerate(
-            zip_longest(controls.spectrum[:shown], controls.null_median[:shown], controls.null_high[:shown])
-        )
-    ]  # fmt: skip
+            shown = max(subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM)  # a few more than were kept or detected
+            columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
+            spectrum += [
+                {**at, "component": i + 1, "value": value, "null_median": median, "null_high": high,
+                 "kept": i < subspace.rank}
+                for i, (value, median, high) in enumerate(columns)
+            ]  # fmt: skip
+    some = next(iter(sums.values()))
+    asked = {
+        **about, "n": some.about["n"], "heads": [str(head) for head in some.heads], "contrasts": list(sums),
+        "batch_size": some.about["batch_size"], "replicates": some.replicates, "seed": some.seed, "rank": rank,
+        **({"center": dict(center)} if center else {}),
+    }  # fmt: skip
+    reasons = [subspace.controls.reason for subspace in subspaces.values() if subspace.controls]
+    made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
+    of: Any = {"heads": tuple(some.heads), "space": about["space"], "words": tuple(task.asked.get("words", ()))}
+    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows, reasons), about)
+    name = f"decompose/{task.name}"
+    return Fit(name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of)
 
 
 def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
-    counts = {v: sum(row["verdict"] == v for row in rows) for v in VERDICTS}
-    kinds: dict[Verdict, str] = {
-        "interaction": "what tells the keys apart depends on what is asked",
-        "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
-        "not above null": "nothing is above chance",
-    }
-    found = [f"in {counts[v]} {words} ({_named(rows, v)})" for v, words in kinds.items() if counts[v]]
-    said = f"Of {len(rows)} contrasts at heads, {'; '.join(found)}." if found else f"{len(rows)} contrasts at heads."
-    if counts["untested"]:
+    parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
+    for verdict, words in _KINDS.items():
+        named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
+        for name in dict.fromkeys(row["contrast"] for row in having):
+            heads = [row["head"] for row in having if row["contrast"] == name]
+            more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
+            named.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
+        parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
+    said = f"Of {len(rows)} contrasts at heads, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts at heads."
+    if len(tested) < len(rows):
         why = next(reason for reason in reasons if reason).removeprefix("untested: ")
-        said += f" {counts['untested']} could not be tested ({why})."
-    tested = [row for row in rows if row["verdict"] != "untested"]
+        said += f" {len(rows) - len(tested)} could not be tested ({why})."
     few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
-    for name, units in few.items():
-        said += f" {name} rests on {units} different words or prompts, which is few."
-    return said
+    return said + "".join(f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items())
 
 
-def _named(rows: list[dict[str, Any]], verdict: str) -> str:
-    """The contrasts with a verdict, and a few of their heads."""
-    heads: dict[str, list[str]] = {}
-    for row in rows:
-        if row["verdict"] == verdict:
-            heads.setdefault(row["contrast"], []).append(row["head"])
-    return "; ".join(
-        f"{name} at {', '.join(own[:_NAMED])}" + (f" and {len(own) - _NAMED} more" if len(own) > _NAMED else "")
-        for name, own in heads.items()
-    )
+# ---------------------------------------------------------------------- its folder
+
+
+def sums_file(contrast: str) -> str:
+    """The name of a contrast's file; what a user calls a contrast may hold anything."""
+    return f"{file_name(contrast)}.safetensors"
+
+
+def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds a fit of anything else; ask before long work, of what is known by then."""
+    if out is None or not (Path(out) / MANIFEST).exists():
+        return
+    there, here = read_job(out), json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
+    differs = [name for name in here if there[name] != here[name]]
+    if differs:
+        raise BadInput(f"{out} holds another fit ({', '.join(differs)} differ): name another folder.")
+
+
+def read_job(folder: str | Path) -> dict[str, Any]:
+    """What the fit in a folder was asked for."""
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file():
+        if (folder / WORK).is_dir():
+            raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
+        raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
+    manifest = read_json(folder / MANIFEST)
+    experiment, job = str(manifest.get("experiment", "decompose/")), manifest.get("asked", {})
+    if not experiment.startswith("decompose/"):
+        raise BadInput(f"{folder} is not a folder that decompose wrote, but a run of {experiment}: name one of a fit.")
+    whole = all(isinstance(job.get(name), kind) and job.get(name) is not True for name, kind in _JOB.items())
+    if not whole or any({type(name) for name in job[named]} != {str} for named in ("heads", "contrasts")):
+        raise BadInput(f"{folder / MANIFEST} is damaged: run decompose again into another folder.")
+    return {**job, "command": manifest.get("command")}
+
+
+def read_sums(
+    folder: Path, job: Mapping[str, Any], task: Task, device: torch.device | str = "cpu"
+) -> dict[str, ContrastSums]:
+    """The sums of every contrast of a folder's fit."""
+    every, manifest = {}, read_run(folder)
+    for name in checked_contrasts(task, job["contrasts"]):
+        path, command = folder / sums_file(name), job.get("command") or "decompose"
+        if not path.is_file():
+            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run `{command}` again to make it.")
+        check_unchanged(folder, path.name, manifest)
+        every[name] = ContrastSums.load(path, device=device)
+        if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
+            raise BadInput(
+                f"{folder} was fitted on other prompts of {name} than are drawn now: run decompose elsewhere."
+            )
+    return every
+
+
+def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
+    """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
+    folder, asked, seed = Path(folder), dict(job["asked"]), job["task_seed"]
+    try:
+        if job["task"] in tasks.BUILT_IN:
+            task = tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+            list(task.fit(next(iter(task.contrasts)), 1))
+            return task
+        kept = folder / Path(asked["file"]).name
+        if not kept.is_file():
+            raise BadInput(f"{kept} is missing, the copy of the task that {folder} was made from: run decompose again.")
+        task = tasks.from_jsonl(kept, seed=seed, chat=asked["chat"], center=asked["center"])
+    except BadInput:
+        raise
+    except Exception:  # whatever numbers for words, or words for numbers, lead to
+        raise BadInput(f"{folder / MANIFEST} names no task that can be made: run decompose again.") from None
+    if task.asked["hash"] != asked.get("hash"):
+        raise BadInput(f"{kept} has changed since {folder} was made from it: run decompose again.")
+    return replace(task, asked=asked)  # its sums know it by the name it was given
+
+
+def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
+    """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
+    names = list(task.contrasts) if contrasts is None else list(contrasts)
+    if not names or len(set(names)) < len(names):
+        raise BadInput(
+            f"no contrast, or one that is named twice: there is {', '.join(task.contrasts)}, but got {names}."
+        )
+    for name in names:
+        task.fit(name, 1)
+    return names

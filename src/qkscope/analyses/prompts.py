@@ -1,11 +1,9 @@
 """A task's prompts through a model: what an analysis was made from, a fixed list of batches in which a prompt and its
 copy stay together, and the rows of a contrast that each batch gives.
 
-Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast that labels it.
-
-The n-th units of a cluster, one of each contrast, make a *joint* unit; a prompt that several of them hold stands in it
-once, with the labels of all. A contrast still sees its own units alone, with its own numbers: what is added up, and
-what its nulls flip or deal, is what a pass over its own prompts would give (to rounding, as batches are others).
+Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast that labels it. A
+contrast still sees its own units alone, with its own numbers: what is added up, and what its nulls flip or deal, is
+what a pass over its own prompts would give (to rounding, as batches are others).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from qkscope.capture.files import weights_part
 from qkscope.capture.inputs import check_visible, notes_of
@@ -65,19 +62,7 @@ def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How prompts pass through a model, and what is drawn beside them."""
-
-    space: Space = "post_rope"
-    batch_size: int = 32
-    chat: bool = False
-    replicates: int = 199
-    seed: int = 0
-    progress: bool | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
+class UnitBatch:
     """Capture rows, and which unit and which of its prompts each row belongs to."""
 
     captured: Capture
@@ -87,10 +72,14 @@ class Batch:
 
 def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
     """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
-    lengths = [max(len(example) for example in unit) for unit in units]
-    step = max(batch_size // max(map(len, units), default=1), 1)
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    return [order[start : start + step] for start in range(0, len(order), step)]
+    batches, room = list[list[int]](), 0
+    for i in sorted(range(len(units)), key=lambda i: (max(map(len, units[i])), i)):
+        room -= len(units[i])
+        if room < 0:
+            batches.append([])
+            room = batch_size - len(units[i])
+        batches[-1].append(i)
+    return batches
 
 
 def units_hash(units: Sequence[Unit]) -> str:
@@ -102,109 +91,81 @@ def units_hash(units: Sequence[Unit]) -> str:
 
 
 def capture_units(
-    scope: Scope,
-    units: Sequence[Unit],
-    heads: Sequence[Head],
-    batch_size: int = 32,
-    chat: bool = False,
-    rest: bool = True,
-) -> Iterator[Batch]:
+    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], batch_size: int = 32, **how: Any
+) -> Iterator[UnitBatch]:
     """Stream the units batch by batch; one that does not fit into memory comes in parts, each of whole units."""
-    run = unit_runner(scope, units, heads, space="post_rope", chat=chat, rest=rest)
-    return stream(batches_of(units, batch_size), run)
+    return stream(batches_of(units, batch_size), unit_runner(scope, units, heads, **how))
 
 
 def unit_runner(
-    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, space: Space, chat: bool, rest: bool = True
-) -> Callable[[list[int]], Batch]:
-    """What captures the units of one batch, by number."""
+    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, chat: bool = False, **how: Any
+) -> Callable[[list[int]], UnitBatch]:
+    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`."""
 
-    def run(indices: list[int]) -> Batch:
+    def run(indices: list[int]) -> UnitBatch:
         members = [(i, m) for i in indices for m in range(len(units[i]))]
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
-        captured = scope.capture_inputs(encoded, heads=list(heads), space=space, rest=rest)
+        captured = scope.capture_inputs(encoded, heads=list(heads), **how)
         check_visible(encoded, captured.heads, captured.bias)
-        where = torch.tensor(members, device=captured.example.device)[captured.example]
-        return Batch(captured, where[:, 0], where[:, 1])
+        unit, member = torch.tensor(members, device=captured.example.device)[captured.example].unbind(1)
+        return UnitBatch(captured, unit, member)
 
     return run
 
 
-def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[Batch], Int[Tensor, " b"]]:
+def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[UnitBatch], Int[Tensor, " b"]]:
     """The number of the random unit of every row: equal for rows that are not independent of one another.
 
     A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too. Across a prompt and its
     copy, each has the word that it asks for itself; elsewhere what is drawn together stays together. Where all prompts
     have the same word it cannot be what tells them apart, and the prompt is the unit.
     """
-    names = (_named(unit, contrast, member) for unit in units for member in range(len(unit)))
-    first = next(names, None)
-    varied = any(name != first for name in names)
+    words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
+    varied = len({own for row in words for own in row}) > 1
+    texts = [tuple(repr(e.text if e.ids is None else e.ids) for e in unit) for unit in units]
+    numbers = [[_hash(own if varied and own else text) for own in row] for row, text in zip(words, texts, strict=True)]
 
-    def number(batch: Batch) -> Int[Tensor, " b"]:
-        rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
-        known = {}
-        for i, m in set(rows):
-            name = _named(units[i], contrast, m) if varied else None
-            known[i, m] = _hash(name if name is not None else tuple(_text(example) for example in units[i]))
-        return torch.tensor([known[row] for row in rows], device=batch.unit.device)
+    def number(batch: UnitBatch) -> Int[Tensor, " b"]:
+        rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
+        return torch.tensor([numbers[i][m] for i, m in rows], device=batch.unit.device)
 
     return number
 
 
-def _named(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...] | None:
-    """What a row of this prompt is told apart by; nothing where its prompt is."""
+def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
+    """The words that rows of this prompt are told apart by; none where its prompt does it."""
+    examples = [unit[member]] if contrast.across else unit
     if contrast.unit == "prompt":
-        return None
-    own = [unit[member]] if contrast.across else list(unit)
+        return ()
     if contrast.unit == "key":
-        spans = [(e, key.span) for e in own for key in e.keys if key.label(contrast.name) > 0]
+        spans = [(e, key.span) for e in examples for key in e.keys if key.label(contrast.name) > 0]
     else:
-        spans = [(e, e.roles[contrast.unit]) for e in own if contrast.unit in e.roles]
-    return tuple(sorted(str(example.piece(span)) for example, span in spans)) or None
+        spans = [(e, e.roles[contrast.unit]) for e in examples if contrast.unit in e.roles]
+    return tuple(sorted(str(example.piece(span)) for example, span in spans))
 
 
-def _text(example: Example) -> str:
-    return repr(example.text if example.ids is None else example.ids)
-
-
-def _hash(name: tuple[str, ...]) -> int:
+def _hash(words: tuple[str, ...]) -> int:
     """A number for a unit, the same in every process."""
-    digest = hashlib.blake2b(repr(name).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(words).encode("utf-8", "backslashreplace"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]
 
 
-def whole_rows(parts: Sequence[Rows]) -> Rows:
-    """The rows of a batch that came in parts: some may have fewer slots for keys, filled up with what is ignored."""
-    slots = max(labels.shape[1] for _, _, labels, _ in parts)
-    filled = [
-        (q, pad(k, (0, 0, 0, slots - k.shape[2])), pad(labels, (0, slots - labels.shape[1])), prompts)
-        for q, k, labels, prompts in parts
-    ]
-    q, k, labels, prompts = (torch.cat(column) for column in zip(*filled, strict=True))
-    return q, k, labels, prompts
-
-
-def contrast_rows(batch: Batch, contrast: Contrast) -> Rows:
+def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     """Queries, keys, labels and units of one contrast.
 
     Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's (labelled −).
     """
     captured = batch.captured
-    if contrast.name not in captured.labels:
-        raise BadInput(f"no key of this batch has a label for {contrast.name!r}.")
-    labels = captured.labels[contrast.name].long()
+    labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
     if not contrast.across:
         return captured.q, captured.k, labels, batch.unit
-    if not bool(((labels > 0).sum(dim=1) == 1).all()):
-        raise BadInput(f"contrast {contrast.name!r} compares a prompt with its copy: mark one + key in each.")
     rows = torch.arange(len(labels), device=labels.device)
     partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
-    if not bool((partner.sum(dim=1) == 1).all()):
-        raise BadInput(f"contrast {contrast.name!r} needs a prompt and one copy in each unit.")
+    if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
+        raise BadInput(f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each.")
     right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
     pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
     return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
@@ -217,103 +178,71 @@ def cluster_of(unit: Unit, number: int) -> object:
 
 def words_of(units: Sequence[Unit]) -> list[str]:
     """What prompts share that ask alike: the word each unit asks for, or its cluster where none is marked."""
-    asked = [unit[0].roles.get(ASKED) for unit in units]
-    if any(span is None for span in asked):
-        return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
-    return [unit[0].piece(span) for unit, span in zip(units, asked, strict=True) if span is not None]
+    if all(ASKED in unit[0].roles for unit in units):
+        return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
+    return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
 
 
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
     numbers: dict[object, int] = {}
-    own = {i: numbers.setdefault(cluster_of(units[i], i), len(numbers)) for i in unit.unique().tolist()}
-    return torch.tensor([own[i] for i in unit.tolist()])
+    return torch.tensor([numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)])[unit]
 
 
-Units = Mapping[str, Sequence[Unit]]
-"""The units of some contrasts, by name."""
-
-
-@dataclass(frozen=True)
 class Joint:
-    """Prompts that run together, and what each contrast has of them.
+    """Prompts that run together, each once, with the labels of all contrasts."""
 
-    Parameters
-    ----------
-    prompts : each once, with the labels of all contrasts.
-    members : by contrast, the number of its unit, and where the unit's prompts stand here.
+    def __init__(self) -> None:
+        self.prompts: list[Example] = []
+        self.owners: list[dict[str, tuple[int, int]]] = []  # of each prompt, by contrast: the unit, and its place there
+
+
+def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
+    """The units of some contrasts, those that share a prompt together; a prompt stands there once.
+
+    Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other contrasts.
     """
-
-    prompts: Unit
-    members: Mapping[str, tuple[int, tuple[int, ...]]]
-
-
-def that_share(units: Units) -> list[list[str]]:
-    """The contrasts in lists of those that share prompts; others stand alone."""
-    groups: list[tuple[list[str], set[object]]] = []
+    joints, places = list[Joint](), dict[object, tuple[Joint, int]]()
     for name, drawn in units.items():
-        prompts: set[object] = {(e.cluster, e.text, e.ids) for unit in drawn for e in unit}
-        sharing = [group for group in groups if group[1] & prompts]
-        names = [other for group in sharing for other in group[0]]
-        groups = [group for group in groups if group not in sharing]
-        groups.append(([*names, name], prompts.union(*(group[1] for group in sharing))))
-    return [names for names, _ in groups]
-
-
-def joined(units: Units) -> list[Joint]:
-    """The n-th unit of a cluster meets the n-th of other contrasts: copies of a prompt stay as many as they are."""
-    meeting: dict[tuple[object, int], list[tuple[str, int, Unit]]] = {}
-    for name, drawn in units.items():
-        often = Counter[object]()
+        often = Counter[str]()
         for number, unit in enumerate(drawn):
-            cluster = cluster_of(unit, number)
-            meeting.setdefault((cluster, often[cluster]), []).append((name, number, unit))
-            often[cluster] += 1
-    joints = []
-    for together in meeting.values():
-        prompts = list[Example]()
-        members = {name: (number, _places(unit, prompts)) for name, number, unit in together}
-        joints.append(Joint(tuple(prompts), members))
+            prompts = [_without_labels(example, units) for example in unit]
+            copies = [(prompt, often[prompt] + prompts[:m].count(prompt)) for m, prompt in enumerate(prompts)]
+            often.update(prompts)
+            joint = next((places[copy][0] for copy in copies if copy in places), None)
+            if joint is None:
+                joints.append(joint := Joint())
+            for member, (copy, example) in enumerate(zip(copies, unit, strict=True)):
+                there, place = places.setdefault(copy, (joint, len(joint.prompts)))
+                if there is joint and place < len(joint.prompts):
+                    joint.prompts[place] = _with_labels(joint.prompts[place], example, name)
+                else:
+                    place = len(joint.prompts)
+                    joint.prompts.append(example)
+                    joint.owners.append({})
+                joint.owners[place][name] = number, member
     return joints
 
 
-def _places(unit: Unit, prompts: list[Example]) -> tuple[int, ...]:
-    """Where the prompts of a unit stand among those of other contrasts; new ones are added."""
-    others, places = len(prompts), list[int]()
-    for example in unit:
-        for place, there in enumerate(prompts[:others]):
-            both = None if place in places else _with_labels(there, example)
-            if both is not None:
-                prompts[place] = both
-                places.append(place)
-                break
-        else:
-            places.append(len(prompts))
-            prompts.append(example)
-    return tuple(places)
+def _without_labels(example: Example, contrasts: Mapping[str, object]) -> str:
+    """A prompt with all its marks but the labels of these contrasts, as text: what tells prompts apart."""
+    others = [{name: sign for name, sign in key.labels.items() if name not in contrasts} for key in example.keys]
+    spans = [key.span for key in example.keys]
+    return repr((example.text, example.ids, example.queries, example.cluster, example.roles, spans, others))
 
 
-def _with_labels(one: Example, other: Example) -> Example | None:
-    """The prompt with the labels of both, where they are one prompt with the same marks."""
-    if (one.text, one.ids) != (other.text, other.ids) or len(one.keys) != len(other.keys):
-        return None
-    pairs = list(zip(one.keys, other.keys, strict=True))
-    if any(a.span != b.span or {**a.labels, **b.labels} != {**b.labels, **a.labels} for a, b in pairs):
-        return None
-    both = replace(one, keys=tuple(Key(a.span, {**a.labels, **b.labels}) for a, b in pairs))
-    return both if both == replace(other, keys=both.keys) else None
+def _with_labels(example: Example, other: Example, contrast: str) -> Example:
+    """The same prompt with the other's labels of a contrast."""
+    both = zip(example.keys, other.keys, strict=True)
+    return replace(example, keys=tuple(Key(a.span, {**a.labels, contrast: b.label(contrast)}) for a, b in both))
 
 
-def rows_of(batch: Batch, joints: Sequence[Joint], contrast: str) -> Batch | None:
+def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:
     """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds none."""
-    rows, where = list[int](), list[tuple[int, int]]()
-    for row, (joint, prompt) in enumerate(zip(batch.unit.tolist(), batch.member.tolist(), strict=True)):
-        number, places = joints[joint].members.get(contrast, (0, ()))
-        if prompt in places:
-            rows.append(row)
-            where.append((number, places.index(prompt)))
-    if not rows:
+    rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
+    owners = {row: joints[i].owners[place].get(contrast) for row, (i, place) in enumerate(rows)}
+    where = {row: owner for row, owner in owners.items() if owner is not None}
+    if not where:
         return None
-    device = batch.unit.device
-    own = torch.tensor(where, device=device)
-    return Batch(batch.captured.of_rows(torch.tensor(rows, device=device)), own[:, 0], own[:, 1])
+    index, own = (torch.tensor(list(x), device=batch.unit.device) for x in (where, where.values()))
+    return UnitBatch(batch.captured.of_rows(index), own[:, 0], own[:, 1])

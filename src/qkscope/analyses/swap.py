@@ -1,42 +1,45 @@
 """The causal test on a model: swap features between the right key and another, and see where the attention goes.
 
 One capture of the held-out prompts serves every condition: the edited rows have a closed form (`qkscope.maths.swap`).
+Which keys change places is drawn once for every condition and every verb that swaps, each by the address of its prompt:
+the same units and seed give the same, in whatever batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import Pairs, Targets, draw_pairs
-from qkscope.analyses.prompts import check_same_model, unit_runner, with_notes
+from qkscope.analyses.prompts import batches_of, check_same_model, clusters_of, unit_runner, with_notes
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Seed, checked_class
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import Condition, Method, SwapRows
+from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import Stage, Work
-from qkscope.tasks.task import Unit, UnitsToTest
+from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
-Own = Subspace | Tensor
+Basis = Subspace | Tensor
 """A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
-_PARTS = tuple(field.name for field in fields(AttentionRows))
 
 
 @checked_class
@@ -53,8 +56,7 @@ def swap(
     heads: str | Head | Sequence[str | Head] | None = None,
     *,
     features: Sequence[str] | None = None,
-    subspaces: Mapping[str, Own | Mapping[str | Head, Own]] | None = None,
-    targets: Targets | None = None,
+    subspaces: Mapping[str, Basis | Mapping[str | Head, Basis]] | None = None,
     space: Space = "post_rope",
     chat: bool = False,
     draws: Count = 20,
@@ -82,9 +84,6 @@ def swap(
     subspaces : subspaces of your own by name, each swapped as a feature is, with the same controls beside it: a
         `Subspace`, or a basis of shape (d_head, r) of any independent columns, for all heads or by head. Key PCA and
         ``Cov_q Cov_k`` are made from the covariances of the fit; without one there are no such rows.
-    targets : which key the right one is swapped with. By default a wrong key is drawn for each row. A function is given
-        each `Example` and returns the place of the key in ``example.keys``, from 0 on; a sequence holds that place for
-        each prompt, in the order of ``units`` (and of the prompts within a unit). Keys that are right are refused.
     space, chat : how the prompts run where there is no fit, which says it otherwise.
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
@@ -108,74 +107,56 @@ def swap(
     >>> [(row["feature"], row["kind"], row["rank"]) for row in swaps.table()]
     [('mine', 'feature', 2), ('mine', 'random', 2), ('mine', 'sham', 2)]
     """
-    chosen = Features.of(scope, fit, heads, features, subspaces, space=space, chat=chat)
+    fitted = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
+    chosen = Features.of(scope, fitted, heads, features, subspaces)
     sizes = [k for k in SIZES if k <= scope.d_head] if clouds and not sizes else sizes
     if any(k > scope.d_head for k in sizes):
         raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}.")
-    check_rows(scope, chosen.fit)
-    pairs = draw_pairs(units, batch_size, seed, targets)
-    patched = None
+    pairs = draw_pairs(units, batch_size, seed)
     if downstream:
         if fit is None or subspaces:
             raise BadInput("the answer is read with the features of a fit swapped: give one, and no subspaces.")
         from qkscope.analyses.downstream import swap_downstream  # which stands on this file
 
-        run: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
-        patched = swap_downstream(scope, units, fit, heads, features=features, **run)
-    work = current_work().begin(
-        scope,
-        list(units),
-        verb="swap",
-        heads=[str(h) for h in chosen.heads],
-        space=chosen.fit.space,
-        chat=chosen.fit.chat,
-        batch_size=batch_size,
-    )
-    rows = capture_rows(scope, units, chosen.fit, chosen.heads, pairs, progress, work)
+        how: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
+        patched = swap_downstream(scope, units, fit, heads, features=features, **how)
+    asked: Any = {"heads": [str(head) for head in chosen.heads], "space": fitted.space, "chat": fitted.chat}
+    work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
+    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, progress, work)
     projectors, numbers = chosen.conditions(draws, seed)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
-    number = {str(head): x for head, x in zip(chosen.heads, numbers, strict=True)}
+    number = dict(zip(map(str, chosen.heads), numbers, strict=True))
     table = [
         {**row, "condition_number": number[row["head"]] if row["kind"] == "oblique" else None}
         for row in rows.table(projectors, seed=seed)
         if row["kind"] != "oblique" or number[row["head"]] is not None
     ]
     by_size = chosen.methods(draws, seed) if sizes else {}
-    pairs_of, everything = chosen.pairs(projectors, by_size, sizes)
-    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": rows.paired(pairs_of, everything, seed=seed)}
+    compared = rows.paired(*chosen.comparisons(projectors, by_size, sizes), seed=seed)
+    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": compared}
     if sizes:
         tables["curve"] = rows.curve(by_size, sizes, against="random", seed=seed)
-    answer = _answer(table, chosen) + pairs.one_cluster()
-    if patched is not None:
-        tables |= {name: patched.table(name) for name in patched.tables}
+    at = {row["kind"]: row for row in table if row["head"] == asked["heads"][0] and row["feature"] == chosen.joint}
+    row, random = at["feature"], at["random"]
+    size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
+    answer = (
+        f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
+        f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
+        f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
+        + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
+        + pairs.one_cluster()
+    )
+    if downstream:
+        tables["downstream"] = patched.table()
         answer += f" {patched.answer}"
-    about = chosen.fit.provenance.get("asked", {})
     arrays: dict[str, Tensor] = {}
     if clouds:
         shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
-        arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, chosen.fit.words)
-    return Swaps(
-        experiment="swap",
-        answer=with_notes(answer, about),
-        tables=tables,
-        arrays=arrays,
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**{**about, "test_units": len(units), "draws": draws}),
-    )
-
-
-def _answer(table: list[dict[str, Any]], features: Features) -> str:
-    rows = {(row["head"], row["feature"], row["kind"]): row for row in table}
-    row, random = (rows[str(features.heads[0]), features.joint, kind] for kind in ("feature", "random"))
-    size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
-    return (
-        f"Swapping {features.joint} at {row['head']} ({size}) takes its attention on the right key from "
-        f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
-        f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
-        + ("" if features.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
-    )
+        arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
+    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
+    made: Any = {"model": scope.name, "seed": seed, "provenance": provenance(**about)}
+    return Swaps("swap", tables, arrays=arrays, answer=with_notes(answer, about), **made)
 
 
 # ---------------------------------------------------------------------- what is swapped
@@ -188,54 +169,50 @@ def default_features(contrasts: Sequence[str]) -> list[str]:
     return [name for name in contrasts if name != "category"] or list(contrasts)
 
 
+def check_swappable(space: str, downstream: bool = False) -> None:
+    """Refuse a space in which attention, and so a swap, cannot be had."""
+    if space == "pre_rope":
+        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this.")
+    if downstream and space != "post_rope":
+        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
+
+
 @dataclass(frozen=True)
 class Features:
     """What is swapped at which heads: fitted features, and subspaces of one's own."""
 
     heads: list[Head]
     subspaces: Mapping[tuple[str, Head], Subspace]
-    fit: Fit  # an empty one says in which space prompts run
+    fit: Fit
+    names: list[str]  # of the features, in order
+    joint: str  # what the swap of all together is called
 
     @classmethod
     def of(
         cls,
         scope: Scope,
-        fit: Fit | None,
+        fit: Fit,
         heads: str | Head | Sequence[str | Head] | None,
         features: Sequence[str] | None = None,
-        subspaces: Mapping[str, Own | Mapping[str | Head, Own]] | None = None,
-        *,
-        space: Space = "post_rope",
-        chat: bool = False,
+        subspaces: Mapping[str, Basis | Mapping[str | Head, Basis]] | None = None,
     ) -> Features:
         """As `swap` is asked for them; what was not fitted is refused before the model runs."""
-        own = dict(subspaces or {})
-        if fit is None and not own:
+        own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
+        every = [*names, *own]
+        if not every:
             raise BadInput("there is nothing to swap: give a fit, as decompose gives, or subspaces of your own.")
-        fit = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
-        names = list(features) if features is not None else default_features(fit.contrasts)
-        if both := [name for name in own if name in names]:
-            raise BadInput(f"subspace {both[0]!r} is called as a fitted feature is: give it another name.")
-        if (not names and not own) or len(set(names)) < len(names):
-            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}.")
+        if len(set(every)) < len(every):
+            raise BadInput(f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}.")
         if heads is None:
             named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
             heads = list(fit.heads) or list(dict.fromkeys(named))
         chosen = parse_heads(heads)
-        found = {(name, head): fit[name, head] for name in names for head in chosen}
+        known = {(name, head): fit[name, head] for name in names for head in chosen}
         for name, given in own.items():
-            found |= {(name, head): _own_subspace(name, given, scope.check(head), scope.d_head) for head in chosen}
-        return cls(chosen, found, fit)
-
-    @property
-    def names(self) -> list[str]:
-        """The features in order."""
-        return list(dict.fromkeys(name for name, _ in self.subspaces))
-
-    @property
-    def joint(self) -> str:
-        """What the swap of all together is called."""
-        return methods.joint_name(self.names)
+            known |= {(name, head): _subspace(name, given, scope.check(head), scope.d_head) for head in chosen}
+        check_swappable(fit.space)
+        check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
+        return cls(chosen, known, fit, every, methods.joint_name(every))
 
     @property
     def has_covariances(self) -> bool:
@@ -245,89 +222,123 @@ class Features:
     def conditions(self, draws: int, seed: int) -> tuple[dict[Condition, Projector], list[float | None]]:
         """Projectors of every condition, and the condition number of the features at each head."""
         bases = {name: [self.subspaces[name, head].basis("key").double() for head in self.heads] for name in self.names}
-        groups = {name: [name] for name in self.names} | {self.joint: self.names}
-        known = {}
-        if self.has_covariances:
-            known = {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
+        groups = {name: [name] for name in self.names} | {self.joint: self.names} if self.has_covariances else {}
+        known = {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
         return methods.conditions(bases, known, self._random(draws, seed))
 
     def methods(self, draws: int, seed: int) -> dict[str | Condition, Method]:
         """The features and the baselines by the number of dimensions."""
-        found: dict[str | Condition, Method] = {
+        by_size: dict[str | Condition, Method] = {
             Condition(name): methods.leading([self.subspaces[name, head].V.double() for head in self.heads])
             for name in self.names
         }
         if self.has_covariances:
             known = self.fit.covariances(self.heads, self.names)
-            found |= {kind: make(*known) for kind, make in methods.BASELINES.items()}
-        return {**found, "random": self._random(draws, seed)}
+            by_size |= {kind: make(*known) for kind, make in methods.BASELINES.items()}
+        return {**by_size, "random": self._random(draws, seed)}
 
-    def pairs(
-        self,
-        projectors: Mapping[Condition, Projector],
-        by_size: Mapping[str | Condition, Method],
-        sizes: Sequence[int],
+    def comparisons(
+        self, projectors: Mapping[Condition, Projector], by_size: Mapping[Any, Method], sizes: Sequence[int]
     ) -> tuple[list[tuple[Condition, Condition]], dict[Condition, Projector]]:
         """What is compared on the same rows: all features with each alone and with what chose its directions
         otherwise, and each feature with the keys' principal components, also at every size.
         """
-        joint = [one for one in (Condition(self.joint), Condition(self.joint, "summed")) if one in projectors]
-        pairs = [(one, Condition(name)) for one in joint for name in self.names if len(self.names) > 1]
-        for one in [*joint, *(Condition(name) for name in self.names)]:
-            others = [Condition(one.feature, kind) for kind in methods.SHOWN]
-            pairs += [(one, other) for other in others if other in projectors and other != one]
-        found = dict(projectors)
+        alone, every = [Condition(name) for name in self.names], dict(projectors)
+        joint = [what for what in (Condition(self.joint), Condition(self.joint, "summed")) if what in projectors]
+        pairs = [(what, other) for what in joint for other in alone if len(alone) > 1]
+        others = [(what, Condition(what.feature, kind)) for what in [*joint, *alone] for kind in methods.SHOWN]
+        pairs += [(what, other) for what, other in others if other in projectors and other != what]
         for k in sizes if "key_pca" in by_size else ():
             for name in self.names:
                 pair = Condition(f"{name}, {k}"), Condition(f"key_pca, {k}")
-                found |= {pair[0]: by_size[Condition(name)](k), pair[1]: by_size["key_pca"](k)}
+                every |= {pair[0]: by_size[Condition(name)](k), pair[1]: by_size["key_pca"](k)}
                 pairs.append(pair)
-        return list(dict.fromkeys(pairs)), found
+        return list(dict.fromkeys(pairs)), every
 
     def _random(self, draws: int, seed: int) -> Method:
         return methods.random(self.heads, next(iter(self.subspaces.values())).d_head, draws, seed)
 
 
-def _own_subspace(name: str, given: Own | Mapping[str | Head, Own], head: Head, d_head: int) -> Subspace:
+def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, d_head: int) -> Subspace:
     """One's own subspace at one head; of a basis, both sides are its span."""
     if isinstance(given, Mapping):
-        own = {Head.parse(at): each for at, each in given.items()}
-        if head not in own:
-            raise BadInput(f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, own))}.")
-        given = own[head]
-    if isinstance(given, Subspace):
-        if given.head is not None and given.head != head:
-            raise BadInput(f"subspace {name!r} belongs to {given.head}, not to {head}: name subspaces of one head.")
-        found = given
+        by_head = {Head.parse(at): each for at, each in given.items()}
+        if head not in by_head:
+            raise BadInput(f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, by_head))}.")
+        given = by_head[head]
+    if isinstance(given, Tensor):
+        basis, rank = given.detach().cpu().double(), given.shape[-1]
+        if basis.ndim != 2 or not bool(basis.isfinite().all()) or int(torch.linalg.matrix_rank(basis)) < rank:
+            raise BadInput(f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns.")
+        basis = torch.linalg.qr(basis)[0]
+        given = Subspace(basis, basis.new_ones(rank), basis, rank, head, name)
+    if given.d_head != d_head or given.head not in (None, head):
+        own = f"has {given.d_head} dimensions at {given.head or head}"
+        raise BadInput(f"subspace {name!r} {own}, but is swapped at {head}, which has {d_head}.")
+    return given
+
+
+# ---------------------------------------------------------------------- which keys change places
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The keys that change places: a row for each query of each held-out prompt, in the order in which batches run."""
+
+    batches: list[list[int]]
+    examples: list[Example]  # of each row
+    unit: Int[Tensor, " n"]
+    orig: Int[Tensor, " n"]
+    target: Int[Tensor, " n"]
+    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
+    cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
+
+    def one_cluster(self) -> str:
+        """What to say where there is nothing to resample."""
+        alone = len(self.cluster.unique()) < 2
+        return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
+
+
+def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pairs:
+    """A right key and a wrong one of every row, uniformly drawn once, for every condition and every verb.
+
+    A sham swaps two keys whose swap should do nothing: two right ones (a filter list), or two wrong ones beside the
+    target.
+    """
+    if not units or not all(units):
+        raise BadInput("there are no examples, or a unit without one: give at least one prompt in each.")
+    batches = batches_of(units, batch_size)
+    members = [(i, m) for batch in batches for i in batch for m in range(len(units[i]))]
+    rows = [(i, m) for i, m in members for _ in units[i][m].queries or (0,)]
+    examples = [units[i][m] for i, m in rows]
+    labels = torch.zeros(len(rows), max(len(example.keys) for example in examples), dtype=torch.long)
+    for row, example in enumerate(examples):
+        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+    right, wrong = labels > 0, labels < 0
+    for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
+        raise BadInput(
+            f"a swap needs keys labelled {ANSWER!r} 1 and -1, but there are not both in {examples[row].show(80)}."
+        )
+    unit, member = torch.tensor(rows).unbind(1)
+
+    def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
+        return draw_targets(beside, allowed, derived_seed(seed, what), unit, member)
+
+    orig = draw("right", torch.full((len(labels),), -1), right)
+    target, others = draw("wrong", orig, wrong), None
+    free = wrong & (torch.arange(labels.shape[1]) != target[:, None])
+    if bool((right.sum(dim=1) > 1).all()):
+        others = orig, draw("sham", orig, right)
+    elif bool((free.sum(dim=1) > 1).all()):
+        first = draw("sham", target, free)
+        others = first, draw("sham, the other", first, free)
+    if all(ASKED in example.roles for example in examples):
+        # a task has a few dozen words and any number of prompts: resampling prompts would trust the words too much
+        words = [example.piece(example.roles[ASKED]) for example in examples]
+        cluster = torch.tensor([words.index(word) for word in words])
     else:
-        shape = tuple(given.shape)
-        given = given.detach().cpu().double()
-        if len(shape) != 2 or not bool(given.isfinite().all()) or int(torch.linalg.matrix_rank(given)) < shape[1]:
-            raise BadInput(
-                f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns, but has {shape}."
-            )
-        basis = torch.linalg.qr(given)[0]
-        found = Subspace(basis, basis.new_ones(shape[1]), basis, shape[1], head, name)
-    if found.d_head != d_head:
-        raise BadInput(f"subspace {name!r} has {found.d_head} dimensions at {head}, where the head has {d_head}.")
-    return found
-
-
-# ---------------------------------------------------------------------- through the model
-
-
-def check_swappable(space: str, downstream: bool = False) -> None:
-    """Refuse a space in which attention, and so a swap, cannot be had."""
-    if space == "pre_rope":
-        raise BadInput("pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this.")
-    if downstream and space != "post_rope":
-        raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
-
-
-def check_rows(scope: Scope, fit: Fit) -> None:
-    """Refuse what cannot be swapped before the model runs."""
-    check_swappable(fit.space)
-    check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
+        cluster = clusters_of(units, unit)
+    return Pairs(batches, examples, unit, orig, target, others, cluster)
 
 
 def capture_rows(
@@ -340,13 +351,11 @@ def capture_rows(
     work: Work | None = None,
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
-    check_rows(scope, fit)
     capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
 
     def run(indices: list[int]) -> dict[str, Any]:
-        rows = capture(indices).captured.rows()
-        return {name: getattr(rows, name) for name in _PARTS}
+        return dict(vars(capture(indices).captured.rows()))
 
     (parts,) = (work or Work()).run([Stage("rows", pairs.batches, run)], progress, last=True)
-    rows = AttentionRows.cat([AttentionRows(**{name: part[name] for name in _PARTS}) for part in parts])
+    rows = AttentionRows.cat([AttentionRows(**part) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

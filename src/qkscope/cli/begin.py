@@ -307,7 +307,7 @@ def _after_heads(values: Mapping[str, Any], result: Result) -> str:
 
 def _after_swap(values: Mapping[str, Any], result: Result) -> str:
     """Ask why of a prompt of the test, or open the page where none fits into a line."""
-    from qkscope.analyses.fit_folder import read_job, task_of
+    from qkscope.analyses.fit import read_job, task_of
 
     example = task_of(read_job(values["fit"]), values["fit"]).test(1)[0][0]
     text = None if example.text is None else example.text[: max((stop for _, stop in example.queries), default=None)]
@@ -327,8 +327,15 @@ def _after_trace(values: Mapping[str, Any], result: Result) -> str:
 
 def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
     """Ask why of a look of the head that two equal words decide most often."""
-    rows = sorted(result.tables["atlas"], key=lambda row: (row["kind"] not in ("induction", "duplicate token"), -(row["share"] or 0)))
-    return command("view", values["out"]) if not rows else command("why", "PROMPT", head=rows[0]["head"], **_some(values, *_SCOPE))
+    rows = sorted(
+        result.tables["atlas"],
+        key=lambda row: (row["kind"] not in ("induction", "duplicate token"), -(row["share"] or 0)),
+    )
+    return (
+        command("view", values["out"])
+        if not rows
+        else command("why", "PROMPT", head=rows[0]["head"], **_some(values, *_SCOPE))
+    )
 
 
 NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {

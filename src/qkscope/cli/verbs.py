@@ -252,7 +252,7 @@ def argument(parameter: Parameter, values: Values) -> Any:
     if parameter.takes("Fit"):
         return _fit(values["fit"], values)
     if parameter.takes("UnitsToTest"):
-        from qkscope.analyses.fit_folder import read_job, task_of
+        from qkscope.analyses.fit import read_job, task_of
 
         if values["out"] is None and os.access(values["fit"], os.W_OK):
             values["out"] = values["fit"]  # its page then shows the swaps too
@@ -278,7 +278,7 @@ def argument(parameter: Parameter, values: Values) -> Any:
 
 def _scope(values: Values) -> Any:
     """The model, loaded when it is first looked at; by default the one that a fit was made with."""
-    from qkscope.analyses.fit_folder import read_job
+    from qkscope.analyses.fit import read_job
     from qkscope.capture.scope import Scope
     from qkscope.runs.work import torchrun_device
 
@@ -301,8 +301,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     """A fit, or one of its features; that it has these heads and this contrast is asked before a model is loaded."""
     if folder is None:
         return None
-    from qkscope.analyses.fit import load
-    from qkscope.analyses.fit_folder import read_job
+    from qkscope.analyses.fit import load, read_job
     from qkscope.analyses.swap import check_swappable
 
     job, named = read_job(folder), values.get("heads") or values.get("head")

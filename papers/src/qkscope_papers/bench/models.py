@@ -21,9 +21,8 @@ from qkscope.analyses.fit import Fit
 from qkscope.analyses.names.look import fit_factors, look
 from qkscope.analyses.names.readings import Readings
 from qkscope.analyses.names.sight import Options, Text, by_length
-from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.prompts import batches_of
-from qkscope.analyses.swap import Features, capture_rows
+from qkscope.analyses.swap import Features, capture_rows, draw_pairs
 from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope

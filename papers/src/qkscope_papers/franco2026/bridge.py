@@ -24,9 +24,8 @@ from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.pairs import draw_pairs
 from qkscope.analyses.relative import singular_basis
-from qkscope.analyses.swap import capture_rows
+from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -7,7 +7,7 @@ heads decide between the two, every one of them tried.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
+from qkscope.capture.tap import Call
 from qkscope.change.again import Again, prompt_of
 from qkscope.change.parts import attention_with, mean_parts, vectors_with
 from qkscope.change.rows import Rerun
-from qkscope.capture.tap import Call
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head

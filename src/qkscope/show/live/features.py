@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qkscope.analyses.fit import Fit, load
-from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.fit import Fit, load, read_job, task_of
 from qkscope.analyses.prompts import check_same_model
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.capture.scope import Scope
