@@ -6,7 +6,7 @@ every key, and the value of writer c is ``Σ_t x_c(t) · g_t``. So all heads of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.heads import BIAS, Head
+from qkscope.linear.layer import Kind
 from qkscope.linear.run import Parts, Run
 
 _ROOM = 2**25  # bytes of writers and of directions at once, for each layer that asks with others
@@ -32,13 +33,10 @@ def values_of(run: Run, weights: Float[Tensor, "n h k"], heads: Sequence[Head] |
     weights : of each head's keys, 0 in padded slots.
     heads : which; by default all that the run was recorded for.
     """
-    reader, heads = run.reader, run.reader.heads if heads is None else heads
-    writers = len(reader.writers(max(head.layer for head in heads)))
+    heads = run.reader.heads if heads is None else heads
+    writers = len(run.reader.writers(max(head.layer for head in heads)))
     bytes_of_row = 4 * (writers + len(heads)) * run.columns.shape[1] * run.entered[0].shape[-1]
-    step = max(_ROOM * reader.together // bytes_of_row, 1)
-    if step >= len(run.row):
-        yield from _values(run, heads, weights, writers)
-        return
+    step = max(_ROOM * run.reader.together // bytes_of_row, 1)
     starts = range(0, len(run.row), step)
     every = [_values(run.rows(slice(i, i + step)), heads, weights[i : i + step], writers) for i in starts]
     for parts in zip(*every, strict=True):
@@ -46,103 +44,68 @@ def values_of(run: Run, weights: Float[Tensor, "n h k"], heads: Sequence[Head] |
 
 
 class _Layer(NamedTuple):
-    """A layer that asks: its heads, and how many writers and biases stand before it."""
+    """A layer that asks: its heads, how many writers stand before it, and the sum of the biases there."""
 
     heads: list[Head]
     writers: int
-    biases: int
+    bias: Float[Tensor, "n p d"] | None
 
 
 def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> Iterator[Values]:
-    table, asking, by_layer = _Table(run, writers), list[_Layer](), dict[int, list[Head]]()
+    """A few layers ask together, as long as writers' parts stay as they are: a norm of the whole stream changes all."""
+    by_layer, columns = dict[int, list[Head]](), {head: i for i, head in enumerate(heads)}
     for head in heads:
         by_layer.setdefault(head.layer, []).append(head)
-    columns = {head: i for i, head in enumerate(heads)}
-    for layer, pieces in run.streams(max(by_layer)):
-        if not table.goes_on(pieces) or len(asking) == run.reader.together:
-            yield from table.answer(asking, weights, columns)
-            asking = []
-        table.take(pieces)
-        if layer in by_layer:
-            asking.append(_Layer(by_layer[layer], table.filled, len(table.biases)))
-    yield from table.answer(asking, weights, columns)
+    table = run.entered[0].new_empty(len(run.row), writers, *run.entered[0].shape[1:])
+    asking, taken, filled, bias = list[_Layer](), list[Parts](), 0, None
 
-
-class _Table:
-    """Writers of a few rows side by side, as a product with many directions wants them, and one slot more."""
-
-    def __init__(self, run: Run, writers: int) -> None:
-        rows, places = run.columns.shape
-        self.run, self.values = run, run.entered[0].new_zeros(rows, writers, places, run.entered[0].shape[-1])
-        self.taken: list[Parts] = []
-        self.biases: list[Tensor] = []
-        self.filled = self.written = 0
-
-    def goes_on(self, pieces: Sequence[Parts]) -> bool:
-        """Whether what is here stays as it is: a norm of the whole stream changes all of it."""
-        return all(mine is theirs for mine, theirs in zip(self.taken, pieces, strict=False))
-
-    def take(self, pieces: Sequence[Parts]) -> None:
-        """Add the pieces that are new."""
-        if not self.goes_on(pieces):
-            self.taken, self.biases, self.filled, self.written = [], [], 0, 0
-        for piece in pieces[len(self.taken) :]:
-            self.taken.append(piece)
-            if piece.writers == [BIAS]:
-                self.biases.append(piece.values)
-            else:
-                self.filled += len(piece.writers)
-
-    def _written(self) -> Float[Tensor, "n c p d"]:
-        """All that was taken, those that came last written behind the others; the slot behind them is free."""
-        named = [piece for piece in self.taken if piece.writers != [BIAS]]
-        new, count = [], self.filled
-        while count > self.written:
-            piece = named.pop()
-            count -= len(piece.writers)
-            new.append(piece.values)
-        if new:
-            self.values[:, self.written : self.filled] = torch.cat(new[::-1], dim=1)
-        self.written = self.filled
-        return self.values[:, : self.filled + 1]
-
-    def answer(
-        self, asking: Sequence[_Layer], weights: Float[Tensor, "n h k"], columns: Mapping[Head, int]
-    ) -> Iterator[Values]:
-        """What the writers' parts are along the directions asked for; each head is told of those before it."""
+    def answered() -> Iterator[Values]:
         if not asking:
             return
-        heads, index = [head for layer in asking for head in layer.heads], self.run.reader.index
-        parts, constant = self._written(), torch.cat(self.biases, dim=1) if self.biases else None
-        before, biases = ([getattr(layer, of) for layer in asking for _ in layer.heads] for of in ("writers", "biases"))
-        told = []
-        for slots, (directions, said) in _directions(
-            self.run, heads, weights[:, index([columns[head] for head in heads])]
-        ):
-            values = parts[:, :, slots].flatten(2) @ directions.flatten(2).mT  # n c h
-            if constant is not None:
-                own = constant[:, :, slots].flatten(2) @ directions.flatten(2).mT
-                shown = index(list(range(constant.shape[1])))[:, None] < index(biases)
-                said = said + (own * shown).sum(1)
-            # constants are the writer behind all others, where those of a head's own layer would stand
-            values.scatter_(1, index(before).expand(len(values), 1, -1), said[:, None])
-            told.append(values.mT)
+        every = [head for layer in asking for head in layer.heads]
+        w = weights[:, run.reader.index([columns[head] for head in every])]
+        sides = [_side(run, kind, table[:, :filled], asking, every, w) for kind in ("q", "k")]
         first = 0
         for layer in asking:
-            heads_here, end = slice(first, first + len(layer.heads)), layer.writers + 1
-            yield layer.heads, told[0][:, heads_here, :end], told[1][:, heads_here, :end]
-            first += len(layer.heads)
+            own = slice(first, first + len(layer.heads))
+            query, key = (torch.cat([v[:, own, : layer.writers], said[:, own, None]], -1) for v, said in sides)
+            yield layer.heads, query, key
+            first = own.stop
+
+    for layer, pieces in run.streams(max(by_layer)):
+        changed = bool(taken) and pieces[0] is not taken[0]
+        if changed or len(asking) == run.reader.together:
+            yield from answered()
+            asking = []
+        if changed:
+            taken, filled, bias = [], 0, None
+        for piece in pieces[len(taken) :]:
+            if piece.writers == [BIAS]:
+                bias = piece.values[:, 0] if bias is None else bias + piece.values[:, 0]
+            else:
+                table[:, filled : filled + len(piece.writers)] = piece.values
+                filled += len(piece.writers)
+        taken = pieces
+        if layer in by_layer:
+            asking.append(_Layer(by_layer[layer], filled, bias))
+    yield from answered()
 
 
-def _directions(
-    run: Run, heads: list[Head], weights: Float[Tensor, "n h k"]
-) -> Iterator[tuple[slice, tuple[Float[Tensor, "n h p d"], Float[Tensor, "n h"]]]]:
-    """Slots of the query, then of the keys: what every head asks there, and what constants say to it."""
+def _side(
+    run: Run, kind: Kind, parts: Tensor, asking: Sequence[_Layer], heads: Sequence[Head], w: Float[Tensor, "n h k"]
+) -> tuple[Float[Tensor, "n h c"], Float[Tensor, "n h"]]:
+    """What the writers' parts of queries, or of keys, are along the directions that heads ask in; and what constants are."""
     at, to = run.at("query"), run.at("key")
-    scale = torch.tensor([run.calls[head.layer].scale for head in heads]).to(weights)
-    w = weights * scale[:, None]
-    q = run.vectors([(head.layer, head.index) for head in heads], "q", at)
-    k = run.vectors([(head.layer, run.kv(head)) for head in heads], "k", to)
-    for slots, kind, along in ((at, "q", w[:, :, None] @ k), (to, "k", q * w[..., None])):
-        directions, said = run.pull(heads, kind, slots, along)  # type: ignore[arg-type]
-        yield slots, (directions, said.sum(-1))
+    w = w * torch.tensor([run.calls[head.layer].scale for head in heads]).to(w)[:, None]
+    if kind == "q":
+        slots, along = at, w[:, :, None] @ run.vectors([(head.layer, run.kv(head)) for head in heads], "k", to)
+    else:
+        slots, along = to, run.vectors([(head.layer, head.index) for head in heads], "q", at) * w[..., None]
+    directions, said = run.pull(heads, kind, slots, along)
+    said, first = said.sum(-1), 0
+    for layer in asking:
+        own = slice(first, first + len(layer.heads))
+        if layer.bias is not None:
+            said[:, own] += torch.einsum("nhpd,npd->nh", directions[:, own], layer.bias[:, slots])
+        first = own.stop
+    return (parts[:, :, slots].flatten(2) @ directions.flatten(2).mT).mT, said
