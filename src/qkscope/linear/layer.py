@@ -1,4 +1,4 @@
-"""One layer, from the residual stream to its queries, keys and values, with every norm's scalar frozen: asked in two ways.
+"""One layer, from the residual stream to its queries, keys and values with norms frozen, asked in two ways.
 
 With a norm ``N(x) = gain ⊙ σ(x) C x + bias`` frozen at what it did to the true input, all that stands between the
 stream and the vectors of a head is affine: projections, biases, QK-norm, latent attention, rotation.
@@ -7,7 +7,7 @@ stream and the vectors of a head is affine: projections, biases, QK-norm, latent
   the linear part: ``q = J x + c``, ``J = ∂q/∂x``, ``c = q(0)``, and the same for k and v. No weight is read and no
   rotation written down. A layer in which more than norms depends on the input is not affine: then ``J x + c`` misses
   the true vectors, as `check.sum_error` says.
-- `Closed` does many heads of many layers in a few products, where vectors are ``R (s (σ W x + a) + c)`` - a norm's
+- `ClosedForm` does many heads of many layers in a few products, where vectors are ``R (s (σ W x + a) + c)`` - a norm's
   scalar σ, one matrix, a rotation R, the scalar s of a QK-norm: a direction y on them is ``σ s Wᵀ Rᵀ y`` on the stream.
   W is read once off the layer's own code (`weights.form_of`); σ, s and R are those of the run. Every time the form is
   checked against the vectors that the model's attention was given: a layer that differs is asked by its own code.
@@ -80,7 +80,6 @@ class Layer:
 
     def _trace(self) -> None:
         """Make vectors of the true stream, which is a leaf."""
-        self._jacobians: dict[tuple[Kind, int], Tensor] = {}
         vars(self).pop("constants", None)
         x = self.hidden[self.row[:, None], self.columns] if self.alone else self.hidden[self.row]
         self.x = x.detach().float().requires_grad_()
@@ -109,7 +108,7 @@ class Layer:
         return self._vectors[kind].requires_grad
 
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
-        """Vectors of a stream: of these tokens, or of the whole prompts; split in float32, whatever the model runs in."""
+        """Vectors of a stream, of these tokens or of the whole prompts, in float32 whatever the model's dtype."""
 
         def other(value: Tensor) -> Tensor:
             if value is self.hidden:
@@ -204,11 +203,9 @@ class Layer:
 
     def jacobian(self, kind: Kind, head: int) -> Float[Tensor, "n p d d_model"]:
         """``∂(a head's vector)/∂(the stream)`` at each token."""
-        if (kind, head) not in self._jacobians:
-            width = self._vectors[kind].shape[-1]
-            basis = torch.eye(width, device=self.x.device)[:, None, None].expand(-1, *self.columns.shape, -1)
-            self._jacobians[kind, head] = self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
-        return self._jacobians[kind, head]
+        width = self._vectors[kind].shape[-1]
+        basis = torch.eye(width, device=self.x.device)[:, None, None].expand(-1, *self.columns.shape, -1)
+        return self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
 
 
 def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t d_model"]:
@@ -234,7 +231,7 @@ def alike(run: Run, layer: int) -> tuple[Any, ...] | None:
     return shapes, call.q.device, form.centres, form.qk_normed, turn, run.reader.scope.facts.layers[layer].offset
 
 
-class Closed:
+class ClosedForm:
     """Heads of layers that are `alike`, at some slots of a run.
 
     Parameters
@@ -277,7 +274,8 @@ class Closed:
         self.wrong = {layer for (layer, _), agrees in zip(own, fine.tolist(), strict=True) if not agrees}
 
     def _turned(self, x: Float[Tensor, "n h p d"], back: bool = False) -> Float[Tensor, "n h p d"]:
-        return x if self._rotary is None else self._rotary.turn(x, *self._at, back)
+        row, columns, offset = self._at
+        return x if self._rotary is None else self._rotary.turn(x, row, columns, offset, back)
 
     def pull(self, along: Float[Tensor, "n h p d"]) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
         """Directions on the heads' vectors as directions on the stream, and what the constants say in them."""

@@ -7,7 +7,6 @@ every key, and the value of writer c is ``Σ_t x_c(t) · g_t``. So all heads of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -43,69 +42,60 @@ def values_of(run: Run, weights: Float[Tensor, "n h k"], heads: Sequence[Head] |
         yield parts[0][0], torch.cat([query for _, query, _ in parts]), torch.cat([key for _, _, key in parts])
 
 
-class _Layer(NamedTuple):
-    """A layer that asks: its heads, how many writers stand before it, and the sum of the biases there."""
-
-    heads: list[Head]
-    writers: int
-    bias: Float[Tensor, "n p d"] | None
-
-
 def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> Iterator[Values]:
     """A few layers ask together, as long as writers' parts stay as they are: a norm of the whole stream changes all."""
     by_layer, columns = dict[int, list[Head]](), {head: i for i, head in enumerate(heads)}
     for head in heads:
         by_layer.setdefault(head.layer, []).append(head)
-    table = run.entered[0].new_empty(len(run.row), writers, *run.entered[0].shape[1:])
-    asking, taken, filled, bias = list[_Layer](), list[Parts](), 0, None
+    parts = run.entered[0].new_empty(len(run.row), writers, *run.entered[0].shape[1:])
+    asking: list[tuple[list[Head], int, Tensor | None]] = []  # heads, writers before them, the sum of biases there
+    taken, filled, bias = list[Parts](), 0, None
 
     def answered() -> Iterator[Values]:
-        if not asking:
-            return
-        every = [head for layer in asking for head in layer.heads]
-        w = weights[:, run.reader.index([columns[head] for head in every])]
-        sides = [_side(run, kind, table[:, :filled], asking, every, w) for kind in ("q", "k")]
-        first = 0
-        for layer in asking:
-            own = slice(first, first + len(layer.heads))
-            query, key = (torch.cat([v[:, own, : layer.writers], said[:, own, None]], -1) for v, said in sides)
-            yield layer.heads, query, key
+        every, first = [head for heads, *_ in asking for head in heads], 0
+        own_weights = weights[:, run.reader.index([columns[head] for head in every])]
+        sides = [
+            (slots, directions, parts[:, :filled, slots].flatten(2) @ directions.flatten(2).mT, said)
+            for slots, directions, said in _directions(run, every, own_weights)
+        ]
+        for heads, before, bias in asking:
+            own, given = slice(first, first + len(heads)), []
+            for slots, directions, values, said in sides:
+                constants = said[:, own]
+                if bias is not None:
+                    constants = constants + torch.einsum("nhpd,npd->nh", directions[:, own], bias[:, slots])
+                given.append(torch.cat([values[:, :before, own].mT, constants[..., None]], dim=-1))
+            yield heads, given[0], given[1]
             first = own.stop
 
     for layer, pieces in run.streams(max(by_layer)):
         changed = bool(taken) and pieces[0] is not taken[0]
-        if changed or len(asking) == run.reader.together:
+        if asking and (changed or len(asking) == run.reader.together):
             yield from answered()
-            asking = []
+            asking.clear()
         if changed:
             taken, filled, bias = [], 0, None
         for piece in pieces[len(taken) :]:
             if piece.writers == [BIAS]:
                 bias = piece.values[:, 0] if bias is None else bias + piece.values[:, 0]
             else:
-                table[:, filled : filled + len(piece.writers)] = piece.values
+                parts[:, filled : filled + len(piece.writers)] = piece.values
                 filled += len(piece.writers)
         taken = pieces
         if layer in by_layer:
-            asking.append(_Layer(by_layer[layer], filled, bias))
+            asking.append((by_layer[layer], filled, bias))
     yield from answered()
 
 
-def _side(
-    run: Run, kind: Kind, parts: Tensor, asking: Sequence[_Layer], heads: Sequence[Head], w: Float[Tensor, "n h k"]
-) -> tuple[Float[Tensor, "n h c"], Float[Tensor, "n h"]]:
-    """What the writers' parts of queries, or of keys, are along the directions that heads ask in; and what constants are."""
+def _directions(
+    run: Run, heads: Sequence[Head], weights: Float[Tensor, "n h k"]
+) -> Iterator[tuple[slice, Float[Tensor, "n h p d"], Float[Tensor, "n h"]]]:
+    """Slots of the query, then of the keys: what every head asks there, and what constants say to it."""
     at, to = run.at("query"), run.at("key")
-    w = w * torch.tensor([run.calls[head.layer].scale for head in heads]).to(w)[:, None]
-    if kind == "q":
-        slots, along = at, w[:, :, None] @ run.vectors([(head.layer, run.kv(head)) for head in heads], "k", to)
-    else:
-        slots, along = to, run.vectors([(head.layer, head.index) for head in heads], "q", at) * w[..., None]
-    directions, said = run.pull(heads, kind, slots, along)
-    said, first = said.sum(-1), 0
-    for layer in asking:
-        own = slice(first, first + len(layer.heads))
-        if layer.bias is not None:
-            said[:, own] += torch.einsum("nhpd,npd->nh", directions[:, own], layer.bias[:, slots])
-        first = own.stop
-    return (parts[:, :, slots].flatten(2) @ directions.flatten(2).mT).mT, said
+    w = weights * torch.tensor([run.calls[head.layer].scale for head in heads]).to(weights)[:, None]
+    q = run.vectors([(head.layer, head.index) for head in heads], "q", at)
+    k = run.vectors([(head.layer, run.kv(head)) for head in heads], "k", to)
+    asked: list[tuple[slice, Kind, Tensor]] = [(at, "q", w[:, :, None] @ k), (to, "k", q * w[..., None])]
+    for slots, kind, along in asked:
+        directions, said = run.pull(heads, kind, slots, along)
+        yield slots, directions, said.sum(-1)

@@ -7,12 +7,13 @@ part that adds up several (experts) has none, and one that looks at other tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qkscope.capture.blocks import Block
@@ -34,39 +35,33 @@ def last_modules(model: PreTrainedModel, blocks: Sequence[Block]) -> dict[nn.Mod
     def entering(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = stream_of(args, kwargs)
         new = x.detach().requires_grad_()
-        every = {name: new if value is x else value for name, value in kwargs.items()}
-        return tuple(new if value is x else value for value in args), every
+        return tree_map_only(Tensor, lambda value: new if value is x else value, (args, kwargs))
 
     def inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         out = out[0] if isinstance(out, tuple) else out
         if isinstance(out, Tensor):
             given[module], gave[module] = stream_of(args, kwargs), out.clone()  # it may be added to in place
 
-    def leaving(block: Block, *_: Any) -> None:
-        for part in block.parts:
-            behind = [] if any(weight.ndim == 2 for weight in part.parameters()) else [part]  # a norm, or a scale
-            target = given[part] if behind else gave[part]
-            alike = [m for m, out in gave.items() if m not in behind and out.numel() == target.numel()]
-            makers = [m for m in alike if torch.equal(gave[m].flatten(), target.flatten())]
-            matrices = [m for m in makers if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-            mlp = max(makers, key=lambda m: sum(weight.numel() for weight in m.parameters()), default=part)
-            if matrices and not _looks_elsewhere(target, given[mlp]):
-                found[part] = [matrices[-1], *behind]
-        given.clear()
-        gave.clear()
-
-    hooks: list[Any] = []
+    hooks = [blocks[0].module.register_forward_pre_hook(entering, with_kwargs=True)]
+    for block in blocks:
+        skipped = {block.module, *(() if block.attention is None else block.attention.modules())}
+        others = [module for module in block.module.modules() if module not in skipped]
+        hooks += [module.register_forward_hook(inside, with_kwargs=True) for module in others]
     with cleared(hooks), torch.enable_grad():
-        for block in blocks:
-            hooks.append(block.module.register_forward_pre_hook(entering, with_kwargs=True))
-            attention = set() if block.attention is None else set(block.attention.modules())
-            others = [module for module in block.module.modules() if module not in {block.module, *attention}]
-            hooks += [module.register_forward_hook(inside, with_kwargs=True) for module in others]
-            hooks.append(block.module.register_forward_hook(partial(leaving, block)))
         model.base_model(**short_inputs(model, (7,)))
+    for part, modules in ((part, [*block.module.modules()]) for block in blocks for part in block.parts):
+        behind = [] if any(weight.ndim == 2 for weight in part.parameters()) else [part]  # a norm, or a scale
+        target = given[part] if behind else gave[part]
+        seen = [m for m in modules if m in gave and m not in behind]
+        makers = [m for m in seen if torch.equal(gave[m].flatten(), target.flatten())]
+        matrices = [m for m in makers if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+        mlp = max(makers, key=lambda m: sum(weight.numel() for weight in m.parameters()), default=part)
+        if matrices and not _looks_elsewhere(target, given[mlp]):
+            found[part] = [matrices[-1], *behind]
     return found
 
 
+@torch.enable_grad()
 def _looks_elsewhere(out: Tensor, given: Tensor) -> bool:
     """Whether what is put out at the last token depends on what was given at others."""
     last = out.reshape(-1, out.shape[-1])[-1]

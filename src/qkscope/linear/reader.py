@@ -26,7 +26,7 @@ from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.neurons import last_modules
 from qkscope.linear.run import KINDS, Run, Side
-from qkscope.linear.weights import Called, Form, form_of, recorded
+from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ class Reader:
     # ------------------------------------------------------------------ layers in closed form
 
     @cached_property
-    def _called(self) -> dict[int, Called]:
+    def _called(self) -> dict[int, BlockCall]:
         return recorded(self.scope, max(self.scope.facts.layer_of.values()))
 
     @_once
@@ -164,6 +164,7 @@ class Reader:
         found, eps = [], []
         for layer in dict.fromkeys(layer for layer, _ in own):
             form, heads = self.form(layer), [index for other, index in own if other == layer]
+            assert form is not None
             found.append((*form.matrices(kind, heads), form.offsets[kind][heads]))
             eps += [norm.eps for norm in form.norms]
         W, a, c = (torch.cat(parts).to(self.device) for parts in zip(*found, strict=True))

@@ -24,7 +24,7 @@ from qkscope.capture.norms import Norm, full_output
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import Closed, Kind, Layer, alike, stream_of
+from qkscope.linear.layer import ClosedForm, Kind, Layer, alike, stream_of
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
@@ -182,9 +182,9 @@ class Run:
         entered = self.entered.get(layer)
         return self.pick(stream_of(*self.called[layer]), slots) if entered is None else entered[:, slots]
 
-    def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> Closed | None:
+    def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
         """Heads of layers that are `alike`, in closed form; None where it does not give their true vectors."""
-        made = Closed(self, heads, kind, slots)
+        made = ClosedForm(self, heads, kind, slots)
         self.reader.reject(made.wrong)
         return None if made.wrong else made
 
@@ -195,25 +195,22 @@ class Run:
 
         Layers in closed form are done together, the others one by one.
         """
-        forms = {layer: alike(self, layer) or layer for layer in dict.fromkeys(head.layer for head in heads)}
+        by_layer = {layer: alike(self, layer) or layer for layer in dict.fromkeys(head.layer for head in heads)}
         groups: dict[Any, list[int]] = {}
         for i, head in enumerate(heads):
-            groups.setdefault(forms[head.layer], []).append(i)
-        pulled: list[tuple[Tensor, Tensor]] = []
-        for form, some in groups.items():
-            own, mine = [heads[i] for i in some], along if len(groups) == 1 else along[:, some]
-            if isinstance(form, int):
-                index = [self.index(head, kind) for head in own]
-                vectors, said = self.layer(form, slots).pull(kind, index, mine.transpose(0, 1))
-                pulled.append((vectors.transpose(0, 1).to(along), said.transpose(0, 1).to(along)))
-            elif (closed := self.closed(own, kind, slots)) is not None:
-                pulled.append(closed.pull(mine))
-            else:  # their own code is asked from now on
-                return self.pull(heads, kind, slots, along)
-        if len(pulled) == 1:
-            return pulled[0]
-        back = torch.tensor([i for some in groups.values() for i in some]).argsort().to(along.device)
-        vectors, said = (torch.cat(parts, dim=1)[:, back] for parts in zip(*pulled, strict=True))
+            groups.setdefault(by_layer[head.layer], []).append(i)
+        if len(groups) > 1:
+            every = [self.pull([heads[i] for i in some], kind, slots, along[:, some]) for some in groups.values()]
+            back = torch.tensor([i for some in groups.values() for i in some]).argsort().to(along.device)
+            vectors, said = (torch.cat(parts, dim=1)[:, back] for parts in zip(*every, strict=True))
+        elif isinstance(layer := next(iter(groups)), int):
+            index = [self.index(head, kind) for head in heads]
+            pulled = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
+            vectors, said = (value.transpose(0, 1).to(along) for value in pulled)
+        elif (closed := self.closed(heads, kind, slots)) is None:  # their own code is asked from now on
+            return self.pull(heads, kind, slots, along)
+        else:
+            return closed.pull(along)
         return vectors, said
 
     def read(
