@@ -140,7 +140,7 @@ def test_one_prompt_can_be_asked_about_by_role_or_position():
         total = sum(term["term"] for term in found.tables["terms"])
         assert total == pytest.approx(row["relative"], rel=1e-6, abs=1e-9)
     assert relative_attention(scope, example, "L1H1", query="B", key="A").tables["relative"][0]["query"] == 7
-    assert "singular vectors" in str(by_answer) or "not positive" in str(by_answer)
+    assert "singular vectors" in by_answer.answer or "not positive" in by_answer.answer
     for wrong, says in (({"key": "C"}, "no role 'C'"), ({"key": 40}, "no token 40"), ({"query": -1}, "no token -1")):
         with pytest.raises(BadInput, match=says):
             relative_attention(scope, example, "L1H1", **wrong)

@@ -55,7 +55,7 @@ VERBS = {
     "swap": Verb("qkscope.analyses.swap:swap"),
     "atlas": Verb("qkscope.analyses.atlas:atlas", out=Path("runs/atlas")),
     "discover": Verb("qkscope.analyses.discover.discover:discover", out=_NEEDED),
-    "sparsity": Verb("qkscope.analyses.sweep:sweep"),
+    "sparsity": Verb("qkscope.analyses.sparsity:sweep"),
     "view": Verb("qkscope.cli.begin:view"),
     "demo": Verb("qkscope.cli.begin:demo"),
     "fetch": Verb("qkscope.cli.begin:fetch"),
