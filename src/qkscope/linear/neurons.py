@@ -71,24 +71,21 @@ def _looks_elsewhere(out: Tensor, given: Tensor) -> bool:
 
 def neuron_parts(run: Run, asked: Direction) -> Iterator[tuple[Writer, Float[Tensor, "n p f"]]]:
     """What the neurons of each MLP before a layer say in a direction; they sum to their MLP, less its bias."""
-    reader, along = run.reader, run.answer(asked).parts
-    for layer, block in enumerate(reader.blocks[: asked.layer]):
-        for part in block.parts:
-            name = reader.part_name(layer, part)
-            if part in run.neurons and name in along:
-                activations = run.neurons[part][:, asked.slots]
-                yield Writer.parse(name), activations * _pulled(reader.last[part], along[name], activations)
+    along = run.answer(asked).parts
+    for mlp, part in _parts(run, asked.layer).items():
+        if part in run.neurons and str(mlp) in along:
+            last, activations, g = run.reader.last[part], run.neurons[part][:, asked.slots], along[str(mlp)]
+            with cleared(Frozen().hooks(last)), torch.enable_grad():
+                x = activations.to(next(last[0].parameters()), copy=True).requires_grad_()
+                out = reduce(lambda value, module: module(value), last, x)
+                (pulled,) = torch.autograd.grad(out, x, g.to(out))
+            yield mlp, activations * pulled.to(g)
 
 
-def _pulled(
-    last: Sequence[nn.Module], g: Float[Tensor, "n p d"], activations: Float[Tensor, "n p f"]
-) -> Float[Tensor, "n p f"]:
-    """A direction on what the last modules of a part put out, as one on the activations; a norm is frozen."""
-    weight = next(last[0].parameters())
-    with cleared(Frozen().hooks(last)), torch.enable_grad():
-        x = activations.to(weight, copy=True).requires_grad_()
-        out = reduce(lambda value, module: module(value), last, x)
-        return torch.autograd.grad(out, x, g.to(out))[0].to(g)
+def _parts(run: Run, layer: int) -> dict[Writer, nn.Module]:
+    """The parts besides heads that write before a layer."""
+    before = [(i, part) for i, block in enumerate(run.reader.blocks[:layer]) for part in block.parts]
+    return {Writer.parse(run.reader.part_name(i, part)): part for i, part in before}
 
 
 def first_neurons(
@@ -112,23 +109,21 @@ def first_neurons(
 
 def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]:
     """Refuse neurons that are not there, or do not write before a head; say which of its parts have none."""
-    reader = run.reader
-    before = [(layer, part) for layer, block in enumerate(reader.blocks[: head.layer]) for part in block.parts]
-    parts = {Writer.parse(reader.part_name(layer, part)): part for layer, part in before}
+    model, parts = run.reader.scope.name, _parts(run, head.layer)
     without = [mlp for mlp, part in parts.items() if part not in run.neurons]
     why = "it adds up experts, or is no MLP: a neuron is one row of what an MLP's last matrix is given"
     if len(without) == len(parts):
         some = without[0] if without else f"what writes before {head}"
-        raise BadInput(f"{reader.scope.name} has no neurons to name. {some}: {why}.")
+        raise BadInput(f"{model} has no neurons to name. {some}: {why}.")
     for writer in named:
         if writer.kind != "neuron":
             raise BadInput(f"{writer} is no neuron: write one like M9.N120.")
-        if writer.layer >= head.layer:
-            raise BadInput(f"{writer} does not write before {head}: name a neuron of an earlier layer.")
+        if writer.mlp not in parts:
+            raise BadInput(
+                f"{writer} does not write before {head} in {model}: take one of {', '.join(map(str, parts))}."
+            )
         if writer.mlp in without:
             raise BadInput(f"{writer.mlp} has no neurons to name: {why}.")
-        if writer.mlp not in parts:
-            raise BadInput(f"there is no {writer.mlp} in {reader.scope.name}: it has {', '.join(map(str, parts))}.")
         width = run.neurons[parts[writer.mlp]].shape[-1]
         if writer.index[-1] >= width:
             raise BadInput(f"there is no {writer}: {writer.mlp} has {width} neurons, N0 to N{width - 1}.")

@@ -137,20 +137,20 @@ class Reader:
 
     # ------------------------------------------------------------------ layers in closed form
 
-    @cached_property
-    def _called(self) -> dict[int, BlockCall]:
-        return recorded(self.scope, max(self.scope.facts.layer_of.values()))
-
     @_once
     def form(self, layer: int) -> Form | None:
         """A layer's closed form; None where it has none."""
         if self.scope.facts.anatomy.own and "pre_rope" in self.scope.facts.layers[layer].refusals:
             return None
         try:
-            form = form_of(self.scope, layer, self._called[layer])
+            form = form_of(self.scope, layer, self._block_calls[layer])
         except Exception:  # a layer asked so may fail in any way: then its own code is asked instead
             return None
         return form if len(form.norms) < 2 else None
+
+    @cached_property
+    def _block_calls(self) -> dict[int, BlockCall]:
+        return recorded(self.scope, max(self.scope.facts.layer_of.values()))
 
     def reject(self, layers: Iterable[int]) -> None:
         """Ask the own code of some layers from now on."""

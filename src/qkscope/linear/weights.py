@@ -62,14 +62,9 @@ class HeadWeights:
     c_Q: Float[Tensor, "h d_head"]
     c_K: Float[Tensor, "g d_head"]
 
-    def __getitem__(
-        self, head: str | Head
-    ) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, "d_head d_model+1"]]:
-        """``W_Q`` and ``W_K`` of one head."""
-        head = Head.parse(head)
-        if head not in self.heads:
-            raise BadInput(f"{head} is not among the heads whose weights were read.")
-        row = self.heads.index(head)
+    def __getitem__(self, head: str | Head) -> tuple[Tensor, Tensor]:
+        """``W_Q`` and ``W_K`` of one head, Float [d_head, d_model+1]."""
+        row = self.heads.index(Head.parse(head))
         return self.W_Q[row], self.W_K[self.kv_of_head[row]]
 
 
@@ -121,20 +116,18 @@ class BlockCall(NamedTuple):
 
 
 def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
-    layers = scope.facts.layers
-    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in layers), tuple(wanted))
+    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers), tuple(wanted))
     called = recorded(scope, max(layout.plans))
     device = stream_of(*called[wanted[0].layer].given).device
-    W: dict[Kind, dict[int, Tensor]] = {"q": {}, "k": {}}
-    c: dict[Kind, dict[int, Tensor]] = {"q": {}, "k": {}}
+    found: dict[Kind, dict[int, tuple[Tensor, Tensor]]] = {"q": {}, "k": {}}  # W and c, by slot
     for number, plan in layout.plans.items():
         form = form_of(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
-            W[kind] |= zip(slots, _without_constants(form, *form.matrices(kind, heads)), strict=True)
-            c[kind] |= zip(slots, form.offsets[kind][heads], strict=True)
-    W_Q, W_K, c_Q, c_K = (
-        torch.stack([rows[slot].to(device) for slot in sorted(rows)]) for rows in (W["q"], W["k"], c["q"], c["k"])
+            W = _without_constants(form, *form.matrices(kind, heads))
+            found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
+    W_Q, c_Q, W_K, c_K = (
+        torch.stack([own[slot][i].to(device) for slot in sorted(own)]) for own in found.values() for i in (0, 1)
     )
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
     return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(layout.kv_of_head, device=device), scale, c_Q, c_K)
