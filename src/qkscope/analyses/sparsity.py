@@ -6,10 +6,9 @@ independently rotated singular vectors (``rotated``: spectrum and rank stay) and
 (``count_tol``), and the numbers that random terms of the same sum and norm would need for either (``count_null``,
 ``count_tol_null``). ``low`` and ``high`` are the 95% interval, by prompt, of ``difference = sparsity − rotated``.
 
-Over training the same edges and the same prompts are measured at every checkpoint; each checkpoint is a piece of the
-work, so that a sweep that died goes on with those that are missing. Where the model has no published circuit, its heads
-are chosen on the last checkpoint, on prompts used for nothing else. Weights are hashed, and two revisions with the same
-weights are refused.
+Over training the same edges and prompts are measured at every checkpoint, each a piece of the work: a sweep that
+was stopped goes on. Heads of no published circuit are chosen on the last checkpoint, on prompts used for nothing else.
+Weights are hashed, and two revisions with the same weights are refused.
 """
 
 from __future__ import annotations
@@ -95,10 +94,9 @@ def sparsity(
     Examples
     --------
     >>> import qkscope as qk
-    >>> scope = qk.Scope.load("nano:mixed")
-    >>> found = qk.sparsity(scope, qk.tasks.ioi(), "L1H3:END>IO", 4, controls=1, draws=2, progress=False)
-    >>> [(row["head"], row["circuit"], row["n"]) for row in found.table()][0]
-    ('L1H3', True, 4)
+    >>> scope, task = qk.Scope.load("nano:mixed"), qk.tasks.ioi()
+    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
+    4
     """
     if heads is None:
         edges = CIRCUITS.get((scope.name, task.name)) or find_circuit(scope, task, batch_size=batch_size)
@@ -226,14 +224,11 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
 
     def run(indices: list[int]) -> None:
         encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
-        found = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True)
-        assert found.logits is not None
-        places, labels = encoded.places, encoded.labels[ANSWER]
-        words = encoded.inputs["input_ids"][places.row[:, None], places.keys]
-        scores = found.logits.gather(1, words)
-        best, rival = (
-            scores.masked_fill(~(places.key_mask & (sign * labels > 0)), -torch.inf).amax(1) for sign in (1, -1)
-        )
+        logits = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True).logits
+        assert logits is not None
+        places, labels = encoded.places, encoded.labels[ANSWER] * encoded.places.key_mask
+        scores = logits.gather(1, encoded.inputs["input_ids"][places.row[:, None], places.keys])
+        best, rival = (scores.masked_fill(sign * labels <= 0, -torch.inf).amax(1) for sign in (1, -1))
         right[indices] = (best > rival).double().cpu()
 
     for _ in stream(batches_of(units, batch_size), run, False):
@@ -302,6 +297,16 @@ def refuse_copies(model: str, weights: Mapping[str, str]) -> None:
             )
 
 
+def _over_heads(edges: Sequence[Edge], circuit: bool, arrays: Mapping[str, Tensor], first: Any) -> dict[str, Any]:
+    """Means over the edges of the circuit, or over the controls, and the change since the first checkpoint."""
+    chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
+    accuracy = float(arrays["right"].mean()) if "right" in arrays else None
+    means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
+    gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
+    ends = dict(zip(("difference", "low", "high", "change", "change_low", "change_high"), gap + change, strict=True))
+    return {"circuit": circuit, "accuracy": accuracy, **means, **ends, "heads": len(chosen)}
+
+
 @verb("sparsity")
 def sweep(
     model: str,
@@ -368,7 +373,11 @@ def sweep(
         _answer(pieces[last]["rows"]),
     )
     if len(points) > 1:
-        tables["training"] = training_rows(points, edges, arrays)
+        tables["training"] = [
+            {"step": point.step, **_over_heads(edges, circuit, arrays[point.label], arrays[points[0].label])}
+            for point in points
+            for circuit in dict.fromkeys(edge.circuit for edge in edges)
+        ]
         before, *_, after = (row for row in tables["training"] if row["circuit"])
         answer = (
             f"From {points[0].label} to {last}, sparsity less that of rotated vectors goes from "
@@ -387,22 +396,3 @@ def sweep(
         provenance=provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights),
         edges=tuple(edges),
     )
-
-
-def training_rows(
-    points: Sequence[Checkpoint], edges: Sequence[Edge], arrays: Mapping[str, Mapping[str, Tensor]]
-) -> list[dict[str, Any]]:
-    """Per checkpoint, circuit and control: the mean over heads, and its change since the first, with intervals."""
-    rows = []
-    for point, circuit in ((point, circuit) for point in points for circuit in (True, False)):
-        own, chosen = arrays[point.label], [i for i, edge in enumerate(edges) if edge.circuit is circuit]
-        if chosen:
-            gap, change = group_difference(own, chosen), group_difference(own, chosen, arrays[points[0].label])
-            rows.append({
-                "step": point.step, "circuit": circuit,
-                "accuracy": float(own["right"].mean()) if "right" in own else None,
-                **{name: float(own[name][chosen].nanmean()) for name in _MEANS}, "difference": gap[0], "low": gap[1],
-                "high": gap[2], "change": change[0], "change_low": change[1], "change_high": change[2],
-                "heads": len(chosen),
-            })  # fmt: skip
-    return rows

@@ -35,12 +35,10 @@ _PROBES = 8
 class HeadBasis:
     """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read = W_Q U``."""
 
-    head: Head
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
     V: Float[Tensor, "d m"]
     read: Float[Tensor, "d_head m"]
-    scale: float
     rotary: bool
 
     @property
@@ -103,9 +101,8 @@ class SingularBasis:
         return [self.heads.index(head) for head in heads]
 
     def __getitem__(self, head: str | Head) -> HeadBasis:
-        head = Head.parse(head)
-        (i,) = self.index([head])
-        return HeadBasis(head, self.U[i], self.S[i], self.V[i], self.read[i], float(self.scale[i]), self.rotary[i])
+        (i,) = self.index([Head.parse(head)])
+        return HeadBasis(self.U[i], self.S[i], self.V[i], self.read[i], self.rotary[i])
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
