@@ -339,17 +339,19 @@ class Run:
             case Entered():
                 return g
             case Heads():
-                W, b = (value.to(g) for value in self.reader.output_weights(layer))
-                asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-                said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-                for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
-                    _add(answer.values, name, value)
-                _add(answer.values, BIAS, g @ b)
                 _add(answer.heads, layer, g)
+                W, b = (value.to(g) for value in self.reader.output_weights(layer))
+                _add(answer.values, BIAS, g @ b)
+                if layer in self.heads:  # a run that goes on to the logits may have noted no writer of late layers
+                    asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
+                    said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
+                    for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
+                        _add(answer.values, name, value)
             case Part(module):
                 name = self.reader.part_name(layer, module)
-                _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
                 _add(answer.parts, name, g)
+                if module in self.gave:
+                    _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
             case Scaled(_, gain, inner):
                 return self._back(answer, slots, layer, inner, g * gain.to(g))
             case Sum(terms):
