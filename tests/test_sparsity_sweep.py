@@ -154,6 +154,16 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("family", "circuit"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-160m")])
+def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, words):
+    shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "vocab_size": len(words)}
+    scope = Scope.from_model(tiny_model(family, **shape), words, check=False)
+    rows, edges = sparsity(scope, tasks.ioi(), circuit, **SMALL).table(), CIRCUITS[circuit, "ioi"]
+    assert [row["head"] for row in rows[: len(edges)]] == [str(edge.head) for edge in edges]
+    assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in rows)
+    assert len(rows) == len(edges) + len({(e.duty.query, e.duty.key) for e in edges})
+
+
 # ---------------------------------------------------------------- sweeps
 
 
