@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-
 from qkscope.analyses.names.look import Looked, fit_factors, look
 from qkscope.analyses.names.readings import Readings
 from qkscope.analyses.names.sight import Options, Text
-from qkscope.capture.scope import Scope
 from qkscope.maths.factors import FactorFit
+from torch import Tensor, nn
+
+from qkscope.capture.scope import Scope
 from qkscope.runs.work import Work
 from qkscope.tasks.sides import Passage
 from qkscope_papers.families import tiny_model

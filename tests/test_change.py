@@ -10,11 +10,9 @@ import qkscope as qk
 from batches import look, residual_parts
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.patch import Edit
-from qkscope.change.parts import restore
-from qkscope.change.rows import Rerun
+from qkscope.change.rows import Rerun, restore
 from qkscope.change.whole import Batch
 from qkscope.heads import Head
-from qkscope.linear.reader import Reader
 from qkscope_papers.families import two_prompts
 
 PROMPT = "hat: O jam: Z cat: B jam:"
@@ -167,8 +165,7 @@ def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
 def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
     scope = look(family)
     inputs = {name: value[:1] for name, value in two_prompts(scope)[0].items()}
-    reader = Reader(scope, scope.heads()[-1:])
-    run = reader.record_prompt(scope.encode([qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))]))
+    run = Probe(scope, qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))).run
     query, edges = inputs["input_ids"].shape[1] - 1, [(Head(0, 1), 3), (Head(1, 0), 5)]
     again = Rerun(scope, run.inputs, run.calls)
     again._alone = alone
@@ -261,16 +258,16 @@ def test_changes_of_a_batch_run_together_from_the_first_layer_they_touch(family)
     encoded = scope.encode([qk.Example(ids=tuple(range(3, 14))), qk.Example(ids=tuple(range(20, 28)))])
     heads = [head for head in scope.heads() if head.layer >= 2]
     first, last, width = heads[0], heads[-1], scope.facts.layers[heads[0].layer].d_head
-    places, draw = encoded.everywhere(), torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     changes = [
         [Edit.keys(first, torch.tensor([[9], [10]]), torch.randn(2, 1, width, generator=draw))],
         [Edit.outputs(first, torch.tensor([True, False]), torch.randn(scope.d_head, generator=draw))],
         [Edit.outputs(first, torch.tensor([True, True]), torch.randn(scope.d_head, generator=draw))],
         [],
     ]
-    batch = Batch(scope, encoded, [last], first.layer, places)
+    batch = Batch(scope, encoded, [last], first.layer)
     for own, found in zip(changes, batch.run(changes, [last]), strict=True):
-        theirs = scope.capture_inputs(encoded, places=places, heads=[last], logits=True, edits=own)
+        theirs = scope.capture_inputs(encoded, heads=[last], logits=True, edits=own)
         torch.testing.assert_close(found.logits, theirs.logits, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(found.attention(), theirs.attention(), atol=1e-5, rtol=1e-4)
         assert (found.logits - batch.before.logits).abs().max() > 1e-4 or not own

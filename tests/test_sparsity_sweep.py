@@ -1,30 +1,31 @@
-"""Facts about sweeps: nulls beside every number, what is stored is not redone, copies and gaps refused by name."""
+"""Facts about sweeps: nulls beside every number, what is done is not redone, copies and gaps refused by name."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 
 import pytest
 import torch
 
 from qkscope import BadInput, Scope, tasks
-from qkscope.analyses.checkpoints import checkpoints
-from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, circuit_of, find_circuit, outside, parse_edges
+from qkscope.analyses import sparsity as module
+from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, outside, parse_edges
 from qkscope.analyses.relative import relative_attention
-from qkscope.analyses.sparsity import group_difference, sparsity
-from qkscope.analyses.sweep import plan_sweep, sweep
+from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope.cli import main
 from qkscope.heads import Head
-from qkscope.maths import relative as measure
-from qkscope.maths.relative import shared_sparsity, turned_terms
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
 from qkscope_papers.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"n": 6, "controls": 1, "draws": 4}
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return Scope.load("nano:mixed")
 
 
 @pytest.fixture(scope="module")
@@ -53,40 +54,40 @@ def run_folder(tmp_path_factory, words):
     return folder
 
 
-def shaped(family, words, tmp_path, **shape):
-    """A random model of a published shape's depth and heads, tiny in width, in a folder."""
-    folder = tmp_path / family
-    tiny_model(family, vocab_size=len(words), **shape).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
-
-
-# ---------------------------------------------------------------- circuits
-
-
 def test_published_circuits_name_heads_their_models_have():
-    for circuit in CIRCUITS.values():
-        assert len({(edge.head, edge.duty) for edge in circuit.edges}) == len(circuit.edges)
-        assert all(edge.head.layer < 12 and edge.head.index < 12 for edge in circuit.edges)
-    pythia = CIRCUITS["EleutherAI/pythia-160m"]
-    assert len(pythia.edges) == 12
-    assert {str(edge) for edge in pythia.edges if edge.duty.role == "name mover"} == {
+    for edges in CIRCUITS.values():
+        assert len(set(edges)) == len(edges)
+        assert all(edge.head.layer < 12 and edge.head.index < 12 for edge in edges)
+    pythia = CIRCUITS["EleutherAI/pythia-160m", "ioi"]
+    assert {str(edge) for edge in pythia if edge.duty.role == "name mover"} == {
         "L10H7:END>IO", "L9H4:END>IO", "L8H2:END>IO", "L8H10:END>IO",
     }  # fmt: skip
-    assert circuit_of("openai-community/gpt2", "ioi") is CIRCUITS["gpt2"]
-    assert circuit_of("gpt2", "induction") is None
+    assert CIRCUITS["openai-community/gpt2", "ioi"] == CIRCUITS["gpt2", "ioi"]
 
 
 def test_edges_are_read_as_they_are_printed():
-    edges = parse_edges("L9H9, L5H5:S2>S1+1", "ioi")
+    task, published = tasks.ioi(), CIRCUITS["gpt2", "ioi"]
+    edges = parse_edges("L9H9, L5H5:S2>S1+1", task)
     assert edges == [Edge(Head(9, 9), Duty("answer", "query", "answer")), Edge(Head(5, 5), DUTIES["ioi"][1])]
-    assert parse_edges(",".join(map(str, CIRCUITS["gpt2"].edges[:2])), "ioi") == list(CIRCUITS["gpt2"].edges[:2])
-    for text, says in (
-        ("L5H5:S2", "from where to where"), ("", "no head was named"), ("L1H1,L1H1", "named twice"),
-        ("gpt2", "is one of task ioi"), ("5.5", "not a head"),
-    ):  # fmt: skip
-        with pytest.raises(BadInput, match=says):
-            parse_edges(text, "induction")
+    assert parse_edges(",".join(map(str, published[:2])), task) == published[:2]
+    assert parse_edges("gpt2,L9H9:END>IO", task) == published
+
+
+@pytest.mark.parametrize(
+    ("heads", "says"),
+    [
+        ("L5H5:S2", "from where to where"),
+        ("", "no head was named"),
+        ("gpt2", "or the circuit of another task"),
+        ("5.5", "not a head"),
+        ("L0H0:END>S3", "a role 'S3' that induction does not have"),
+        ("L9H9", "L9H9 does not exist"),
+        ("L0H0:PREV>END", "in no prompt does PREV see END"),
+    ],
+)
+def test_heads_and_roles_that_are_not_there_are_refused(nano, heads, says):
+    with pytest.raises(BadInput, match=says):
+        sparsity(nano, tasks.induction(), heads, n=2)
 
 
 def test_a_planted_previous_token_head_is_found(words):
@@ -153,108 +154,46 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
 
 
-def test_a_head_and_a_role_the_model_and_task_do_not_have_are_refused(words):
-    scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
-    with pytest.raises(BadInput, match="L9H9 does not exist"):
-        sparsity(scope, tasks.ioi(), "L9H9:END>IO", n=2)
-    with pytest.raises(BadInput, match="L2H2 does not exist"):
-        sparsity(scope, tasks.ioi(), "gpt2", n=2)
-    with pytest.raises(BadInput, match="a role 'S3' that ioi does not have"):
-        sparsity(scope, tasks.ioi(), "L0H0:END>S3", n=2)
-    with pytest.raises(BadInput, match="in no prompt does IO see END"):
-        sparsity(scope, tasks.ioi(), "L0H0:IO>END", n=2)
-    for counts, says in (({"draws": 0}, "should be at least 1"), ({"controls": -1}, "should be at least 0")):
-        with pytest.raises(BadInput, match=says):
-            sparsity(scope, tasks.ioi(), "L0H0:END>IO", n=2, **counts)
-
-
-@pytest.mark.parametrize(
-    ("family", "circuit", "shape"),
-    [
-        ("gpt2", "gpt2", {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96}),
-        ("gpt_neox", "EleutherAI/pythia-160m", {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96}),
-    ],
-)
-def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, shape, words, tmp_path):
-    folder = shaped(family, words, tmp_path, **shape)
-    found = sweep(str(folder), tasks.ioi(), None, circuit, **{**SMALL, "controls": 2}, out=tmp_path / "out")
-    edges = CIRCUITS[circuit].edges
-    assert [row["head"] for row in found.table()[: len(edges)]] == [str(edge.head) for edge in edges]
-    assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in found.table())
-    assert len(found.table()) == len(edges) + 2 * len({(e.duty.query, e.duty.key) for e in edges})
-
-
-def test_directions_drawn_for_each_prompt_are_what_rotations_give():
-    """Mean sparsity over many rotation matrices equals that over uniform directions, of both nulls."""
-    generator = torch.Generator().manual_seed(0)
-    alpha, beta = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64)
-    s = torch.linspace(3.0, 0.1, 12, dtype=torch.float64)
-    by_matrix = measure.sparsity(measure.rotated_terms(alpha, s, beta, 2000)).mean()
-    drawn = measure.sparsity(turned_terms(alpha.expand(200, 1, 12), s[None], 20, range(200))).mean()
-    assert float(drawn) == pytest.approx(float(by_matrix), abs=0.008)
-    shared = measure.sparsity(measure.shared_terms(alpha, beta, 2000)).mean()
-    ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()
-    assert float(ours) == pytest.approx(float(shared), abs=0.008)
+@pytest.mark.parametrize(("family", "circuit"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-160m")])
+def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, words):
+    shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "vocab_size": len(words)}
+    scope = Scope.from_model(tiny_model(family, **shape), words, check=False)
+    rows, edges = sparsity(scope, tasks.ioi(), circuit, **SMALL).table(), CIRCUITS[circuit, "ioi"]
+    assert [row["head"] for row in rows[: len(edges)]] == [str(edge.head) for edge in edges]
+    assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in rows)
+    assert len(rows) == len(edges) + len({(e.duty.query, e.duty.key) for e in edges})
 
 
 # ---------------------------------------------------------------- sweeps
 
 
-def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder, tmp_path):
-    out = tmp_path / "out"
-    found = sweep(str(run_folder), tasks.ioi(), "step100,step0,step20", out=out, **SMALL)
-    steps = [row["step"] for row in found.tables["training"] if row["circuit"]]
-    assert steps == [0, 20, 100]
+def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder, tmp_path, monkeypatch):
+    """Heads are looked for in the last checkpoint alone; one that fails leaves those before it done."""
+    looked, load = [], Scope.load
+
+    def stopping(name, **options):
+        looked.append(name.rpartition("/")[2])
+        if looked == ["step100", "step20", "step0"]:
+            raise KeyboardInterrupt
+        return load(name, **options)
+
+    monkeypatch.setattr(module.Scope, "load", stopping)
+    asked = (str(run_folder), tasks.ioi(), "step100,step0,step20")
+    with pytest.raises(KeyboardInterrupt):
+        sweep(*asked, out=tmp_path / "out", **SMALL)
+    found = sweep(*asked, out=tmp_path / "out", **SMALL)
+    assert looked == ["step100", "step20", "step0", "step0"]
+    whole = sweep(*asked, out=tmp_path / "whole", **SMALL)
+    assert found.to_json()["tables"] == whole.to_json()["tables"]
+    assert [row["step"] for row in found.tables["training"] if row["circuit"]] == [0, 20, 100]
     assert {row["step"] for row in found.table()} == {0, 20, 100}
-    files = sorted((out / "checkpoints").iterdir())
-    assert [file.stem for file in files] == ["step0", "step100", "step20"]
-    stamps = {file.name: file.stat().st_mtime_ns for file in files}
-    (out / "checkpoints" / "step20.safetensors").unlink()
-    again = sweep(str(run_folder), tasks.ioi(), "step0,step20,step100", out=out, **SMALL)
-    assert again.to_json()["tables"] == found.to_json()["tables"]
-    now = {file.name: file.stat().st_mtime_ns for file in (out / "checkpoints").iterdir()}
-    assert {name for name in stamps if now[name] != stamps[name]} == {"step20.safetensors"}
-    assert json.loads((out / "results.json").read_text())["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
-    with pytest.raises(BadInput, match=r"another sweep \(n, examples, heads_from differ\)"):
-        plan_sweep(str(run_folder), tasks.ioi(), "step0", n=7, controls=1, draws=4, out=out)
-
-
-def test_a_sweep_does_not_go_on_with_another_dtype_other_heads_or_other_weights(run_folder, tmp_path):
-    """Heads that are looked for are those of the last checkpoint: a later one could have others."""
-    out = tmp_path / "out"
-    sweep(str(run_folder), tasks.ioi(), "step0,step20", out=out, **SMALL)
-    plan_sweep(str(run_folder), tasks.ioi(), "step20", out=out, **SMALL)  # the same heads at fewer checkpoints
-    for asked, says in (
-        ({"revisions": "step0,step20", "dtype": "bfloat16"}, r"another sweep \(dtype differ"),
-        ({"revisions": "step0,step20,step100"}, r"another sweep \(heads_from differ"),
-    ):
-        with pytest.raises(BadInput, match=says):
-            sweep(str(run_folder), tasks.ioi(), out=out, **asked, **SMALL)
-    sweep(str(run_folder), tasks.ioi(), "step0", "L0H1:END>IO", out=tmp_path / "named", **SMALL)
-    plan_sweep(str(run_folder), tasks.ioi(), "step0,step100", "L0H1:END>IO", out=tmp_path / "named", **SMALL)
-
-
-def test_a_model_that_was_trained_on_is_not_taken_for_what_it_was(run_folder, tmp_path):
-    model = shutil.copytree(run_folder / "step0", tmp_path / "model")
-    sweep(str(model), tasks.ioi(), None, "L0H1:END>IO", out=tmp_path / "out", **SMALL)
-    shutil.copytree(run_folder / "step20", model, dirs_exist_ok=True)
-    with pytest.raises(BadInput, match="was made from other weights"):
-        sweep(str(model), tasks.ioi(), None, "L0H1:END>IO", out=tmp_path / "out", **SMALL)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"schema": 99}', "newer qkscope"),
-        ("{", "is damaged"),
-        ('{"schema": 1, "experiment": "sparsity/ioi", "files": {}, "asked": {"edges": 7}}', "is damaged"),
-        ('{"schema": 1, "experiment": "sparsity/ioi", "files": {}, "asked": {"edges": [{}]}}', "is damaged"),
-    ],
-)
-def test_a_sweep_of_a_newer_version_is_told_from_a_damaged_one(run_folder, tmp_path, text, says):
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(BadInput, match=says):
-        plan_sweep(str(run_folder), tasks.ioi(), out=tmp_path)
+    at_end = sparsity(load(str(run_folder / "step100")), tasks.ioi(), **SMALL)
+    assert at_end.edges == found.edges
+    for name in ("sparsity", "rotated", "terms_mean"):
+        torch.testing.assert_close(found.arrays[name], at_end.arrays[name])
+        assert found.arrays[f"step20/{name}"].shape == found.arrays[name].shape
+    stored = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert stored["tables"]["sparsity"][0]["head"] == found.table()[0]["head"]
 
 
 def test_a_change_is_measured_on_the_same_prompts():
@@ -268,30 +207,32 @@ def test_a_change_is_measured_on_the_same_prompts():
     assert high - low > 0.1
 
 
-def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "revisions", "says"),
+    [
+        ("{run}", "step0,step7", "has no revision 'step7': there is copy3, step0"),
+        ("{run}", "step0,step0", "name each revision once"),
+        ("{run}", " , ", "name each revision once"),
+        ("{run}", "step100,copy3", "'step100' and 'copy3' of .* hold the same weights"),
+        ("{run}", "all", "hold the same weights"),
+        ("{run}/step0", "step0", "is one model, not a folder of checkpoints"),
+        ("smollm2-135m", "main", "is one model, not a folder of checkpoints"),
+        ("EleutherAI/pythia-160m", "all", "are not known here"),
+    ],
+)
+def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folder, tmp_path, model, revisions, says):
+    with pytest.raises(BadInput, match=says):
+        sweep(model.format(run=run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_checkpoints_come_by_their_steps(run_folder):
     assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
     both = checkpoints("EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3")  # the same step is no copy
-    assert [c.label for c in both] == ["step3", "seed2-step20", "seed1-step20"]
-    for revisions, says in (
-        ("step0,step7", "has no revision 'step7': there is copy3, step0"),
-        ("step0,step0", "name each revision once"),
-        (" , ", "name each revision once"),
-        ("step100,copy3", "'step100' and 'copy3' of .* hold the same weights"),
-        ("all", "hold the same weights"),
-    ):
-        with pytest.raises(BadInput, match=says):
-            sweep(str(run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(BadInput, match="is one model, not a folder of checkpoints"):
-        checkpoints(str(run_folder / "step0"), "step0")
-    with pytest.raises(BadInput, match="is one model, not a folder of checkpoints"):
-        checkpoints("smollm2-135m", "main")
-    with pytest.raises(BadInput, match="are not known here"):
-        checkpoints("EleutherAI/pythia-160m", "all")
-    assert checkpoints("EleutherAI/pythia-160m", "step1000,step143000")[1].revision == "step143000"
+    assert [c.revision for c in both] == ["step3", "seed2-step20", "seed1-step20"]
 
 
-def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, tmp_path, monkeypatch, capsys):
+def test_the_commands_refuse_with_a_sentence_and_print_json(run_folder, tmp_path, monkeypatch, capsys):
     def command(*arguments):
         monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -302,16 +243,11 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
     for more, says in (
         (["--revisions", "step9"], "has no revision 'step9'"),
         (["--revisions", "step0", "--heads", "L0H0:END>S9"], "a role 'S9'"),
-        (["--revisions", "step0", "--heads", "L8H0:END>IO"], "L8H0 does not exist"),
         (["--revisions", "step0", "--draws", "0"], "should be at least 1"),
-        (["--revisions", "step100,copy3"], "hold the same weights"),
-        (["--form", "question"], "form of ioi should be 'both', 'ABBA', 'BABA'"),
     ):
         code, said = command(*asked, *more)
         assert (code, said.out) == (2, "")
         assert says in said.err
-        assert "Traceback" not in said.err
-    assert not (tmp_path / "out").exists()
     code, said = command(*asked, "--revisions", "step0", "--heads", "L0H0:END>IO", "--draws", "2", "--json")
     assert code in (0, None), said.err
     row = json.loads(said.out)["tables"]["sparsity"][0]
@@ -322,4 +258,3 @@ def test_the_verbs_answer_bad_input_with_a_sentence_and_print_json(run_folder, t
     code, said = command("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
     assert [row["head"] for row in json.loads(said.out)["tables"]["heads"]] == ["L0H0", "L1H3"]
     assert file.is_file()
-    assert command("svd", "--out", tmp_path)[0] == 2

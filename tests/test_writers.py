@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from batches import each_head, look, padded, sides_of
-from qkscope.capture.blocks import Part, Sum, read_blocks
+from qkscope.capture.blocks import Sum, read_blocks
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
@@ -17,15 +17,19 @@ from qkscope.linear.run import BIAS, EMBEDDING
 from qkscope_papers.families import sum_error, tiny_model, trace_error, two_prompts
 from tiny_llama import SOME
 
-NOT_SERVED = [
-    "diffllama", "mamba", "mllama", "t5", "deberta-v2",
-]  # fmt: skip
 NOT_TRACED = {
     "jetmoe": "no one matrix adds up its heads' outputs",
     "qwen3_next": "no one matrix adds up its heads' outputs",  # gated before it
     "gemma3n_text": "it has 4 residual streams",
 }
-TRACED = [(family, {}) for family in SOME if family not in [*NOT_SERVED, *NOT_TRACED]]
+LEFT_OUT = [  # not served, or with the blocks and attention of a family that is asked
+    "diffllama", "mamba", "mllama", "t5", "deberta-v2", "llama", "gemma2", "olmo2", "bert", "granite", "cohere",
+    "mixtral", "dinov2", "gpt2", "gpt_neox", "bloom", "gpt_neo", "deepseek_v3", "llama4_text", "gemma3", "olmoe",
+    "granitemoe", "smollm3", "phimoe", "qwen3_moe", "glm4_moe", "helium", "ministral", "arcee", "seed_oss", "ernie4_5",
+    "biogpt", "roberta", "xlm-roberta", "layoutlm", "electra", "mbart", "pegasus", "blenderbot", "plbart", "marian",
+    "whisper", "qwen2_vl", "vit",
+]  # fmt: skip
+TRACED = [(family, {}) for family in SOME if family not in [*LEFT_OUT, *NOT_TRACED]]
 DEEPER = [
     ("llama", {"num_hidden_layers": 4}),
     ("gemma2", {"num_hidden_layers": 4}),
@@ -131,9 +135,7 @@ def test_one_layer_has_nobody_before_it():
         trace_error(scope)
 
 
-@pytest.mark.parametrize(
-    "family", ["nanochat", "hunyuan_v1_dense", "deepseek_v3", "llama", "qwen3", "falcon_h1", "bloom"]
-)
+@pytest.mark.parametrize("family", ["nanochat", "hunyuan_v1_dense", "deepseek_v3", "qwen3", "bloom"])
 def test_the_true_stream_gives_the_true_vectors_with_norms_live(family):
     reader, run, places = recorded(look(family), 1)
     for side, mask in (("query", torch.ones(2, 1)), ("key", places.key_mask)):
@@ -144,19 +146,12 @@ def test_the_true_stream_gives_the_true_vectors_with_norms_live(family):
                 assert ((one - true) * mask[..., None]).abs().max() < 1e-3 * true.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("family", "output", "mlp"),
-    [("llama", "self_attn.o_proj", "mlp.down_proj"), ("gpt2", "attn.c_proj", "mlp.c_proj")],
-)
-def test_a_writer_that_writes_nothing_has_no_part(family, output, mlp):
-    model = tiny_model(family)
-    block = model.base_model.layers[0] if family == "llama" else model.base_model.h[0]
-    width = 16
+def test_a_writer_that_writes_nothing_has_no_part():
+    model = tiny_model("llama")
+    block = model.model.layers[0]
     with torch.no_grad():
-        weight = block.get_submodule(output).weight
-        (weight.T if family == "llama" else weight)[2 * width : 3 * width] = 0  # of head 2
-        for parameter in block.get_submodule(mlp).parameters():
-            parameter.zero_()
+        block.self_attn.o_proj.weight[:, 32:48] = 0  # of head 2
+        block.mlp.down_proj.weight.zero_()
     reader, run, _ = recorded(Scope.from_model(model, check=False), 1)
     parts = run.read(Head(1, 0), "key", run.stream(1)).abs().amax(dim=(0, 2, 3))
     silent = [writer for writer, size in zip(reader.writers(1), parts.tolist(), strict=True) if size == 0]
@@ -177,16 +172,12 @@ def test_a_block_that_writes_nothing_is_taken_apart_all_the_same(family):
     assert sorted(Reader(scope, [Head(1, 0)]).writers(1)) == sorted(whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "olmo2", "granite", "gpt_neox", "bert", "gpt2", "dinov2", "mixtral", "falcon_h1"]
-)
-def test_half_precision_is_taken_apart_as_full_precision_is(family, dtype):
-    full, half = look(family), look(family, dtype)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_neox", "bert", "mixtral", "falcon_h1"])
+def test_half_precision_is_taken_apart_as_full_precision_is(family):
+    full, half = look(family), look(family, torch.bfloat16)
     for ours, theirs in zip(*(read_blocks(scope.model, scope.facts.layer_of) for scope in (full, half)), strict=True):
         assert [type(node) for node in ours.walk()] == [type(node) for node in theirs.walk()]
-        kinds = [[type(module) for module in block.parts] for block in (ours, theirs)]
-        assert kinds[0] == kinds[1]
+        assert [type(module) for module in ours.parts] == [type(module) for module in theirs.parts]
         numbers = [
             torch.tensor([number for node in block.walk() if isinstance(node, Sum) for number, _ in node.terms])
             for block in (ours, theirs)
@@ -213,33 +204,22 @@ def test_multipliers_of_the_residual_stream_are_found():
     assert numbers == pytest.approx({"Entered": 1.0, "Heads": 0.7, "Part": 0.7}, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "bert"])
-def test_no_hook_stays_behind(family):
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_no_hook_stays_behind_also_when_the_forward_fails(family):
     scope = look(family)
-    before = hooks_of(scope.model)
-    _, run, _ = recorded(scope, 1)
+    implementation, before = scope.model.config._attn_implementation, hooks_of(scope.model)
+    reader, run, places = recorded(scope, 1)
     run.read(Head(1, 0), "query", run.stream(1))
     assert hooks_of(scope.model) == before
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "bert"])
-def test_no_hook_stays_behind_when_the_forward_fails(family):
-    scope = look(family)
-    implementation = scope.model.config._attn_implementation
-    inputs, places = two_prompts(scope)
-    reader = Reader(scope, [Head(1, 0)])
-    (part,) = [node.module for node in reader.blocks[0].walk() if isinstance(node, Part)]
+    (part,) = reader.blocks[0].parts
 
     def fail(*_args):
         raise RuntimeError("out of memory")
 
     hook = part.register_forward_hook(fail)
-    before = hooks_of(scope.model)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        reader.record(inputs, places)
-    assert hooks_of(scope.model) == before
-    with pytest.raises(RuntimeError, match="out of memory"):
-        read_blocks(scope.model, scope.facts.layer_of)
+    for asked in (lambda: reader.record(run.inputs, places), lambda: read_blocks(scope.model, scope.facts.layer_of)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            asked()
+    hook.remove()
     assert hooks_of(scope.model) == before
     assert scope.model.config._attn_implementation == implementation
-    hook.remove()

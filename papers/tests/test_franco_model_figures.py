@@ -61,10 +61,10 @@ def test_figures_of_training_run_on_a_nano_by_default(tmp_path):
     assert counts == {"count", "count_tol", "count_null", "count_tol_null"}
     # one sweep serves them all, and is found again
     (folder,) = (tmp_path / "franco2026" / "sweeps").iterdir()
-    stamps = {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+    stamps = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9b"], preset="smoke", out=tmp_path)
-    assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+    assert stamps == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
 def test_every_prompt_has_one_template():

@@ -21,7 +21,7 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
-from qkscope.heads import Head, parse_heads
+from qkscope.heads import Head
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
@@ -50,76 +50,55 @@ class Edge:
         return f"{self.head}:{self.duty.query}>{self.duty.key}"
 
 
-@dataclass(frozen=True)
-class Circuit:
-    """A published list of heads, and where it was published."""
-
-    task: str
-    source: str
-    edges: tuple[Edge, ...]
-
-
 def _duty(role: str, way: str) -> Duty:
     return Duty(role, *way.split(" > "))
 
 
-def _circuit(task: str, source: str, edges: Sequence[tuple[str, str, str]], **_: str) -> Circuit:
-    every = [(name.split("."), _duty(role, way)) for role, way, names in edges for name in names.split()]
-    return Circuit(task, source, tuple(Edge(Head(int(layer), int(index)), duty) for (layer, index), duty in every))
-
-
 _TABLE = tomllib.loads(files("qkscope.analyses").joinpath("circuits.toml").read_text("utf-8"))
-DUTIES = {task: tuple(_duty(*one) for one in duties.items()) for task, duties in _TABLE["duties"].items()}
-"""What to look for in a model whose circuit nobody has published."""
-CIRCUITS: dict[str, Circuit] = {model: _circuit(**found) for model, found in _TABLE["circuits"].items()}
-_ALSO: dict[str, str] = {found["also"]: model for model, found in _TABLE["circuits"].items()}
+DUTIES = {task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()}
+"""What to look for in a model whose circuit nobody has published, by task."""
+CIRCUITS = {
+    (name, found["task"]): [
+        Edge(Head.parse(f"L{head.replace('.', 'H')}"), _duty(role, way))
+        for role, way, heads in found["edges"]
+        for head in heads.split()
+    ]
+    for model, found in _TABLE["circuits"].items()
+    for name in (model, found["also"])
+}
+"""Published circuits, by model and task."""
 _ANSWERING = Duty("answer", QUERY, ANSWER)
 
 
-def circuit_of(name: str, task: str) -> Circuit | None:
-    """The published circuit of a model for a task, if there is one."""
-    found = CIRCUITS.get(_ALSO.get(name, name))
-    return found if found is not None and found.task == task else None
-
-
-def parse_edges(text: str, task: str) -> list[Edge]:
+def parse_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
     """Read ``L9H9,L5H5:S2>S1+1``; a head alone looks from the query to the answer; a circuit's name is all of it."""
-    named = circuit_of(text.strip(), task)
-    if named is not None:
-        return list(named.edges)
-    if text.strip() in {*CIRCUITS, *_ALSO}:
-        raise BadInput(f"the circuit of {text.strip()} is one of task ioi, not of {task}: name heads instead.")
-    edges = []
-    for part in (piece.strip() for piece in text.split(",")):
-        if not part:
+    edges: list[Edge] = []
+    for part in [heads] if isinstance(heads, str | Head) else heads:
+        if isinstance(part, Edge):
+            edges.append(part)
             continue
-        name, colon, way = part.partition(":")
-        query, arrow, key = (piece.strip() for piece in way.partition(">"))
-        if colon and not (arrow and query and key):
-            raise BadInput(f"{part!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
-        (head,) = parse_heads(name)
-        edges.append(Edge(head, _duty_between(query, key, task) if colon else _ANSWERING))
+        for text in filter(None, map(str.strip, str(part).split(","))):
+            if text in {name for name, _ in CIRCUITS}:
+                edges += CIRCUITS.get((text, task.name), [])
+            else:
+                edges.append(_parse(text, task.name))
     if not edges:
-        raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or a circuit's name.")
-    twice = [edge for i, edge in enumerate(edges) if edge in edges[:i]]
-    if twice:
-        raise BadInput(f"{twice[0]} is named twice: name each head and way once.")
-    return edges
-
-
-def _duty_between(query: str, key: str, task: str) -> Duty:
-    known = (duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key))
-    return next(known, Duty(f"{query} to {key}", query, key))
-
-
-def check_roles(task: Task, edges: Sequence[Edge]) -> None:
-    """Refuse a role that the task's prompts do not have, before a model is loaded."""
-    example = task.test(1)[0][0]
+        raise BadInput(f"no head was named, or the circuit of another task than {task.name}: write L9H9,L5H5:S2>S1+1.")
+    roles = [*task.test(1)[0][0].roles, QUERY, ANSWER]
     for edge in edges:
-        for role in (edge.duty.query, edge.duty.key):
-            if role not in (QUERY, ANSWER) and role not in example.roles:
-                there = ", ".join([*example.roles, QUERY, ANSWER])
-                raise BadInput(f"{edge} names a role {role!r} that {task.name} does not have: there is {there}.")
+        for role in {edge.duty.query, edge.duty.key}.difference(roles):
+            there = ", ".join(roles)
+            raise BadInput(f"{edge} names a role {role!r} that {task.name} does not have: there is {there}.")
+    return list(dict.fromkeys(edges))
+
+
+def _parse(text: str, task: str) -> Edge:
+    name, colon, way = text.partition(":")
+    query, _, key = (piece.strip() for piece in way.partition(">"))
+    if colon and not (query and key):
+        raise BadInput(f"{text!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
+    known = (duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key))
+    return Edge(Head.parse(name), next(known, Duty(f"{query} to {key}", query, key)) if colon else _ANSWERING)
 
 
 def span_of(example: Example, role: str) -> Span | None:

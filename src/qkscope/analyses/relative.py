@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -27,11 +28,10 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import Count, Seed, checked_call, checked_class
+from qkscope.kinds import Count, Seed, checked_call
 from qkscope.linear.weights import head_weights
 from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
-from qkscope.maths.bases import heads_at_once
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.result import Result
 from qkscope.runs.verb import verb
@@ -68,14 +68,18 @@ def singular_basis(
     wanted = scope.parse(heads)
     about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype), "version": _VERSION}
     named = hashlib.sha256(",".join(map(str, wanted)).encode()).hexdigest()[:16]
-    kept = {name: about[name] for name in ("weights", "dtype", "version")}
     place = cache_dir("singular", f"{scope.weights_hash}-{named}.safetensors")
     if cache and place.is_file():
         try:
-            return SingularBasis.load(place, expect=kept)
+            return SingularBasis.load(place, expect={name: about[name] for name in ("weights", "dtype", "version")})
         except BadInput as error:
             log.info("%s; made again", error)
-    basis = _compute(scope, wanted, about)
+    weights, rotary = (
+        head_weights(scope, wanted),
+        [scope.facts.layers[head.layer].offset is not None for head in wanted],
+    )
+    tensors = weights.W_Q, weights.W_K, weights.scale, weights.c_Q
+    basis = basis_of_weights(wanted, *tensors, rotary, weights.kv_of_head, about)
     if cache and basis.U.numel() + basis.V.numel() <= _CACHED:
         try:
             basis.save(place)
@@ -84,35 +88,7 @@ def singular_basis(
     return basis
 
 
-def _compute(scope: Scope, heads: Sequence[Head], about: dict[str, object]) -> SingularBasis:
-    weights = head_weights(scope, list(heads))
-    step = heads_at_once(weights.W_Q)
-    parts = []
-    for start in range(0, len(heads), step):
-        own = slice(start, start + step)
-        used, kv_of_head = weights.kv_of_head[own].unique(return_inverse=True)
-        parts.append(
-            basis_of_weights(
-                heads[own],
-                weights.W_Q[own],
-                weights.W_K[used],
-                weights.scale[own],
-                weights.c_Q[own],
-                [scope.facts.layers[head.layer].offset is not None for head in heads[own]],
-                kv_of_head=kv_of_head,
-            )
-        )
-    together = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("U", "S", "V", "read", "scale", "c_Q", "error")
-    }
-    return SingularBasis(tuple(heads), rotary=tuple(r for part in parts for r in part.rotary), about=about, **together)
-
-
 TOLERANCE = 0.99
-VALUES = ("sparsity", "rotated", "rotated_shared", "relative", "attention", "count", "count_tol", "count_null",
-          "count_tol_null", "cancellation", "sigma_correlation", "sigma_rotated", "largest",
-          "largest_rotated")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,29 +111,29 @@ class RelativeRows:
     seen: Int[Tensor, "b h"]
 
     def values(self, draws: int, seed: int, prompts: Sequence[int]) -> dict[str, Float[Tensor, "b h"]]:
-        """How few terms carry each row, beside what rotated bases and random terms would show (`VALUES`).
+        """How few terms carry each row, beside what rotated bases and random terms would show.
 
         ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head space as a whole;
         ``prompts`` are the numbers that address their draws.
         """
+        terms, shared = self.terms, derived_seed(seed, "shared")
         turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
-        found = (
-            measure.sparsity(self.terms),
-            measure.sparsity(turned).mean(0),
-            measure.shared_sparsity(self.q, self.difference, draws, prompts, derived_seed(seed, "shared")),
-            self.relative,
-            self.attention,
-            measure.reconstruction_count(self.terms),
-            measure.reconstruction_count(self.terms, TOLERANCE),
-            measure.null_count(self.terms, draws=draws, seed=seed),
-            measure.null_count(self.terms, TOLERANCE, draws, seed),
-            measure.cancellation(self.terms),
-            measure.rank_correlation(self.terms.abs(), self.s.expand_as(self.terms)),
-            measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(0),
-            measure.largest_place(self.terms),
-            measure.largest_place(turned).mean(0),
-        )
-        return dict(zip(VALUES, found, strict=True))
+        return {
+            "sparsity": measure.sparsity(terms),
+            "rotated": measure.sparsity(turned).mean(0),
+            "rotated_shared": measure.shared_sparsity(self.q, self.difference, draws, prompts, shared),
+            "relative": self.relative,
+            "attention": self.attention,
+            "count": measure.reconstruction_count(terms),
+            "count_tol": measure.reconstruction_count(terms, TOLERANCE),
+            "count_null": measure.null_count(terms, draws=draws, seed=seed),
+            "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
+            "cancellation": measure.cancellation(terms),
+            "sigma_correlation": measure.rank_correlation(terms.abs(), self.s.expand_as(terms)),
+            "sigma_rotated": measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(0),
+            "largest": measure.largest_place(terms),
+            "largest_rotated": measure.largest_place(turned).mean(0),
+        }
 
 
 def relative_rows(
@@ -203,31 +179,6 @@ def relative_rows(
     )
 
 
-@checked_class
-@dataclass(frozen=True)
-class RelativeAttention(Result):
-    """Why this token rather than the others: the terms of one head's relative logit, largest first."""
-
-    def show(self, rows: Count = 8, width: Count = 32) -> str:
-        """A chart for the terminal: the largest terms as bars, and how few of them it takes.
-
-        Parameters
-        ----------
-        rows : how many terms.
-        width : of the longest bar, in characters.
-        """
-        terms = self.tables["terms"][:rows]
-        top = max((abs(row["term"]) for row in self.tables["terms"]), default=0.0) or 1.0
-        lines = [self.answer, f"{'vector':>7} {'sigma':>8} {'term':>8}"]
-        for row in terms:
-            bar = ("█" if row["term"] > 0 else "░") * round(abs(row["term"]) / top * width)
-            lines.append(f"{row['vector']:>7} {row['sigma']:8.3f} {row['term']:8.3f} {bar}")
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.show()
-
-
 @verb("relative")
 def relative_attention(
     scope: Scope,
@@ -241,7 +192,7 @@ def relative_attention(
     draws: Count = 20,
     seed: Seed = 0,
     out: str | Path | None = None,
-) -> RelativeAttention:
+) -> Result:
     """Split the relative attention of one head on one token over its singular vectors.
 
     Parameters
@@ -259,7 +210,7 @@ def relative_attention(
 
     Returns
     -------
-    RelativeAttention
+    Result
         ``tables["terms"]`` (vector, sigma, query and key coordinate, term) sums with ``constant`` to ``relative``
         in ``tables["relative"]``; ``tables["split"]`` has the same terms as every split of a logit does.
 
@@ -275,9 +226,22 @@ def relative_attention(
     example = Example(text=example) if isinstance(example, str) else example
     own = singular_basis(scope, [head]) if basis is None else basis
     check_same_model(own.about, scope, "this basis")
-    inputs, at, slot = _asked(scope, example, query, key, chat)
-    places = rows_from(inputs, torch.tensor([[at]]))
-    captured = scope.capture_inputs(inputs, places=places, heads=[head], space="query_frame")
+    if query is None and len(example.queries) > 1:
+        raise BadInput(f"the example marks {len(example.queries)} queries: say which with query=.")
+    if key is None and sum(k.label(ANSWER) > 0 for k in example.keys) == 1:
+        key = ANSWER
+    places = [QUERY if query is None else query, key]
+    inputs, columns = locate(scope, [example], [place for place in places if isinstance(place, str)], chat)
+    roles, length = iter(columns[0].tolist()), inputs["input_ids"].shape[1]
+    at, slot = (next(roles) if isinstance(place, str) else place for place in places)
+    assert at is not None
+    for place in (at, slot):
+        if place is not None and not 0 <= place < length:
+            raise BadInput(f"there is no token {place}: the prompt has {length}, counted from 0.")
+    if length < 2:
+        raise BadInput("relative attention needs another key beside the attended one: give a longer prompt.")
+    where = rows_from(inputs, torch.tensor([[at]]))
+    captured = scope.capture_inputs(inputs, places=where, heads=[head], space="query_frame")
     if slot is None:  # the first token is where idle heads look
         slot = 1 + int(captured.attention()[0, 0, 1:].argmax())
     found = relative_rows(captured, torch.tensor([[slot]]), own)
@@ -286,8 +250,7 @@ def relative_attention(
         raise BadInput(
             f"{head} does not see token {slot} from token {at}, or sees no other: ask about a key inside its window."
         )
-    ids = inputs["input_ids"][0, [at, slot]].tolist()
-    shown = [token_texts(scope, [i])[0] for i in ids]
+    shown = [token_texts(scope, [i])[0] for i in inputs["input_ids"][0, [at, slot]].tolist()]
     values = {name: float(value) for name, value in found.values(draws, seed, [0]).items()}
     summary = {
         "head": str(head), "query": at, "key": slot, "query_token": shown[0], "key_token": shown[1], **values,
@@ -299,41 +262,13 @@ def relative_attention(
         for j in terms.abs().argsort(descending=True).tolist()
     ]  # fmt: skip
     parts = {f"vector {row['vector']}": terms[[row["vector"]]] for row in rows} | {"constant": found.constant[0]}
+    split = split_rows(head, at, [slot], found.relative[0], parts, "both")
     count = values["count"]
     reached = f"{count:.0f} of {len(terms)} singular vectors reach it" if count == count else "it is not positive"
-    return RelativeAttention(
-        experiment="relative",
-        answer=(
-            f"From {shown[0]!r}, {head} gives {values['attention']:.2f} of its attention to {shown[1]!r}, a logit "
-            f"{values['relative']:.2f} above the mean of the other {summary['others']}: {reached} (sparsity "
-            f"{values['sparsity']:.2f}, under rotated vectors {values['rotated']:.2f})."
-        ),
-        tables={
-            "relative": [summary],
-            "terms": rows,
-            "split": split_rows(head, at, [slot], found.relative[0], parts, "both"),
-        },
-        seed=seed,
-        **made_with(scope, head=str(head), prompt=example.show(2000), chat=chat, draws=draws),
+    answer = (
+        f"From {shown[0]!r}, {head} gives {values['attention']:.2f} of its attention to {shown[1]!r}, a logit "
+        f"{values['relative']:.2f} above the mean of the other {summary['others']}: {reached} (sparsity "
+        f"{values['sparsity']:.2f}, under rotated vectors {values['rotated']:.2f})."
     )
-
-
-def _asked(
-    scope: Scope, example: Example, query: str | int | None, key: str | int | None, chat: bool
-) -> tuple[dict[str, Tensor], int, int | None]:
-    """The example as the model's input, and the columns of query and key; no key where none is named or marked."""
-    if query is None and len(example.queries) > 1:
-        raise BadInput(f"the example marks {len(example.queries)} queries: say which with query=.")
-    if key is None and sum(k.label(ANSWER) > 0 for k in example.keys) == 1:
-        key = ANSWER
-    query = QUERY if query is None else query
-    inputs, columns = locate(scope, [example], [place for place in (query, key) if isinstance(place, str)], chat)
-    left, length = [int(column) for column in columns[0]], inputs["input_ids"].shape[1]
-    at = left.pop(0) if isinstance(query, str) else query
-    slot = left.pop(0) if isinstance(key, str) else key
-    for place in (at, slot):
-        if place is not None and not 0 <= place < length:
-            raise BadInput(f"there is no token {place}: the prompt has {length}, counted from 0.")
-    if length < 2:
-        raise BadInput("relative attention needs another key beside the attended one: give a longer prompt.")
-    return inputs, at, slot
+    made = made_with(scope, head=str(head), prompt=example.show(2000), chat=chat, draws=draws)
+    return Result("relative", {"relative": [summary], "terms": rows, "split": split}, answer=answer, seed=seed, **made)

@@ -1,17 +1,23 @@
-"""How few singular vectors carry a head's relative attention, over many prompts, beside what means nothing.
+"""How few singular vectors carry a head's relative attention, over prompts and over training, beside its nulls.
 
 Per edge (a head that looks from one role to another): sparsity ``(mean |c|)² / mean c²`` of the terms, the same under
 independently rotated singular vectors (``rotated``: spectrum and rank stay) and along a rotated head space
 (``rotated_shared``: every logit stays), the number of terms that reach r (``count``), that reach 99% of it
 (``count_tol``), and the numbers that random terms of the same sum and norm would need for either (``count_null``,
-``count_tol_null``).
-``low`` and ``high`` are the 95% interval, by prompt, of ``difference = sparsity − rotated``.
+``count_tol_null``). ``low`` and ``high`` are the 95% interval, by prompt, of ``difference = sparsity − rotated``.
+
+Over training the same edges and prompts are measured at every checkpoint, each a piece of the work: a sweep that
+was stopped goes on. Heads of no published circuit are chosen on the last checkpoint, on prompts used for nothing else.
+Weights are hashed, and two revisions with the same weights are refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +25,41 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses import circuits
-from qkscope.analyses.circuits import Edge
-from qkscope.analyses.prompts import batches_of, made_from
-from qkscope.analyses.relative import VALUES, relative_rows, singular_basis
+from qkscope.analyses.circuits import CIRCUITS, Duty, Edge, find_circuit, locate, outside, parse_edges, rows_from
+from qkscope.analyses.prompts import batches_of, made_from, units_hash
+from qkscope.analyses.relative import relative_rows, singular_basis
+from qkscope.capture.files import folder_hash, local_hash, weights_part
+from qkscope.capture.load import check_revisions, revisions_of
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.runs.progress import doing
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.verb import current_work, verb
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
+
+_COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
+_OF_VECTORS = ("terms_first", "terms_rotated", "terms_mean", "sigma")
+_MEANS = ("sparsity", "rotated", "rotated_shared", "count", "count_tol", "count_null", "count_tol_null", "attention")
 
 
 @checked_class
 @dataclass(frozen=True)
 class Sparsity(Result):
-    """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where there is none)."""
+    """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where there is none).
+
+    Of several checkpoints, those of the last stand under their names, those before it under ``CHECKPOINT/NAME``.
+    """
 
     edges: tuple[Edge, ...] = field(default=())
+
+
+# ---------------------------------------------------------------------- one checkpoint
 
 
 @verb("sparsity")
@@ -55,7 +73,6 @@ def sparsity(
     draws: Count = 20,
     batch_size: Count = 32,
     seed: Seed = 0,
-    step: int | str | None = None,
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Sparsity:
@@ -71,101 +88,73 @@ def sparsity(
     controls : heads outside the circuit for each way to look.
     draws, seed : rotations of each null, and the seed of all draws.
     batch_size : prompts run together.
-    step : what to call this checkpoint.
     out : folder for the result and its page; nothing is written by default.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
 
     Examples
     --------
     >>> import qkscope as qk
-    >>> scope = qk.Scope.load("nano:mixed")
-    >>> found = qk.sparsity(scope, qk.tasks.ioi(), "L1H3:END>IO", 4, controls=1, draws=2, progress=False)
-    >>> [(row["head"], row["circuit"], row["n"]) for row in found.table()][0]
-    ('L1H3', True, 4)
+    >>> scope, task = qk.Scope.load("nano:mixed"), qk.tasks.ioi()
+    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
+    4
     """
-    edges = [
-        *(own := edges_for(scope, task, heads, batch_size, progress)),
-        *circuits.outside(scope, own, controls, seed),
-    ]
-    arrays = measure_edges(scope, task, edges, n, draws=draws, batch_size=batch_size, seed=seed, progress=progress)
-    rows = sparsity_rows(edges, arrays, scope.name, step, seed)
+    if heads is None:
+        edges = CIRCUITS.get((scope.name, task.name)) or find_circuit(scope, task, batch_size=batch_size)
+    else:
+        edges = parse_edges(heads, task)
+    for edge in edges:
+        scope.check(edge.head)
+    edges = [*edges, *outside(scope, edges, controls, seed)]
+    arrays = _measured(scope, task, edges, n, draws, batch_size, seed, progress)
+    rows = []
+    for e, edge in enumerate(edges):
+        own = {name: arrays[name][e] for name in arrays if name not in _OF_VECTORS}
+        gap, low, high = group_difference(arrays, [e], seed=seed)
+        rows.append({
+            "model": scope.name, "head": str(edge.head), "step": None, "role": edge.duty.role, "from": edge.duty.query,
+            "to": edge.duty.key, "circuit": edge.circuit, **{name: float(own[name].nanmean()) for name in own},
+            "difference": gap, "low": low, "high": high, "positive": float((own["relative"] > 0).double().mean()),
+            "n": int(own["sparsity"].isfinite().sum()),
+        })  # fmt: skip
+    about = made_from(scope, task, "query_frame")
     return Sparsity(
         experiment=f"sparsity/{task.name}",
-        answer=answer_of(rows),
+        answer=_answer(rows),
         tables={"sparsity": rows},
         arrays=arrays,
         model=scope.name,
         seed=seed,
-        provenance=provenance(**made_from(scope, task, "query_frame"), n=n, draws=draws, edges=[str(e) for e in edges]),
+        provenance=provenance(**about, n=n, draws=draws, edges=[str(edge) for edge in edges]),
         edges=tuple(edges),
     )
 
 
-def edges_for(
-    scope: Scope,
-    task: Task,
-    heads: str | Head | Sequence[str | Head | Edge] | None,
-    batch_size: int = 32,
-    progress: bool | None = None,
-) -> list[Edge]:
-    """The edges asked for, checked against the task and the model; or the published ones; or those found."""
-    if heads is None:
-        known = circuits.circuit_of(scope.name, task.name)
-        edges = (
-            list(known.edges) if known else circuits.find_circuit(scope, task, batch_size=batch_size, progress=progress)
-        )
-    else:
-        edges = named_edges(heads, task)
-    for edge in edges:
-        scope.check(edge.head)
-    return edges
-
-
-def named_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
-    """Edges as a user writes them; a role that the task does not have is refused."""
-    parts = [heads] if isinstance(heads, str | Head) else list(heads)
-    edges = [
-        e for part in parts for e in ([part] if isinstance(part, Edge) else circuits.parse_edges(str(part), task.name))
-    ]
-    if not edges:
-        raise BadInput("no head was named: write heads like L9H9,L5H5:S2>S1+1, or leave them out.")
-    circuits.check_roles(task, edges)
-    return edges
-
-
-def measure_edges(
-    scope: Scope,
-    task: Task,
-    edges: Sequence[Edge],
-    n: int,
-    *,
-    draws: int = 20,
-    batch_size: int = 32,
-    seed: Seed = 0,
-    progress: bool | None = None,
+def _measured(
+    scope: Scope, task: Task, edges: Sequence[Edge], n: int, draws: int, batch_size: int, seed: int, progress: Any
 ) -> dict[str, Tensor]:
-    """Every prompt's values (`VALUES`, [edges, prompts]), and terms (first prompt and mean) with the spectrum."""
+    """Every prompt's values ([edges, prompts]), and terms (first prompt and mean) with the spectrum."""
     units: list[Unit] = [unit[:1] for unit in task.test(n)]
-    heads = list(dict.fromkeys(edge.head for edge in edges))
-    basis = singular_basis(scope, heads)
-    queries = list(dict.fromkeys(edge.duty.query for edge in edges))
-    keys = list(dict.fromkeys(edge.duty.key for edge in edges))
-    out = {name: torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64) for name in VALUES}
-    first = torch.full((len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
-    turned = first.clone()
-    sums, counts = torch.zeros_like(first), torch.zeros(len(edges))
+    heads, queries, keys = (
+        list(dict.fromkeys(of(edge) for edge in edges))
+        for of in (attrgetter("head"), attrgetter("duty.query"), attrgetter("duty.key"))
+    )
+    basis, out = singular_basis(scope, heads), dict[str, Tensor]()
+    first, turned, sums = torch.full((3, len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
+    counts = torch.zeros(len(edges), dtype=torch.float64)
+    sums.zero_()
 
     def run(indices: list[int]) -> None:
-        inputs, columns = circuits.locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
-        places = circuits.rows_from(inputs, columns[:, : len(queries)])
+        inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
+        places = rows_from(inputs, columns[:, : len(queries)])
         captured = scope.capture_inputs(inputs, places=places, heads=heads, space="query_frame")
         for q, query in enumerate(queries):
             own = [e for e, edge in enumerate(edges) if edge.duty.query == query]
-            slots = torch.stack([columns[:, len(queries) + keys.index(edges[e].duty.key)] for e in own], dim=1)
+            slots = columns[:, [len(queries) + keys.index(edges[e].duty.key) for e in own]]
             rows = list(range(q, len(places.row), len(queries)))
             found = relative_rows(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
             for name, value in found.values(draws, seed, indices).items():
-                out[name][torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
+                every = out.setdefault(name, torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64))
+                every[torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
             seen = found.terms.isfinite().all(-1)
             sums[own] += torch.where(seen[..., None], found.terms, 0.0).sum(0)
             counts[own] += seen.sum(0)
@@ -176,66 +165,19 @@ def measure_edges(
 
     for _ in stream(batches_of(units, batch_size), run, progress):
         pass
-    blind = next((edge for edge, seen in zip(edges, counts.tolist(), strict=True) if edge.circuit and not seen), None)
-    if blind is not None:
-        raise BadInput(
-            f"{blind} cannot be measured: in no prompt does {blind.duty.query} see {blind.duty.key} and one token "
-            "more; heads look back, so name the later place first."
-        )
+    for edge, seen in zip(edges, counts.tolist(), strict=True):
+        if edge.circuit and not seen:
+            raise BadInput(
+                f"{edge} cannot be measured: in no prompt does {edge.duty.query} see {edge.duty.key} and one token "
+                "more; heads look back, so name the later place first."
+            )
     mean = sums / counts[:, None].clamp_min(1)
     sigma = basis.S[basis.index([edge.head for edge in edges])].double()
-    return {**out, "terms_first": first, "terms_rotated": turned, "terms_mean": mean, "sigma": sigma}
-
-
-def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Float[Tensor, " n"]:
-    """Whether the model itself prefers the right key's word to every wrong one's as the next token; 0 or 1.
-
-    Of tasks that are answered by copying a key; the words compared are the tokens at the keys.
-    """
-    units: list[Unit] = [unit[:1] for unit in task.test(n)]
-    right = torch.zeros(len(units), dtype=torch.float64)
-
-    def run(indices: list[int]) -> None:
-        encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
-        found = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True)
-        assert found.logits is not None
-        places, labels = encoded.places, encoded.labels[ANSWER]
-        words = encoded.inputs["input_ids"][places.row[:, None], places.keys]
-        scores = found.logits.gather(1, words)
-        best, rival = (
-            scores.masked_fill(~(places.key_mask & (sign * labels > 0)), -torch.inf).amax(1) for sign in (1, -1)
-        )
-        right[indices] = (best > rival).double().cpu()
-
-    for _ in stream(batches_of(units, batch_size), run, False):
-        pass
-    return right
-
-
-def sparsity_rows(
-    edges: Sequence[Edge], arrays: Mapping[str, Tensor], model: str, step: int | str | None, seed: Seed = 0
-) -> list[dict[str, Any]]:
-    """The table: means over prompts; the interval is of ``difference``, by prompt."""
-    rows = []
-    for e, edge in enumerate(edges):
-        own = {name: arrays[name][e] for name in VALUES}
-        gap = own["sparsity"] - own["rotated"]
-        kept = gap.isfinite()
-        low = high = torch.tensor(torch.nan)
-        if bool(kept.any()):
-            low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
-        rows.append({
-            "model": model, "head": str(edge.head), "step": step, "role": edge.duty.role, "from": edge.duty.query,
-            "to": edge.duty.key, "circuit": edge.circuit,
-            **{name: float(values.nanmean()) for name, values in own.items()},
-            "difference": float(gap.nanmean()), "low": float(low), "high": float(high),
-            "positive": float((own["relative"] > 0).double().mean()), "n": int(kept.sum()),
-        })  # fmt: skip
-    return rows
+    return out | dict(zip(_OF_VECTORS, (first, turned, mean, sigma), strict=True))
 
 
 def group_difference(
-    arrays: Mapping[str, Tensor], chosen: Sequence[int], baseline: Mapping[str, Tensor] | None = None
+    arrays: Mapping[str, Tensor], chosen: Sequence[int], baseline: Mapping[str, Tensor] | None = None, seed: int = 0
 ) -> tuple[float, float, float]:
     """Mean of ``sparsity − rotated`` over some edges, with its interval by prompt; less that of a ``baseline``.
 
@@ -248,17 +190,16 @@ def group_difference(
     kept = gap.isfinite()
     if not bool(kept.any()):
         return float("nan"), float("nan"), float("nan")
-    low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept])
+    low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
     return float(gap[kept].mean()), float(low), float(high)
 
 
-def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
+def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
     """The finding in a sentence: the circuit against the rotated basis and against the heads outside."""
     inside, control = ([row for row in rows if row["circuit"] is wanted] for wanted in (True, False))
 
     def mean(of: Sequence[Mapping[str, Any]], name: str) -> float:
-        values = [row[name] for row in of if row[name] == row[name]]
-        return sum(values) / len(values) if values else float("nan")
+        return float(torch.tensor([row[name] for row in of]).nanmean())
 
     below = sum(row["high"] < 0 for row in inside)
     text = (
@@ -271,3 +212,187 @@ def answer_of(rows: Sequence[Mapping[str, Any]]) -> str:
     if control:
         text += f"; heads outside the circuit: {mean(control, 'sparsity'):.2f} against {mean(control, 'rotated'):.2f}"
     return text + "."
+
+
+def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Float[Tensor, " n"]:
+    """Whether the model itself prefers the right key's word to every wrong one's as the next token; 0 or 1.
+
+    Of tasks that are answered by copying a key; the words compared are the tokens at the keys.
+    """
+    units: list[Unit] = [unit[:1] for unit in task.test(n)]
+    right = torch.zeros(len(units), dtype=torch.float64)
+
+    def run(indices: list[int]) -> None:
+        encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
+        logits = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True).logits
+        assert logits is not None
+        places, labels = encoded.places, encoded.labels[ANSWER] * encoded.places.key_mask
+        scores = logits.gather(1, encoded.inputs["input_ids"][places.row[:, None], places.keys])
+        best, rival = (scores.masked_fill(sign * labels <= 0, -torch.inf).amax(1) for sign in (1, -1))
+        right[indices] = (best > rival).double().cpu()
+
+    for _ in stream(batches_of(units, batch_size), run, False):
+        pass
+    return right
+
+
+# ---------------------------------------------------------------------- over training
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: its name in the run, and what `Scope.load` takes. ``weights`` is known for local files."""
+
+    label: str
+    model: str
+    revision: str | None = None
+    weights: str | None = None
+
+    @property
+    def step(self) -> int | str | None:
+        """The number in its name (``step1000`` is 1000), or the name; None of a model that is no checkpoint."""
+        numbers = re.findall(r"\d+", self.label)
+        return int(numbers[-1]) if numbers else self.label or None
+
+
+def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> list[Checkpoint]:
+    """The checkpoints asked for, by step where all have one; those that cannot exist are refused by name.
+
+    Parameters
+    ----------
+    model : hub id, ``nano:NAME``, or a folder; one without ``config.json`` holds one subfolder per checkpoint.
+    revisions : ``"a,b,c"``, a list, or ``all`` (of a folder or a nano); None is the model as it is.
+    """
+    if revisions is None:
+        return [Checkpoint("", model, weights=local_hash(model))]
+    listed = revisions.split(",") if isinstance(revisions, str) else revisions
+    names = [name for name in (str(part).strip() for part in listed) if name]
+    if not names or len(set(names)) < len(names):
+        raise BadInput("name each revision once, like step1000,step2000, or leave them out.")
+    if names == ["all"]:
+        there = revisions_of(model)
+        if there is None:
+            raise BadInput(f"the revisions of {model} are not known here: name them, like step1000,step2000.")
+        names = there or names
+    check_revisions(model, names)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        points = [Checkpoint(name, str(folder / name), weights=folder_hash(folder / name)) for name in names]
+    else:
+        points = [Checkpoint(name, model, name) for name in names]
+    refuse_copies(model, {point.label: point.weights for point in points if point.weights is not None})
+    numbered = all(isinstance(point.step, int) for point in points)
+    return sorted(points, key=lambda point: int(point.step or 0)) if numbered else points
+
+
+def refuse_copies(model: str, weights: Mapping[str, str]) -> None:
+    """Refuse a checkpoint whose weights another one has already; hubs have served such copies for whole sweeps."""
+    seen: dict[str, str] = {}
+    for label, digest in weights.items():
+        first = seen.setdefault(weights_part(digest), label)  # with another config they are a copy all the same
+        if first != label:
+            raise BadInput(
+                f"revisions {first!r} and {label!r} of {model} hold the same weights (hash {digest[:12]}): one of them"
+                " is not the checkpoint it is called; leave it out."
+            )
+
+
+def _over_heads(edges: Sequence[Edge], circuit: bool, arrays: Mapping[str, Tensor], first: Any) -> dict[str, Any]:
+    """Means over the edges of the circuit, or over the controls, and the change since the first checkpoint."""
+    chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
+    accuracy = float(arrays["right"].mean()) if "right" in arrays else None
+    means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
+    gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
+    ends = dict(zip(("difference", "low", "high", "change", "change_low", "change_high"), gap + change, strict=True))
+    return {"circuit": circuit, "accuracy": accuracy, **means, **ends, "heads": len(chosen)}
+
+
+@verb("sparsity")
+def sweep(
+    model: str,
+    task: Task,
+    revisions: str | Sequence[str] | None = None,
+    heads: str | None = None,
+    n: int = 128,
+    *,
+    out: str | Path,
+    controls: Natural = 12,
+    draws: Count = 20,
+    seed: Seed = 0,
+    batch_size: Count = 32,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Sparsity:
+    """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
+
+    A sweep that was stopped goes on with the checkpoints that are missing.
+
+    Parameters
+    ----------
+    model : as in `Scope.load`.
+    task : whose roles are looked at.
+    revisions : checkpoints like step1000,step2000; all, of a nano or a folder of checkpoints.
+    heads : edges like L9H9:END>IO,L5H5:S2>S1+1, or a circuit as gpt2; by default published ones, or those found.
+    n : prompts.
+    out : folder for the results.
+    controls : heads outside the circuit for each way to look.
+    draws : rotations of each null.
+    seed : of all draws.
+    batch_size : prompts run together.
+    device, dtype : as in `Scope.load`.
+    """
+    points = checkpoints(model, revisions)
+    edges: Any = model if heads is None and (model, task.name) in CIRCUITS else heads
+    if edges is not None:
+        parse_edges(edges, task)  # refused before a model is loaded
+    plan = {
+        "model": model, "task": task.name, "asked": dict(task.asked), "task_seed": task.seed, "heads": heads, "n": n,
+        "controls": controls, "draws": draws, "seed": seed, "examples": units_hash(task.test(n)), "dtype": dtype,
+    }  # fmt: skip
+    work = current_work().open({**plan, "last": points[-1].label, "weights": [point.weights for point in points]})
+    pieces: dict[str, Any] = {}
+
+    def measure(point: Checkpoint) -> dict[str, Any]:
+        scope = Scope.load(point.model, revision=point.revision, device=device, dtype=dtype)
+        more = 0 if pieces else controls
+        found = sparsity(scope, task, edges, n, controls=more, draws=draws, batch_size=batch_size, seed=seed)
+        right = {"right": answers_right(scope, task, n, batch_size)} if task.name in _COPYING else {}
+        rows = [{**row, "model": model, "step": point.step} for row in found.table()]
+        chosen = [asdict(edge) for edge in found.edges]
+        return {"weights": scope.weights_hash, "edges": chosen, "rows": rows, "arrays": {**found.arrays, **right}}
+
+    for point in reversed(points):  # heads are looked for in the last one, and measured in all
+        with doing(f"{model} {point.label} ({len(pieces) + 1} of {len(points)})"):
+            piece = pieces[point.label] = work.once(f"checkpoint {point.label}", partial(measure, point))
+        refuse_copies(model, {label: own["weights"] for label, own in pieces.items()})
+        edges = [Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"]) for edge in piece["edges"]]
+    arrays = {point.label: pieces[point.label]["arrays"] for point in points}
+    last = points[-1].label
+    tables, answer = (
+        {"sparsity": [row for p in points for row in pieces[p.label]["rows"]]},
+        _answer(pieces[last]["rows"]),
+    )
+    if len(points) > 1:
+        tables["training"] = [
+            {"step": point.step, **_over_heads(edges, circuit, arrays[point.label], arrays[points[0].label])}
+            for point in points
+            for circuit in dict.fromkeys(edge.circuit for edge in edges)
+        ]
+        before, *_, after = (row for row in tables["training"] if row["circuit"])
+        answer = (
+            f"From {points[0].label} to {last}, sparsity less that of rotated vectors goes from "
+            f"{before['difference']:.3f} to {after['difference']:.3f} over the circuit (change {after['change']:.3f}, "
+            f"95% interval {after['change_low']:.3f} to {after['change_high']:.3f}). At {last}: "
+            f"{answer[0].lower()}{answer[1:]}"
+        )
+    weights = {point.label: pieces[point.label]["weights"] for point in points}
+    return Sparsity(
+        experiment=f"sparsity/{task.name}",
+        answer=answer,
+        tables=tables,
+        arrays={f"{p}/{k}" if p != last else k: v for p, own in arrays.items() for k, v in own.items()},
+        model=model,
+        seed=seed,
+        provenance=provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights),
+        edges=tuple(edges),
+    )

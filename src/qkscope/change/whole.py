@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import Picker
@@ -44,13 +45,10 @@ class Batch:
     encoded : the batch.
     heads : whose queries and keys are read, next to the logits.
     first : the first layer that any change touches.
-    places : where to look; those of the batch, if not given.
     """
 
-    def __init__(
-        self, scope: Scope, encoded: Encoding, heads: Sequence[Head], first: int, places: Places | None = None
-    ) -> None:
-        self.scope, self.encoded, self.first = scope, encoded.at(places), first
+    def __init__(self, scope: Scope, encoded: Encoding, heads: Sequence[Head], first: int) -> None:
+        self.scope, self.encoded, self.first = scope, encoded, first
         self._skipped: list[nn.Module] = []
         names = {scope.facts.layer_of.get(id(module)): name for name, module in scope.model.named_modules()}
         place = place_of(scope.model, names[first])
@@ -74,48 +72,42 @@ class Batch:
         assert whole is not None
         return again is not None and bool((whole - again).abs().max() <= _AGREES * whole.abs().max())
 
-    def run(
-        self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], held: Mapping[nn.Module, Any] | None = None
-    ) -> list[Capture]:
+    def run(self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head]) -> list[Capture]:
         """The batch once more for each change: its edits, all at once.
 
         Parameters
         ----------
         changes : edits of layers from the first on.
         heads : that are read then.
-        held : by module, what it put out in the unchanged run and puts out again.
         """
         step = max(_TOKENS // self.encoded.inputs["input_ids"].numel(), 1)
         found: list[Capture] = []
         for start in range(0, len(changes), step):
             some = changes[start : start + step]
-            outputs = {part: _repeated(out, len(some)) for part, out in (held or {}).items()}
             left = _repeated(self._left, len(some))
-            with held_at(outputs), other_forwards(self._skipped, lambda *_, left=left: lambda *_, **__: left):
+            with other_forwards(self._skipped, lambda *_, left=left: lambda *_, **__: left):
                 found += self._runs(some, heads, self.first if self._skipped else 0)
         return found
 
     def _runs(self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], first: int) -> list[Capture]:
         scope, count, batch = self.scope, len(changes), self.encoded
         size = len(batch.inputs["input_ids"])
-        inputs = {name: _repeated(value, count) for name, value in batch.inputs.items()}
-        fields = {name: _repeated(value, count) for name, value in vars(batch.places).items()}
+        inputs, labels, fields, example = (
+            _repeated(own, count) for own in (batch.inputs, batch.labels, vars(batch.places), batch.example)
+        )
         starts = torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
         places = Places(**fields | {"row": fields["row"] + starts})
         edits = [replace(edit, row=edit.row + i * size) for i, own in enumerate(changes) for edit in own]
         patch = Patch(edits, scope)
         picker = Picker(scope.facts, heads, places, stop=False, own_keys=patch.own_keys)
         logits = scope.watch(inputs, patch.visit, picker.visit, logits_at=places, first=first)
-        labels = {name: _repeated(value, count) for name, value in batch.labels.items()}
-        every = picker.finish(_repeated(batch.example, count), labels, logits)
+        every = picker.finish(example, labels, logits)
         return [every.of_rows(rows) for rows in torch.arange(len(every), device=every.example.device).chunk(count)]
 
 
 def _repeated(value: Any, count: int) -> Any:
-    """The rows of a tensor, or of each of several, one set after the other."""
-    if isinstance(value, tuple | list):
-        return type(value)(_repeated(part, count) for part in value)
-    return value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
+    """The rows of every tensor in a value, one set after the other."""
+    return tree_map_only(Tensor, lambda rows: rows.repeat(count, *[1] * (rows.ndim - 1)) if rows.ndim else rows, value)
 
 
 @contextmanager

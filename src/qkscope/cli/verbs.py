@@ -54,7 +54,7 @@ VERBS = {
     "decompose": Verb("qkscope.analyses.decompose:decompose", out=_NEEDED),
     "swap": Verb("qkscope.analyses.swap:swap"),
     "atlas": Verb("qkscope.analyses.atlas:atlas", out=Path("runs/atlas")),
-    "sparsity": Verb("qkscope.analyses.sweep:sweep"),
+    "sparsity": Verb("qkscope.analyses.sparsity:sweep"),
     "view": Verb("qkscope.cli.begin:view"),
     "demo": Verb("qkscope.cli.begin:demo"),
     "fetch": Verb("qkscope.cli.begin:fetch"),

@@ -3,10 +3,8 @@
 What comes in: a `Scope` and a batch. What goes out: a `Run`, in which queries, keys, values and next-token logits are
 split among writers. Its files, in reading order:
 
-- ``layer``: one layer's own code, its norms frozen; autograd gives its linear part
-- ``closed``: layers of the usual form in a few products, checked against the model's own vectors
-- ``recorded``: what one forward leaves at chosen places, and heads' vectors there
-- ``run``: the same walked through its blocks: writers pushed up, directions pulled down
+- ``layer``: one layer, by its own code and autograd, or many in closed form, checked against the model's own vectors
+- ``run``: what one forward leaves at chosen places: writers pushed up through its blocks, directions pulled down
 - ``reader``: some heads of a model, and forwards recorded as runs
 - ``many``: relative logits of many heads at once, split among writers
 - ``neurons``: an MLP's neurons as writers

@@ -1,37 +1,48 @@
-"""One layer's own code, from the residual stream to its queries, keys and values, with every norm's scalar frozen.
+"""One layer, from the residual stream to its queries, keys and values with norms frozen, asked in two ways.
 
 With a norm ``N(x) = gain ⊙ σ(x) C x + bias`` frozen at what it did to the true input, all that stands between the
-stream and the vectors of a head is affine: projections, biases, QK-norm, latent attention, rotation. So the block is
-run again up to its attention, at the tokens that are asked about, and autograd gives its linear part:
+stream and the vectors of a head is affine: projections, biases, QK-norm, latent attention, rotation.
 
-    ``q = J x + c``,   ``J = ∂q/∂x``,   ``c = q(0)``,   and the same for k and v.
-
-No weight is read and no rotation written down: whatever a family does, its own code does it. A layer in which more than
-norms depends on the input is not affine: then ``J x + c`` misses the true vectors, as `check.sum_error` says.
+- `Layer` runs the block's own code again up to its attention, at the tokens that are asked about, and autograd gives
+  the linear part: ``q = J x + c``, ``J = ∂q/∂x``, ``c = q(0)``, and the same for k and v. No weight is read and no
+  rotation written down. A layer in which more than norms depends on the input is not affine: then ``J x + c`` misses
+  the true vectors, as `check.sum_error` says.
+- `ClosedForm` does many heads of many layers in a few products, where vectors are ``R (s (σ W x + a) + c)`` - a norm's
+  scalar σ, one matrix, a rotation R, the scalar s of a QK-norm: a direction y on them is ``σ s Wᵀ Rᵀ y`` on the stream.
+  W is read once off the layer's own code (`weights.form_of`); σ, s and R are those of the run. Every time the form is
+  checked against the vectors that the model's attention was given: a layer that differs is asked by its own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from qkscope.capture.blocks import Frozen
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
+from qkscope.heads import Head
+
+if TYPE_CHECKING:
+    from qkscope.linear.run import Run
 
 Kind = Literal["q", "k", "v"]
-AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
+_AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
 _ROOM = 2**26  # numbers that gradients of several directions may take at once
 
 
 class Layer:
     """Queries, keys and values of one layer at p tokens of n rows, as affine functions of the stream there.
+
+    The tokens are run alone where that gives the same vectors, else whole prompts are: a family may count columns, or
+    mix tokens before its attention.
 
     Parameters
     ----------
@@ -55,86 +66,56 @@ class Layer:
         self.scope, self.layer, self.block, self.given, self.true = scope, layer, block, given, true
         self.hidden = stream_of(*given)
         self.row, self.columns = row.to(self.hidden.device), columns.to(self.hidden.device)
-        self.at = self.row[:, None], self.columns
-        self._jacobians: dict[tuple[Kind, int], Tensor] = {}
-        self.x, self._vectors = self._found()
+        for self.alone in (False,) if scope.facts.anatomy.own else (True, False):
+            self.norms = Frozen()
+            try:
+                self._trace()
+                if not self.alone or all(self._agrees(kind) for kind in ("q", "k")):
+                    break
+            except (RuntimeError, ValueError, IndexError, TypeError):  # its code wants the whole prompt
+                if not self.alone:
+                    raise
 
     # ------------------------------------------------------------------ the layer's own code
 
-    def _made(self) -> tuple[Tensor, dict[Kind, Tensor]]:
-        x = (self.hidden[self.at] if self.alone else self.hidden[self.row]).detach().float().requires_grad_()
+    def _trace(self) -> None:
+        """Make vectors of the true stream, which is a leaf."""
+        vars(self).pop("constants", None)
+        x = self.hidden[self.row[:, None], self.columns] if self.alone else self.hidden[self.row]
+        self.x = x.detach().float().requires_grad_()
         with torch.enable_grad():
-            return x, self._push(x, self.row, self.columns, frozen=True)
+            self._vectors = self._push(self.x, self.row, self.columns, frozen=True)
+
+    def _agrees(self, kind: Literal["q", "k"]) -> bool:
+        whole, mine = getattr(self.true, kind), self._vectors[kind].detach()
+        true = whole.transpose(1, 2)[self.row[:, None], self.columns].float()
+        return mine.shape == true.shape and bool((mine - true).abs().max() <= _close(whole) * true.abs().max())
 
     @cached_property
     @torch.no_grad()
     def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
         """What no stream decides: every head's vectors of a stream of 0."""
-        return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True))
+        made = self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True)
+        return self._picked(made, self.columns)
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
         """From now on every norm's scalar is 1, and some norms have no bias."""
         self.norms.unit(unbiased)
-        self._jacobians.clear()
-        self.x, self._vectors = self._made()
-        vars(self).pop("constants", None)
+        self._trace()
 
     def reads(self, kind: Kind) -> bool:
         """Whether its vectors are made of the stream at all; some layers read keys of another."""
         return self._vectors[kind].requires_grad
 
-    def _found(self) -> tuple[Tensor, dict[Kind, Tensor]]:
-        """The true stream, and its vectors: of these tokens run alone where that gives the same, else of whole prompts.
-
-        A family may count columns, or mix tokens before its attention; then tokens alone are not what they were.
-        """
-        for alone in (True, False) if not self.scope.facts.anatomy.own else (False,):
-            self.alone, self.norms = alone, Frozen()
-            try:
-                x, made = self._made()
-                if not self.alone or all(self._agrees(made[kind].detach(), kind) for kind in ("q", "k")):
-                    break
-            except (RuntimeError, ValueError, IndexError, TypeError):  # its code wants the whole prompt
-                if not self.alone:
-                    raise
-        return x, made
-
-    def _agrees(self, mine: Float[Tensor, "n p h d"], kind: Kind) -> bool:
-        whole = getattr(self.true, kind)
-        true, close = whole.transpose(1, 2)[self.at].float(), max(AGREES, 4 * torch.finfo(whole.dtype).eps)
-        return mine.shape == true.shape and bool((mine - true).abs().max() <= close * true.abs().max())
-
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
-        """Vectors of a stream: of these tokens, or of the whole prompts."""
-        gather = partial(_at, columns=columns) if self.alone else _of_rows
-        args, kwargs = _replaced(self.given, self.hidden, x, partial(gather, hidden=self.hidden, row=row))
-        call = self._run(args, kwargs, frozen)
-        return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
+        """Vectors of a stream, of these tokens or of the whole prompts, in float32 whatever the model's dtype."""
 
-    def _picked(self, made: dict[Kind, Tensor]) -> dict[Kind, Float[Tensor, "n p h d"]]:
-        """At the tokens asked about."""
-        rows = torch.arange(len(self.row), device=self.row.device)[:, None]
-        return made if self.alone else {kind: value[rows, self.columns] for kind, value in made.items()}
+        def other(value: Tensor) -> Tensor:
+            if value is self.hidden:
+                return x
+            value = self._gathered(value, row.to(value.device), columns.to(value.device))
+            return value.float() if value.is_floating_point() else value
 
-    def pushed(self, x: Float[Tensor, "x n p d_model"], frozen: bool = False) -> dict[Kind, Float[Tensor, "x n p h d"]]:
-        """Vectors of other streams at these tokens, the norms running or frozen."""
-        if self.alone:
-            row, columns = self.row.repeat(len(x)), self.columns.repeat(len(x), 1)
-            made = self._push(x.flatten(0, 1).to(self.x), row, columns, frozen)
-            return {kind: value.unflatten(0, (len(x), -1)) for kind, value in made.items()}
-        every, index = [], torch.arange(len(self.row), device=self.row.device)
-        for stream in x.to(self.x):
-            whole = self.x.detach().clone()
-            for slot in reversed(range(stream.shape[1])):  # padded slots come last, on a token that may be named before
-                whole[index, self.columns[:, slot]] = stream[:, slot]
-            every.append(self._picked(self._push(whole, self.row, self.columns, frozen)))
-        return {kind: torch.stack([made[kind] for made in every]) for kind in every[0]}
-
-    def live(self, x: Float[Tensor, "x n p d_model"], kind: Kind, head: int) -> Float[Tensor, "x n p d"]:
-        """A head's vectors of other streams at these tokens, its norms running."""
-        return self.pushed(x)[kind][..., head, :].to(x)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: bool) -> Call:
         found: list[Call] = []
         stop = Stop()
 
@@ -142,14 +123,42 @@ class Layer:
             found.append(call)
             raise stop
 
-        # half precision is for the model: what is split here is split in float32
+        args, kwargs = tree_map_only(Tensor, other, self.given)
         weights = self.block.named_parameters()
         full = {name: weight.detach().float() for name, weight in weights if weight.dtype != torch.float32}
         hooks = self.norms.hooks(self.block.modules()) if frozen else []
         layers, anatomy = {id(self.true.module): self.layer}, self.scope.facts.anatomy
         with cleared(hooks, stop), tap(self.scope.model, take, layers=layers, anatomy=anatomy, within=self.block):
             functional_call(self.block, full, args, kwargs)
-        return found[0]
+        return {kind: getattr(found[0], kind).float().transpose(1, 2) for kind in ("q", "k", "v")}
+
+    def _gathered(self, value: Tensor, row: Int[Tensor, " m"], columns: Int[Tensor, "m p"]) -> Tensor:
+        """An argument of the block for some rows, in any order and number, at their tokens; a mask is left alone."""
+        batch, tokens = self.hidden.shape[:2]
+        if self.alone:
+            if value.ndim in (2, 3) and value.shape[1] == tokens and len(value) in (1, batch):
+                return value.expand(batch, *value.shape[1:])[row[:, None], columns]
+            return value
+        if value.ndim < 2 or len(value) % batch or (len(value) == 1 and batch > 1):
+            return value
+        return value.unflatten(0, (batch, -1))[row].flatten(0, 1)  # ALiBi: sequences times heads
+
+    def _picked(self, made: dict[Kind, Tensor], columns: Tensor) -> dict[Kind, Float[Tensor, "m p h d"]]:
+        """At the tokens asked about."""
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        return made if self.alone else {kind: value[rows, columns] for kind, value in made.items()}
+
+    def pushed(self, x: Float[Tensor, "x n p d_model"], frozen: bool = False) -> dict[Kind, Float[Tensor, "x n p h d"]]:
+        """Vectors of other streams at these tokens, the norms running or frozen."""
+        every = []
+        for some in x.to(self.x).split(len(x) if self.alone else 1):
+            stream, row, columns = some.flatten(0, 1), self.row.repeat(len(some)), self.columns.repeat(len(some), 1)
+            if not self.alone:
+                stream, tokens = self.x.detach().clone(), stream
+                for slot in reversed(range(tokens.shape[1])):  # padded slots come last, on a token named before
+                    stream[torch.arange(len(row), device=row.device), columns[:, slot]] = tokens[:, slot]
+            every.append(self._picked(self._push(stream, row, columns, frozen), columns))
+        return {kind: torch.cat([made[kind] for made in every]).unflatten(0, (len(x), -1)) for kind in every[0]}
 
     # ------------------------------------------------------------------ its linear part
 
@@ -166,11 +175,10 @@ class Layer:
         """
         step = max(_ROOM // self._vectors[kind].numel(), 1)
         index = torch.tensor(heads, device=self.x.device)
-        pulled = [
-            self._pulled(kind, *some) for some in zip(index.split(step), along.to(self.x).split(step), strict=True)
-        ]
+        every = zip(index.split(step), along.to(self.x).split(step), strict=True)
         constants = self.constants[kind][:, :, index].permute(2, 0, 1, 3)
-        return torch.cat(pulled), (along.to(constants) * constants).sum(-1)
+        pulled = torch.cat([self._pulled(kind, *some) for some in every])
+        return pulled, (along.to(constants) * constants).sum(-1)
 
     def _pulled(self, kind: Kind, heads: Tensor, along: Float[Tensor, "b n p d"]) -> Float[Tensor, "b n p d_model"]:
         made, every = self._vectors[kind], torch.arange(len(along), device=self.x.device)
@@ -195,16 +203,9 @@ class Layer:
 
     def jacobian(self, kind: Kind, head: int) -> Float[Tensor, "n p d d_model"]:
         """``∂(a head's vector)/∂(the stream)`` at each token."""
-        if (kind, head) not in self._jacobians:
-            width = self._vectors[kind].shape[-1]
-            basis = torch.eye(width, device=self.x.device)[:, None, None].expand(-1, *self.columns.shape, -1)
-            self._jacobians[kind, head] = self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
-        return self._jacobians[kind, head]
-
-    @cached_property
-    def vectors(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
-        """Every head's vectors, as this layer makes them."""
-        return self._picked({kind: value.detach() for kind, value in self._vectors.items()})
+        width = self._vectors[kind].shape[-1]
+        basis = torch.eye(width, device=self.x.device)[:, None, None].expand(-1, *self.columns.shape, -1)
+        return self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
 
 
 def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t d_model"]:
@@ -212,34 +213,81 @@ def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _replaced(value: Any, hidden: Tensor, new: Tensor, other: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments with another stream, everything else as `other` makes it."""
-    if value is hidden:
-        return new
-    if isinstance(value, tuple | list):
-        return type(value)(_replaced(part, hidden, new, other) for part in value)
-    if isinstance(value, Mapping):  # some layers hand keys on in one, and must not when they run again
-        return {name: _replaced(part, hidden, new, other) for name, part in value.items()}
-    if isinstance(value, Tensor):
-        value = other(value)
-        return value.float() if value.is_floating_point() and new.dtype == torch.float32 else value
-    return value
+def _close(vectors: Tensor) -> float:
+    """How far vectors may be from the model's own, which are rounded to its dtype."""
+    return max(_AGREES, 4 * torch.finfo(vectors.dtype).eps)
 
 
-def _of_rows(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"]) -> Tensor:
-    """An argument for some rows of the batch, in any order and number."""
-    batch = len(hidden)
-    if value.ndim < 2 or len(value) % batch or (len(value) == 1 and batch > 1):
-        return value
-    if len(value) == batch:
-        return value[row.to(value.device)]
-    return value.unflatten(0, (batch, -1))[row.to(value.device)].flatten(0, 1)  # ALiBi: sequences times heads
+# ---------------------------------------------------------------------- in closed form
 
 
-def _at(value: Tensor, *, hidden: Tensor, row: Int[Tensor, " m"], columns: Int[Tensor, "m p"]) -> Tensor:
-    """An argument at some tokens of some rows: what has one entry for each token is gathered, a mask is left alone."""
-    batch, tokens = hidden.shape[:2]
-    row, columns = row.to(value.device), columns.to(value.device)
-    if value.ndim in (2, 3) and value.shape[1] == tokens and len(value) in (1, batch):
-        return value.expand(batch, *value.shape[1:])[row[:, None], columns]
-    return value
+def alike(run: Run, layer: int) -> tuple[Any, ...] | None:
+    """What layers must share to be done together; None for a layer without a closed form."""
+    form, call = run.reader.form(layer), run.calls[layer]
+    if form is None:
+        return None
+    rotary, shapes = call.rotary, (call.q.shape, call.k.shape, call.v.shape)
+    turn = rotary and (rotary.function, id(rotary.cos), rotary.q.shape[-1])
+    return shapes, call.q.device, form.centres, form.qk_normed, turn, run.reader.scope.facts.layers[layer].offset
+
+
+class ClosedForm:
+    """Heads of layers that are `alike`, at some slots of a run.
+
+    Parameters
+    ----------
+    run : whose vectors.
+    heads : query heads.
+    kind : whether their queries, keys or values are meant; several heads may share keys and values.
+    slots : of the run.
+
+    Attributes
+    ----------
+    wrong : layers whose true vectors are not those of the form.
+    """
+
+    def __init__(self, run: Run, heads: Sequence[Head], kind: Kind, slots: Any) -> None:
+        asked = [(head.layer, run.index(head, kind)) for head in heads]
+        own, reader, first = list(dict.fromkeys(asked)), run.reader, heads[0].layer
+        layers = list(dict.fromkeys(layer for layer, _ in own))
+        self.index = None if asked == own else reader.index([own.index(at) for at in asked])
+        call, form, offset = run.calls[first], reader.form(first), reader.scope.facts.layers[first].offset
+        assert form is not None
+        self.W, self.a, self.c, eps = reader.matrices(kind, tuple(own))
+        self._rotary = None if kind == "v" or call.rotary is None or offset is None else call.rotary.unit()
+        self._at: Any = run.row, run.columns[:, slots], offset or 0
+        x = torch.stack([run.hidden(layer, slots) for layer in layers])
+        of_layer = reader.index([layers.index(layer) for layer, _ in own])
+        sigma = torch.ones_like(x[..., :1])
+        if eps is not None:
+            centred = x - x.mean(-1, keepdim=True) if form.centres else x
+            sigma = (centred.square().mean(-1, keepdim=True) + eps[:, None, None, None]).rsqrt()
+        sigma = sigma[of_layer].transpose(0, 1)
+        made = torch.einsum("gnpe,gde->ngpd", x[of_layer], self.W) * sigma + self.a[:, None]
+        true = run.vectors(own, kind, slots)
+        before = self._turned(true, back=True) - self.c[:, None]
+        self.s = torch.ones_like(sigma)
+        if form.qk_normed and kind != "v":
+            self.s = (before * made).sum(-1, keepdim=True) / made.square().sum(-1, keepdim=True).clamp_min(1e-30)
+        self.factor = sigma * self.s
+        fine = (made * self.s - before).abs().amax((0, 2, 3)) <= _close(call.q) * true.abs().amax((0, 2, 3))
+        self.wrong = {layer for (layer, _), agrees in zip(own, fine.tolist(), strict=True) if not agrees}
+
+    def _turned(self, x: Float[Tensor, "n h p d"], back: bool = False) -> Float[Tensor, "n h p d"]:
+        row, columns, offset = self._at
+        return x if self._rotary is None else self._rotary.turn(x, row, columns, offset, back)
+
+    def pull(self, along: Float[Tensor, "n h p d"]) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
+        """Directions on the heads' vectors as directions on the stream, and what the constants say in them."""
+        y = self._turned(along, back=True)
+        W, a, c, factor, s = self.W, self.a, self.c, self.factor, self.s
+        if self.index is not None:
+            W, a, c, factor, s = W[self.index], a[self.index], c[self.index], factor[:, self.index], s[:, self.index]
+        said = torch.einsum("nhpd,hd->nhp", y * s, a) + torch.einsum("nhpd,hd->nhp", y, c)
+        return torch.einsum("nhpd,hde->nhpe", y * factor, W), said
+
+    def push(self, parts: Float[Tensor, "n c p d_model"]) -> Float[Tensor, "n c p d"]:
+        """Parts of the stream as parts of one head's vectors; the constants go to the last one."""
+        made = parts @ self.W[0].T * self.factor[:, :1]
+        made[:, -1] += self.a[0] * self.s[:, 0] + self.c[0]
+        return self._turned(made)

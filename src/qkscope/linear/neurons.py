@@ -7,12 +7,13 @@ part that adds up several (experts) has none, and one that looks at other tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qkscope.capture.blocks import Block, Frozen
@@ -33,39 +34,33 @@ def last_modules(model: PreTrainedModel, blocks: Sequence[Block]) -> dict[nn.Mod
     def entering(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = stream_of(args, kwargs)
         new = x.detach().requires_grad_()
-        every = {name: new if value is x else value for name, value in kwargs.items()}
-        return tuple(new if value is x else value for value in args), every
+        return tree_map_only(Tensor, lambda value: new if value is x else value, (args, kwargs))
 
     def inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         out = out[0] if isinstance(out, tuple) else out
         if isinstance(out, Tensor):
             given[module], gave[module] = stream_of(args, kwargs), out.clone()  # it may be added to in place
 
-    def leaving(block: Block, *_: Any) -> None:
-        for part in block.parts:
-            behind = [] if any(weight.ndim == 2 for weight in part.parameters()) else [part]  # a norm, or a scale
-            target = given[part] if behind else gave[part]
-            alike = [m for m, out in gave.items() if m not in behind and out.numel() == target.numel()]
-            makers = [m for m in alike if torch.equal(gave[m].flatten(), target.flatten())]
-            matrices = [m for m in makers if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-            mlp = max(makers, key=lambda m: sum(weight.numel() for weight in m.parameters()), default=part)
-            if matrices and not _looks_elsewhere(target, given[mlp]):
-                found[part] = [matrices[-1], *behind]
-        given.clear()
-        gave.clear()
-
-    hooks: list[Any] = []
+    hooks = [blocks[0].module.register_forward_pre_hook(entering, with_kwargs=True)]
+    for block in blocks:
+        skipped = {block.module, *(() if block.attention is None else block.attention.modules())}
+        others = [module for module in block.module.modules() if module not in skipped]
+        hooks += [module.register_forward_hook(inside, with_kwargs=True) for module in others]
     with cleared(hooks), torch.enable_grad():
-        for block in blocks:
-            hooks.append(block.module.register_forward_pre_hook(entering, with_kwargs=True))
-            attention = set() if block.attention is None else set(block.attention.modules())
-            others = [module for module in block.module.modules() if module not in {block.module, *attention}]
-            hooks += [module.register_forward_hook(inside, with_kwargs=True) for module in others]
-            hooks.append(block.module.register_forward_hook(partial(leaving, block)))
         model.base_model(**short_inputs(model, (7,)))
+    for part, modules in ((part, [*block.module.modules()]) for block in blocks for part in block.parts):
+        behind = [] if any(weight.ndim == 2 for weight in part.parameters()) else [part]  # a norm, or a scale
+        target = given[part] if behind else gave[part]
+        seen = [m for m in modules if m in gave and m not in behind]
+        makers = [m for m in seen if torch.equal(gave[m].flatten(), target.flatten())]
+        matrices = [m for m in makers if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
+        mlp = max(makers, key=lambda m: sum(weight.numel() for weight in m.parameters()), default=part)
+        if matrices and not _looks_elsewhere(target, given[mlp]):
+            found[part] = [matrices[-1], *behind]
     return found
 
 
+@torch.enable_grad()
 def _looks_elsewhere(out: Tensor, given: Tensor) -> bool:
     """Whether what is put out at the last token depends on what was given at others."""
     last = out.reshape(-1, out.shape[-1])[-1]
@@ -75,24 +70,21 @@ def _looks_elsewhere(out: Tensor, given: Tensor) -> bool:
 
 def neuron_parts(run: Run, asked: Direction) -> Iterator[tuple[Writer, Float[Tensor, "n p f"]]]:
     """What the neurons of each MLP before a layer say in a direction; they sum to their MLP, less its bias."""
-    reader, along = run.reader, run.answer(asked).parts
-    for layer, block in enumerate(reader.blocks[: asked.layer]):
-        for part in block.parts:
-            name = reader.part_name(layer, part)
-            if part in run.neurons and name in along:
-                activations = run.neurons[part][:, asked.slots]
-                yield Writer.parse(name), activations * _pulled(reader.last[part], along[name], activations)
+    along = run.answer(asked).parts
+    for mlp, part in _parts(run, asked.layer).items():
+        if part in run.neurons and str(mlp) in along:
+            last, activations, g = run.reader.last[part], run.neurons[part][:, asked.slots], along[str(mlp)]
+            with cleared(Frozen().hooks(last)), torch.enable_grad():
+                x = activations.to(next(last[0].parameters()), copy=True).requires_grad_()
+                out = reduce(lambda value, module: module(value), last, x)
+                (pulled,) = torch.autograd.grad(out, x, g.to(out))
+            yield mlp, activations * pulled.to(g)
 
 
-def _pulled(
-    last: Sequence[nn.Module], g: Float[Tensor, "n p d"], activations: Float[Tensor, "n p f"]
-) -> Float[Tensor, "n p f"]:
-    """A direction on what the last modules of a part put out, as one on the activations; a norm is frozen."""
-    weight = next(last[0].parameters())
-    with cleared(Frozen().hooks(last)), torch.enable_grad():
-        x = activations.to(weight, copy=True).requires_grad_()
-        out = reduce(lambda value, module: module(value), last, x)
-        return torch.autograd.grad(out, x, g.to(out))[0].to(g)
+def _parts(run: Run, layer: int) -> dict[Writer, nn.Module]:
+    """The parts besides heads that write before a layer."""
+    before = [(i, part) for i, block in enumerate(run.reader.blocks[:layer]) for part in block.parts]
+    return {Writer.parse(run.reader.part_name(i, part)): part for i, part in before}
 
 
 def first_neurons(
@@ -116,23 +108,21 @@ def first_neurons(
 
 def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]:
     """Refuse neurons that are not there, or do not write before a head; say which of its parts have none."""
-    reader = run.reader
-    before = [(layer, part) for layer, block in enumerate(reader.blocks[: head.layer]) for part in block.parts]
-    parts = {Writer.parse(reader.part_name(layer, part)): part for layer, part in before}
+    model, parts = run.reader.scope.name, _parts(run, head.layer)
     without = [mlp for mlp, part in parts.items() if part not in run.neurons]
     why = "it adds up experts, or is no MLP: a neuron is one row of what an MLP's last matrix is given"
     if len(without) == len(parts):
         some = without[0] if without else f"what writes before {head}"
-        raise BadInput(f"{reader.scope.name} has no neurons to name. {some}: {why}.")
+        raise BadInput(f"{model} has no neurons to name. {some}: {why}.")
     for writer in named:
         if writer.kind != "neuron":
             raise BadInput(f"{writer} is no neuron: write one like M9.N120.")
-        if writer.layer >= head.layer:
-            raise BadInput(f"{writer} does not write before {head}: name a neuron of an earlier layer.")
+        if writer.mlp not in parts:
+            raise BadInput(
+                f"{writer} does not write before {head} in {model}: take one of {', '.join(map(str, parts))}."
+            )
         if writer.mlp in without:
             raise BadInput(f"{writer.mlp} has no neurons to name: {why}.")
-        if writer.mlp not in parts:
-            raise BadInput(f"there is no {writer.mlp} in {reader.scope.name}: it has {', '.join(map(str, parts))}.")
         width = run.neurons[parts[writer.mlp]].shape[-1]
         if writer.index[-1] >= width:
             raise BadInput(f"there is no {writer}: {writer.mlp} has {width} neurons, N0 to N{width - 1}.")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart
-from qkscope.capture.encode import Encoding
-from qkscope.capture.gather import index_on, layout_of
+from qkscope.capture.gather import index_on
 from qkscope.capture.inputs import input_device, short_inputs
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -26,22 +25,19 @@ from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.neurons import last_modules
 from qkscope.linear.run import KINDS, Run, Side
-from qkscope.linear.weights import Called, Form, form_of, recorded
+from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
-_LATE = 2**19  # tokens times layers that a GPU keeps whole until the forward is over
-
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _once(method: Callable[Concatenate[Reader, P], T]) -> Callable[Concatenate[Reader, P], T]:
-    """Keep what a method says of a layer: a model's weights do not change while it is read."""
+def _once(method: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a method says: a model's weights do not change while it is read."""
 
     @wraps(method)
-    def ask(self: Reader, *args: P.args, **kwargs: P.kwargs) -> T:
+    def ask(self: Reader, *args: Any) -> T:
         key = method.__name__, *args
         if key not in self._said:
-            self._said[key] = method(self, *args, **kwargs)
+            self._said[key] = method(self, *args)
         return self._said[key]
 
     return ask
@@ -58,25 +54,35 @@ class Reader:
     Attributes
     ----------
     waits : whether the device waits for its orders (a GPU): a call costs more than what it does, so that few are made.
+    columns : the place of each head among them.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
         self.scope, self.heads = scope, list(heads)
         self.layers = sorted({head.layer for head in heads})
-        _refuse_quantised(scope)
+        self.columns = {head: column for column, head in enumerate(self.heads)}
+        for name, weight in scope.model.named_parameters():
+            if not weight.is_floating_point():
+                raise BadInput(
+                    f"{scope.name} cannot be traced: {name} is stored in {weight.dtype}, and what writers give is split"
+                    " by gradients, which need numbers with a fraction; load the model without quantisation."
+                )
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self._norms: dict[nn.Module, Norm] = {}
         self._said: dict[Any, Any] = {}
-        self._late = True
-        self.waits = input_device(scope.model).type != "cpu"
-        shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
-        self.kv_of_head = layout_of(shapes, tuple(heads)).kv_of_head  # in what is captured
-        self.columns = {head: column for column, head in enumerate(self.heads)}
+        self.device = input_device(scope.model)
+        self.waits = self.device.type != "cpu"
 
     @property
     def together(self) -> int:
         """Layers in one product."""
         return 64 if self.waits else 4
+
+    def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
+        """Numbers on the model's device, brought there once."""
+        return index_on(self.device, tuple(numbers))
+
+    # ------------------------------------------------------------------ who writes
 
     @_once
     def writers(self, layer: int) -> list[str]:
@@ -100,9 +106,22 @@ class Reader:
         parts = self.blocks[layer].parts
         return str(Writer(layer, "mlp", () if len(parts) == 1 else (parts.index(module),)))
 
-    def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
-        """Numbers on the model's device, brought there once."""
-        return index_on(input_device(self.scope.model), tuple(numbers))
+    @cached_property
+    def last(self) -> dict[nn.Module, list[nn.Module]]:
+        """By part that has neurons, its last matrix and what stands behind it."""
+        return last_modules(self.scope.model, self.blocks)
+
+    @_once
+    @torch.no_grad()
+    def output_weights(self, layer: int) -> tuple[Float[Tensor, "h d e"], Float[Tensor, " d"]]:
+        """W_O of each head of a layer, and its bias, found by asking it."""
+        module = self.blocks[layer].output
+        assert module is not None
+        weight = next(module.parameters())
+        width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+        zero = module(weight.new_zeros(1, width))[0].float()
+        W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
+        return W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1)).mT.contiguous(), zero
 
     def taken_apart(self, norm: nn.Module, like: Tensor) -> Norm:
         """A norm's gain, bias and centring, asked for once."""
@@ -115,14 +134,7 @@ class Reader:
         """Whether a bias is anything but 0, asked once: every question to a GPU waits for all it has to do."""
         return bool(bias.any())
 
-    @cached_property
-    def last(self) -> dict[nn.Module, list[nn.Module]]:
-        """By part that has neurons, its last matrix and what stands behind it."""
-        return last_modules(self.scope.model, self.blocks)
-
-    @cached_property
-    def _called(self) -> dict[int, Called]:
-        return recorded(self.scope, max(self.scope.facts.layer_of.values()))
+    # ------------------------------------------------------------------ layers in closed form
 
     @_once
     def form(self, layer: int) -> Form | None:
@@ -130,10 +142,14 @@ class Reader:
         if self.scope.facts.anatomy.own and "pre_rope" in self.scope.facts.layers[layer].refusals:
             return None
         try:
-            form = form_of(self.scope, layer, self._called[layer])
+            form = form_of(self.scope, layer, self._block_calls[layer])
         except Exception:  # a layer asked so may fail in any way: then its own code is asked instead
             return None
         return form if len(form.norms) < 2 else None
+
+    @cached_property
+    def _block_calls(self) -> dict[int, BlockCall]:
+        return recorded(self.scope, max(self.scope.facts.layer_of.values()))
 
     def reject(self, layers: Iterable[int]) -> None:
         """Ask the own code of some layers from now on."""
@@ -144,38 +160,14 @@ class Reader:
         self, kind: Kind, own: tuple[tuple[int, int], ...]
     ) -> tuple[Float[Tensor, "h d e"], Float[Tensor, "h d"], Float[Tensor, "h d"], Float[Tensor, " l"] | None]:
         """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds under its root."""
-        device, found, eps = input_device(self.scope.model), [], []
+        found, eps = [], []
         for layer in dict.fromkeys(layer for layer, _ in own):
             form, heads = self.form(layer), [index for other, index in own if other == layer]
             assert form is not None
             found.append((*form.matrices(kind, heads), form.offsets[kind][heads]))
             eps += [norm.eps for norm in form.norms]
-        W, a, c = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
-        return W, a, c, torch.tensor(eps, device=device) if eps else None
-
-    @_once
-    @torch.no_grad()
-    def output_weights(self, layer: int) -> tuple[Float[Tensor, "h d e"], Float[Tensor, " d"]]:
-        """W_O of each head of a layer, and its bias, found by asking it."""
-        module = self.blocks[layer].output
-        assert module is not None
-        weight = next(module.parameters())
-        width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-        zero = module(torch.zeros(1, width, dtype=weight.dtype, device=weight.device))[0].float()
-        W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
-        return W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1)).mT.contiguous(), zero
-
-    @_once
-    def stacked_outputs(self, layers: tuple[int, ...]) -> Float[Tensor, "l h d e"]:
-        """W_O of the heads of several layers."""
-        device = input_device(self.scope.model)
-        return torch.stack([self.output_weights(layer)[0].to(device) for layer in layers])
-
-    @cached_property
-    def _short(self) -> Run:
-        row = torch.zeros(1, dtype=torch.long, device=input_device(self.scope.model))
-        places = Places(row, row + 1, row[:, None] + 2, row[:, None] == 0)
-        return self.record(short_inputs(self.scope.model, (7,)), places)
+        W, a, c = (torch.cat(parts).to(self.device) for parts in zip(*found, strict=True))
+        return W, a, c, torch.tensor(eps, device=self.device) if eps else None
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """What a head reads of the stream at one token of a short prompt, of length 1.
@@ -185,6 +177,14 @@ class Reader:
         run, kind = self._short, KINDS[side]
         J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
+
+    @cached_property
+    def _short(self) -> Run:
+        row = torch.zeros(1, dtype=torch.long, device=self.device)
+        places = Places(row, row + 1, row[:, None] + 2, row[:, None] == 0)
+        return self.record(short_inputs(self.scope.model, (7,)), places)
+
+    # ------------------------------------------------------------------ forwards
 
     @torch.no_grad()
     def record(
@@ -220,16 +220,13 @@ class Reader:
         kept = set(range(deepest + 1)) if deep else {*self.layers, *layers}
         last_of = self.last if neurons else {}
 
-        versions: list[tuple[Tensor, int]] = []
-        tokens = inputs["input_ids"].numel() if "input_ids" in inputs else _LATE
-        late = self.waits and self._late and tokens * (end + 1) <= _LATE and not torch.is_inference_mode_enabled()
-
-        def pick(value: Tensor) -> Tensor:
+        def note(noted: dict[Any, Tensor], key: Any, value: Any) -> None:
+            value = value[0] if isinstance(value, tuple | list) else value
             value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
-            if late:
-                versions.append((value, value._version))
-                return value
-            return value[run.row.to(value.device)[:, None], run.columns.to(value.device)]
+            noted[key] = run.pick(value)
+
+        def given(noted: dict[Any, Tensor], key: Any, module: nn.Module) -> None:
+            hooks.append(module.register_forward_pre_hook(lambda _, args: note(noted, key, args)))
 
         def take(call: Call) -> None:
             if call.layer in kept or logits:
@@ -240,15 +237,9 @@ class Reader:
 
         def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if layer == 0 or not deep or layer in layers:
-                run.entered[layer] = pick(stream_of(args, kwargs))
+                note(run.entered, layer, stream_of(args, kwargs))
             if layer in kept:
                 run.called[layer] = args, kwargs
-
-        def giving(noted: dict[Any, Tensor], key: Any, _module: nn.Module, args: tuple[Any, ...]) -> None:
-            noted[key] = pick(args[0])
-
-        def putting_out(module: nn.Module, _args: Any, out: Any) -> None:
-            run.gave[module] = pick(out[0] if isinstance(out, tuple | list) else out)
 
         def leaving(_module: nn.Module, _args: Any, out: Any) -> Any:
             """From here on, logits are a linear function of what leaves the last block."""
@@ -266,38 +257,18 @@ class Reader:
             for layer, block in enumerate(self.blocks[: end + 1]):
                 if layer == 0 or layer in kept:
                     hooks.append(block.module.register_forward_pre_hook(partial(entering, layer), with_kwargs=True))
-                if layer < end or logits:
-                    hooks += [norm.register_forward_pre_hook(partial(giving, run.given, norm)) for norm in block.norms]
-                if (layer < end or logits) and (last is None or layer <= last):
-                    if block.output is not None:
-                        hooks.append(block.output.register_forward_pre_hook(partial(giving, run.heads, layer)))
-                    hooks += [module.register_forward_hook(putting_out) for module in block.parts]
-                    for part in last_of.keys() & block.parts:
-                        hooks.append(last_of[part][0].register_forward_pre_hook(partial(giving, run.neurons, part)))
+                if layer == end and not logits:  # what it writes comes behind what is read
+                    break
+                for norm in block.norms:
+                    given(run.given, norm, norm)
+                if last is not None and layer > last:
+                    continue
+                if block.output is not None:
+                    given(run.heads, layer, block.output)
+                for part in block.parts:
+                    hooks.append(part.register_forward_hook(lambda part, _, out: note(run.gave, part, out)))
+                    if part in last_of:
+                        given(run.neurons, part, last_of[part][0])
             shown = None if logits else {*kept, end}
             run.logits = self.scope.watch(inputs, take, rotary=True, logits_at=places if logits else None, only=shown)
-        if any(value._version != version for value, version in versions):  # its blocks add in place
-            self._late = False
-            options: Any = {"deep": deep, "last": last, "layers": layers, "logits": logits, "neurons": neurons}
-            return self.record(inputs, places, **options)
-        run.in_full(late)
         return run
-
-    def record_prompt(self, encoded: Encoding) -> Run:
-        """Run one prompt with every token of it as a key, and keep every layer."""
-        ids = encoded.inputs["input_ids"]
-        if len(ids) != 1 or not bool(encoded.inputs["attention_mask"].all()):
-            raise BadInput(f"one prompt is followed down its writers, but got {len(ids)}.")
-        at = encoded.places
-        return self.record(
-            encoded.inputs, Places.everywhere(at.row[:1], at.query[:1], encoded.inputs["attention_mask"]), deep=True
-        )
-
-
-def _refuse_quantised(scope: Scope) -> None:
-    for name, weight in scope.model.named_parameters():
-        if not weight.is_floating_point():
-            raise BadInput(
-                f"{scope.name} cannot be traced: {name} is stored in {weight.dtype}, and what writers give is split by"
-                " gradients, which need numbers with a fraction; load the model without quantisation."
-            )

@@ -3,25 +3,49 @@
 ``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear, so a head asks with
 a direction g in the stream, and writer c says ``x_c · g``. `Run.streams` carries the writers' parts up to a layer;
 `Run.answer` carries a direction down to every writer. A block in between is a sum with norms in it
-(`qkscope.capture.blocks`), and both ways walk the same tree.
+(`qkscope.capture.blocks`), and both ways walk the same tree. Between a layer's stream and its vectors the layer is
+asked in closed form where it has one, and by its own code where not (`layer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Scaled, Sum, full_output
+from qkscope.capture.gather import Picker
+from qkscope.capture.pick import Capture, Places
+from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import Kind
-from qkscope.linear.recorded import KINDS, Parts, Recorded, Side, named
+from qkscope.linear.layer import ClosedForm, Kind, Layer, alike, stream_of
 
-__all__ = ["BIAS", "EMBEDDING", "KINDS", "Answer", "Direction", "Parts", "Run", "Side", "named"]
+if TYPE_CHECKING:
+    from qkscope.linear.reader import Reader
+
+Side = Literal["query", "key"]
+KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
+_OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
+_KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: of a long prompt, those of a few
+_ROWS = 128  # of attention, made at once: a row has a copy of all keys
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Vectors at p places, split among writers: ``values`` is Float [n, c, p, d]."""
+
+    writers: list[str]
+    values: Float[Tensor, "n c p d"]
+
+
+def named(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
+    """What every writer but the biases left."""
+    return torch.cat([piece.values for piece in pieces if piece.writers != [BIAS]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -55,10 +79,168 @@ def _add(values: dict[Any, Tensor], key: Any, value: Tensor) -> None:
 
 
 @dataclass
-class Run(Recorded):
-    """A recorded batch, walked up and down its blocks."""
+class Run:
+    """One batch at p places in each of n rows: slot 0 is the query, the others are keys.
 
-    _parts: dict[int, Float[Tensor, "n h p d"]] = field(default_factory=dict, init=False)
+    Attributes
+    ----------
+    reader : whose heads are read.
+    row, columns : which row of the batch, and which of its columns.
+    inputs : of the model.
+    entered : by layer, what entered the block: Float [n, p, d_model].
+    heads : by layer, the heads' outputs before W_O, head after head: Float [n, p, h·e].
+    gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
+    neurons : by part, what its last matrix was given, where neurons are asked for: Float [n, p, f].
+    called : by layer, what its block was called with.
+    calls : by layer, its attention call.
+    left, logits : what left the last block, and next-token logits at the queries, a function of it; where asked for.
+    """
+
+    reader: Reader
+    row: Int[Tensor, " n"]
+    columns: Int[Tensor, "n p"]
+    inputs: dict[str, Tensor]
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    heads: dict[int, Tensor] = field(default_factory=dict)
+    gave: dict[nn.Module, Tensor] = field(default_factory=dict)
+    given: dict[nn.Module, Tensor] = field(default_factory=dict)
+    neurons: dict[nn.Module, Tensor] = field(default_factory=dict)
+    called: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
+    left: Float[Tensor, "b t d_model"] | None = None
+    logits: Float[Tensor, "n v"] | None = None
+    _layers: dict[Any, Layer] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def captured(self) -> Capture:
+        """Queries and every token's keys of the heads read, with the whole attention row."""
+        reader, mask = self.reader, self.inputs.get("attention_mask")
+        k = self.calls[reader.layers[0]].k
+        seen = torch.ones(len(k), k.shape[2], device=self.row.device) if mask is None else mask
+        everywhere = Places.everywhere(self.row, self.columns[:, 0], seen)
+        picker = Picker(reader.scope.facts, reader.heads, everywhere, "post_rope", stop=False)
+        for layer in reader.layers:
+            picker.visit(self.calls[layer])
+        return picker.finish(self.row, {})
+
+    def at(self, side: Side) -> slice:
+        """The slots of a side."""
+        return slice(0, 1) if side == "query" else slice(1, None)
+
+    def slots(self, some: Sequence[int] | slice) -> Self:
+        """Some of the places, in the order named."""
+        kept: Any = {name: {key: value[:, some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, columns=self.columns[:, some], **kept)
+
+    def rows(self, some: slice) -> Self:
+        """Some of the rows."""
+        kept: Any = {name: {key: value[some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, row=self.row[some], columns=self.columns[some], **kept)
+
+    def pick(self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)) -> Float[Tensor, "n p *d"]:
+        """What stands at some slots of these rows, in float32."""
+        row, columns = self.row[:, None].to(value.device), self.columns[:, slots].to(value.device)
+        return value[row, columns].to(self.row.device, torch.float32)
+
+    # ------------------------------------------------------------------ one layer
+
+    def layer(self, layer: int, slots: Sequence[int] | slice) -> Layer:
+        """A layer's own code at some slots."""
+        key = layer, str(slots)
+        if key not in self._layers:
+            while self._layers and sum(other.columns.numel() for other in self._layers.values()) > _KEPT:
+                del self._layers[next(iter(self._layers))]
+            block, columns = self.reader.blocks[layer].module, self.columns[:, slots]
+            given, true = self.called[layer], self.calls[layer]
+            self._layers[key] = Layer(self.reader.scope, layer, block, given, true, self.row, columns)
+        return self._layers[key]
+
+    def kv(self, head: Head, of: Literal["k", "v"] = "k") -> int:
+        """Which key head, or which head of values, a head reads."""
+        call = self.calls[head.layer]
+        return head.index // (call.q.shape[1] // getattr(call, of).shape[1])
+
+    def index(self, head: Head, kind: Kind) -> int:
+        """The place of a head's queries, keys or values among its layer's."""
+        return head.index if kind == "q" else self.kv(head, kind)
+
+    def vectors(self, own: Sequence[tuple[int, int]], kind: Kind, slots: Any) -> Float[Tensor, "n h p d"]:
+        """Queries, keys or values as the attention was given them, of heads by layer and number, at some slots."""
+        layers = list(dict.fromkeys(layer for layer, _ in own))
+        every = torch.stack([self.pick(getattr(self.calls[layer], kind).transpose(1, 2), slots) for layer in layers])
+        of_layer, heads = self.reader.index([layers.index(layer) for layer, _ in own]), [index for _, index in own]
+        return every[of_layer, :, :, self.reader.index(heads)].transpose(0, 1)
+
+    def true(self, head: Head, side: Side) -> Float[Tensor, "n p d"]:
+        """A head's own queries or keys at the places of that side, as the dot product saw them."""
+        kind = KINDS[side]
+        return self.vectors([(head.layer, self.index(head, kind))], kind, self.at(side))[:, 0]
+
+    def hidden(self, layer: int, slots: Any) -> Float[Tensor, "n p d_model"]:
+        """What entered a layer, at some slots."""
+        entered = self.entered.get(layer)
+        return self.pick(stream_of(*self.called[layer]), slots) if entered is None else entered[:, slots]
+
+    def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
+        """Heads of layers that are `alike`, in closed form; None where it does not give their true vectors."""
+        made = ClosedForm(self, heads, kind, slots)
+        self.reader.reject(made.wrong)
+        return None if made.wrong else made
+
+    def pull(
+        self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
+    ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
+        """Directions on heads' vectors as directions on what enters their layers, and what constants say in them.
+
+        Layers in closed form are done together, the others one by one.
+        """
+        by_layer = {layer: alike(self, layer) or layer for layer in dict.fromkeys(head.layer for head in heads)}
+        groups: dict[Any, list[int]] = {}
+        for i, head in enumerate(heads):
+            groups.setdefault(by_layer[head.layer], []).append(i)
+        if len(groups) > 1:
+            every = [self.pull([heads[i] for i in some], kind, slots, along[:, some]) for some in groups.values()]
+            back = torch.tensor([i for some in groups.values() for i in some]).argsort().to(along.device)
+            vectors, said = (torch.cat(parts, dim=1)[:, back] for parts in zip(*every, strict=True))
+        elif isinstance(layer := next(iter(groups)), int):
+            index = [self.index(head, kind) for head in heads]
+            pulled = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
+            vectors, said = (value.transpose(0, 1).to(along) for value in pulled)
+        elif (closed := self.closed(heads, kind, slots)) is None:  # their own code is asked from now on
+            return self.pull(heads, kind, slots, along)
+        else:
+            return closed.pull(along)
+        return vectors, said
+
+    def read(
+        self, head: Head, side: Side, pieces: Sequence[Parts], slots: Sequence[int] | None = None
+    ) -> Float[Tensor, "n c p d"]:
+        """A head's queries or keys at the places of that side, split among writers, as the dot product sees them.
+
+        Parameters
+        ----------
+        head : of a layer that was kept.
+        side : query or key.
+        pieces : what entered its layer, from `streams`, biases between.
+        slots : other slots to read as this side; then the pieces are of these slots alone.
+        """
+        at, kind = self.at(side) if slots is None else slots, KINDS[side]
+        constants = [piece.values for piece in pieces if piece.writers == [BIAS]]
+        parts = torch.cat([named(pieces), sum(constants, torch.zeros_like(pieces[0].values[:, :1]))], dim=1)
+        parts = parts[:, :, at] if slots is None else parts
+        if alike(self, head.layer) is not None and (closed := self.closed([head], kind, at)) is not None:
+            return closed.push(parts)
+        layer, index = self.layer(head.layer, at), self.index(head, kind)
+        whole = torch.einsum("ncpe,npde->ncpd", parts, layer.jacobian(kind, index).to(parts))
+        whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
+        return whole
+
+    def live(
+        self, head: Head, side: Side, x: Float[Tensor, "x n p d_model"], slots: Any = None
+    ) -> Float[Tensor, "x n p d"]:
+        """What a head makes of other streams at the places of a side, its norms running."""
+        at, kind = self.at(side) if slots is None else slots, KINDS[side]
+        return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)
 
     # ------------------------------------------------------------------ writers, pushed up
 
@@ -80,18 +262,17 @@ class Run(Recorded):
             case Entered():
                 return entered
             case Heads():
-                names = self.reader.head_names(layer)
-                return [Parts(names, self._head_parts(layer)), *self._constant(self.reader.output_weights(layer)[1])]
+                W, bias = self.reader.output_weights(layer)
+                z = self.heads[layer].unflatten(-1, (len(W), -1))
+                parts = torch.einsum("nphe,hde->nhpd", z, W.to(z))
+                return [Parts(self.reader.head_names(layer), parts), *self._constant(bias)]
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
             case Scaled(_, gain, inner):
                 return [Parts(p.writers, p.values * gain.to(p.values)) for p in self._through(layer, inner, entered)]
             case Sum(terms):
-                out = []
-                for number, term in terms:
-                    pieces = self._through(layer, term, entered)
-                    out += pieces if number == 1 else [Parts(p.writers, p.values * number) for p in pieces]
-                return out
+                every = [(number, piece) for number, term in terms for piece in self._through(layer, term, entered)]
+                return [p if number == 1 else Parts(p.writers, p.values * number) for number, p in every]
             case Normed(norm, inner):
                 own, scale = self.scale(norm)
                 pieces = self._through(layer, inner, entered)
@@ -104,24 +285,9 @@ class Run(Recorded):
         own = self.reader.taken_apart(norm, given)
         return own, own.scalar(given, full_output(norm, given)) * own.gain.to(given)
 
-    def _head_parts(self, layer: int) -> Float[Tensor, "n h p d"]:
-        """What each head of a layer put into the stream; on a GPU made for all layers at once."""
-        if layer not in self._parts:
-            z = self.heads[layer]
-            layers = [one for one in self.heads if one >= layer and self.heads[one].shape == z.shape]
-            layers = layers[: self.reader.together]
-            every = torch.stack([self.heads[one] for one in layers])
-            W = self.reader.stacked_outputs(tuple(layers)).to(z.device)
-            made = torch.einsum("lnpha,lhda->lnhpd", every.unflatten(-1, (W.shape[1], -1)), W)
-            self._parts |= zip(layers, made.unbind(), strict=True)
-        return self._parts[layer]
-
     def _constant(self, bias: Float[Tensor, " d"]) -> list[Parts]:
-        if not self.reader.speaks(bias):
-            return []
-        return [
-            Parts([BIAS], bias.to(self.row.device, torch.float32).expand(*self.row.shape, 1, self.columns.shape[1], -1))
-        ]
+        shape = *self.row.shape, 1, self.columns.shape[1], -1
+        return [Parts([BIAS], bias.to(self.entered[0]).expand(shape))] if self.reader.speaks(bias) else []
 
     # ------------------------------------------------------------------ directions, pulled down
 
@@ -148,16 +314,15 @@ class Run(Recorded):
         weights : of the keys.
         projector : stands between q and k, where only a feature's part of the logit is asked for.
         """
-        call = self.calls[head.layer]
+        scale = self.calls[head.layer].scale
         q = self.vectors([(head.layer, head.index)], "q", [query])[:, 0, 0]
         k = self.vectors([(head.layer, self.kv(head))], "k", keys)[:, 0]
         P = torch.eye(q.shape[-1]).to(q) if projector is None else projector.to(q)
-        met = torch.einsum("np,npd->nd", weights, k) @ P.T * call.scale
-        asked = (q @ P)[:, None] * (weights * call.scale)[..., None]
+        met = torch.einsum("np,npd->nd", weights, k) @ P.T * scale
+        asked = (q @ P)[:, None] * (weights * scale)[..., None]
         at_query = self.enter(head, "q", torch.tensor([query], device=keys.device), met[:, None])
         return (q * met).sum(-1), {"query": at_query, "key": self.enter(head, "k", keys, asked)}
 
-    @torch.no_grad()
     def answer(self, asked: Direction) -> Answer:
         """What each writer before a layer says in a direction; they sum to all that is asked."""
         answer, g = Answer({BIAS: asked.constants}), asked.vectors
@@ -167,38 +332,60 @@ class Run(Recorded):
         _add(answer.values, EMBEDDING, (self.entered[0][:, asked.slots] * g).sum(-1))
         return answer
 
-    def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
-        """The direction that was asked, on a head's output before W_O."""
-        g = answer.heads[head.layer]
-        return g @ self.reader.output_weights(head.layer)[0][head.index].to(g)
-
     def _back(self, answer: Answer, slots: Tensor, layer: int, node: Node, g: Tensor) -> Tensor | None:
         """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
         match node:
             case Entered():
                 return g
             case Heads():
-                W, b = (value.to(g) for value in self.reader.output_weights(layer))
-                asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-                said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-                for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
-                    _add(answer.values, name, value)
-                _add(answer.values, BIAS, g @ b)
                 _add(answer.heads, layer, g)
+                W, b = (value.to(g) for value in self.reader.output_weights(layer))
+                _add(answer.values, BIAS, g @ b)
+                if layer in self.heads:  # a run that goes on to the logits may have noted no writer of late layers
+                    asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
+                    said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
+                    for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
+                        _add(answer.values, name, value)
             case Part(module):
                 name = self.reader.part_name(layer, module)
-                _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
                 _add(answer.parts, name, g)
+                if module in self.gave:
+                    _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
             case Scaled(_, gain, inner):
                 return self._back(answer, slots, layer, inner, g * gain.to(g))
             case Sum(terms):
-                every = [
-                    self._back(answer, slots, layer, term, g if number == 1 else g * number) for number, term in terms
-                ]
-                entering = [one for one in every if one is not None]
+                every = [self._back(answer, slots, layer, term, g * number) for number, term in terms]
+                entering = [value for value in every if value is not None]
                 return sum(entering[1:], entering[0]) if entering else None
             case Normed(norm, inner):
                 own, scale = self.scale(norm, slots)
                 _add(answer.values, BIAS, g @ own.bias.to(g))
                 return self._back(answer, slots, layer, inner, own.centred(g * scale))
         return None
+
+    # ------------------------------------------------------------------ what a head read
+
+    def seen(self, head: Head, query: int) -> list[int]:
+        """Tokens of the first row that a head may look at from a token."""
+        row = self.row[:1]
+        bias = self.calls[head.layer].rows(head.index, row, torch.full_like(row, query)).bias
+        assert bias is not None
+        return bias[0, 0].isfinite().nonzero()[:, 0].tolist()
+
+    def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
+        """A head's attention at some slots, over every token of the batch."""
+        columns = self.columns[:, slots]
+        row = self.row[:, None].expand_as(columns).flatten()
+        places = zip(row.split(_ROWS), columns.flatten().split(_ROWS), strict=True)
+        every = [self.calls[head.layer].rows(head.index, *some).attention()[:, 0] for some in places]
+        return torch.cat(every).unflatten(0, columns.shape).to(self.row.device)
+
+    def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
+        """The direction that was asked, on a head's output before W_O."""
+        g = answer.heads[head.layer]
+        return g @ self.reader.output_weights(head.layer)[0][head.index].to(g)
+
+    def brought(self, head: Head, along: Float[Tensor, "n p e"]) -> Float[Tensor, "n p t"]:
+        """Every token's value along directions on a head's output; times the attention it is what the head brought."""
+        values = self.calls[head.layer].v[:, self.kv(head, "v")]
+        return along @ values[self.row.to(values.device)].to(along).mT

@@ -13,7 +13,7 @@ first token, where a rotation turns nothing, with every norm's scalar set to 1 (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,19 +61,9 @@ class HeadWeights:
     c_Q: Float[Tensor, "h d_head"]
     c_K: Float[Tensor, "g d_head"]
 
-    def to(self, device: torch.device | str) -> HeadWeights:
-        """The same weights on another device."""
-        tensors: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
-
-    def __getitem__(
-        self, head: str | Head
-    ) -> tuple[Float[Tensor, "d_head d_model+1"], Float[Tensor, "d_head d_model+1"]]:
-        """``W_Q`` and ``W_K`` of one head."""
-        head = Head.parse(head)
-        if head not in self.heads:
-            raise BadInput(f"{head} is not among the heads whose weights were read.")
-        row = self.heads.index(head)
+    def __getitem__(self, head: str | Head) -> tuple[Tensor, Tensor]:
+        """``W_Q`` and ``W_K`` of one head, Float [d_head, d_model+1]."""
+        row = self.heads.index(Head.parse(head))
         return self.W_Q[row], self.W_K[self.kv_of_head[row]]
 
 
@@ -115,7 +105,7 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
         ) from error
 
 
-class Called(NamedTuple):
+class BlockCall(NamedTuple):
     """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
 
     block: nn.Module
@@ -125,27 +115,25 @@ class Called(NamedTuple):
 
 
 def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
-    layers = scope.facts.layers
-    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in layers), tuple(wanted))
+    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers), tuple(wanted))
     called = recorded(scope, max(layout.plans))
-    stream = stream_of(*called[wanted[0].layer].given)
-    counts: dict[Kind, int] = {"q": len(wanted), "k": max(layout.kv_of_head) + 1}
-    shape = layers[wanted[0].layer].d_head, stream.shape[-1] + 1
-    W = {kind: torch.empty(count, *shape, device=stream.device) for kind, count in counts.items()}
-    c = {kind: torch.empty_like(value[..., 0]) for kind, value in W.items()}
+    device = stream_of(*called[wanted[0].layer].given).device
+    found: dict[Kind, dict[int, tuple[Tensor, Tensor]]] = {"q": {}, "k": {}}  # W and c, by slot
     for number, plan in layout.plans.items():
         form = form_of(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
-            W[kind][slots] = _without_constants(form, *form.matrices(kind, heads)).to(stream.device)
-            c[kind][slots] = form.offsets[kind][heads].to(stream.device)
-    scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c["q"])
-    kv_of_head = torch.tensor(layout.kv_of_head, device=stream.device)
-    return HeadWeights(tuple(wanted), W["q"], W["k"], kv_of_head, scale, c["q"], c["k"])
+            W = _without_constants(form, *form.matrices(kind, heads))
+            found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
+    W_Q, c_Q, W_K, c_K = (
+        torch.stack([own[slot][i].to(device) for slot in sorted(own)]) for own in found.values() for i in (0, 1)
+    )
+    scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
+    return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(layout.kv_of_head, device=device), scale, c_Q, c_K)
 
 
 @torch.no_grad()
-def recorded(scope: Scope, last: int) -> dict[int, Called]:
+def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     """How each layer up to the last one wanted is called with two tokens."""
     names = {id(module): name for name, module in scope.model.named_modules()}
     given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -174,7 +162,7 @@ def recorded(scope: Scope, last: int) -> dict[int, Called]:
         if stream_of(*given[block]).ndim > 3:  # several streams: the attention is given one vector that is made of them
             block = call.module
         norm, _ = made.get(id(stream_of(*given[block])), (None, None))
-        found[layer] = Called(block, given[block], call, norm)
+        found[layer] = BlockCall(block, given[block], call, norm)
     return found
 
 
@@ -206,13 +194,12 @@ class Form:
         self, kind: Kind, heads: Sequence[int]
     ) -> tuple[Float[Tensor, "n d_head d_model"], Float[Tensor, "n d_head"]]:
         """W and a of some heads."""
-        a = self.layer.constants[kind][0, 0, list(heads)]
-        width = a.shape[-1]
-        basis = torch.eye(width, device=a.device).repeat(len(heads), 1)[:, None, None]
-        return self.layer.pull(kind, [head for head in heads for _ in range(width)], basis)[0].view(*a.shape, -1), a
+        return torch.cat([self.layer.jacobian(kind, head)[0] for head in heads]), self.layer.constants[kind][
+            0, 0, heads
+        ]
 
 
-def form_of(scope: Scope, number: int, called: Called) -> Form:
+def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     """Ask a layer for its form, or refuse it with the reason."""
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
     ends = (0, stream.shape[1] - 1)
@@ -233,39 +220,32 @@ def form_of(scope: Scope, number: int, called: Called) -> Form:
         layer.unit(unbiased=qk_norms)
         linear = layer.pushed(torch.cat([0 * x, x, x + x.roll(1, 0), _FAR * x]), frozen=True)
     offsets = {kind: (biased[kind] - layer.constants[kind])[0, 0] for kind in biased}
-    rounding = max(_CLOSE, 4 * torch.finfo(stream.dtype).eps)  # of cos and sin
-    seen: dict[Kind, str] = {"q": "queries", "k": "keys"}
-    for kind, what in seen.items():
-        _check_form(
-            f"{family} layer {number}: its {what}",
-            live[kind],
-            turned[kind],
-            linear[kind].chunk(4),
-            offsets[kind],
-            rounding,
-        )
+    vectors: dict[Kind, str] = {"q": "queries", "k": "keys"}
+    for kind, what in vectors.items():
+        if reason := _misfit(live[kind], turned[kind], linear[kind], offsets[kind], stream.dtype):
+            raise BadInput(f"{family} layer {number}: its {what} are {reason}.")
     norms = [take_apart(norm, stream) for norm in layer.norms.ran if norm not in qk_norms]
     before = None if called.before is None or norms else take_apart(called.before, stream)
     return Form(layer, offsets, norms, before, bool(qk_norms))
 
 
-def _check_form(
-    what: str, live: Tensor, turned: Tensor, linear: Sequence[Tensor], offset: Tensor, rounding: float
-) -> None:
-    """Refuse vectors that are not ``s W x̂ + c``, or whose rotation does more than rotate."""
-    zero, once, both, far = linear
+def _misfit(live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype: torch.dtype) -> str:
+    """Why vectors are not ``s W x̂ + c``, or what their rotation does more than rotate; nothing where they fit."""
+    zero, once, both, far = linear.chunk(4)
 
     def close(one: Tensor, other: Tensor, limit: float = _CLOSE) -> bool:
         return bool((one - other).norm(dim=-1).max() <= limit * other.norm(dim=-1).mean())
 
     # of two different inputs: a layer that routes them to other weights is straight along each
     if not (close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)):
-        raise BadInput(f"{what} are no linear function of its input, so they have no single weight matrix.")
+        return "no linear function of its input, so they have no single weight matrix"
     s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(-1, keepdim=True).clamp_min(1e-30)
     if not close(s * once + offset, live):
-        raise BadInput(f"{what} are normalised in parts, so they are not one scalar times a linear map.")
+        return "normalised in parts, so they are not one scalar times a linear map"
+    rounding = max(_CLOSE, 4 * torch.finfo(dtype).eps)  # of cos and sin
     if not close(turned.norm(dim=-1, keepdim=True), live.norm(dim=-1, keepdim=True), rounding):
-        raise BadInput(f"{what} are scaled unevenly after the rotation, so no weight matrix stands before it.")
+        return "scaled unevenly after the rotation, so no weight matrix stands before it"
+    return ""
 
 
 def _without_constants(

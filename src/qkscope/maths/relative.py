@@ -8,8 +8,8 @@ r. Under RoPE no single Ω holds, but in the query's frame the same split stays 
 Sparsity is ``(mean |c|)² / mean c²``: 1 when all terms are equal in size, 1/n when one carries it all. The
 reconstruction count is the size of the smallest set of terms whose sum reaches r. Neither is flat under a meaningless
 basis: a spectrum alone makes terms unequal, and random terms of the same sum need few as well. So beside each stand
-`null_count` and a rotated basis at the same weights: its terms (`rotated_terms`, `shared_terms`), or their sparsity
-with rotations of its own for every prompt (`turned_terms`, `shared_sparsity`).
+`null_count` and a rotated basis at the same weights: its terms (`rotated_terms`), or their sparsity with rotations of
+its own for every prompt (`turned_terms`, `shared_sparsity`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def key_difference(
     index = attended[..., None].to(torch.int64)
     others = seen.scatter(-1, index, False)
     if not bool(others.any(-1).all()):
-        raise BadInput("relative attention needs another key beside the attended one: give a longer context.")
+        raise BadInput("relative attention needs another key beside the attended one: give a longer prompt.")
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
     mean = (weight[..., None] * keys.masked_fill(~others[..., None], 0.0)).sum(-2)
     return keys.gather(-2, index[..., None].expand(*index.shape, keys.shape[-1])).squeeze(-2) - mean
@@ -127,16 +127,9 @@ def rotated_terms(
 
     They rotate within the head's own subspaces, the strictest form: only which direction meets which is lost.
     """
-    r_1, r_2 = random_rotations(s.shape[-1], 2 * draws, seed).to(query).chunk(2)
-    return _turned(query, r_1) * s * _turned(difference, r_2)
-
-
-def shared_terms(
-    query: Float[Tensor, "*b d"], difference: Float[Tensor, "*b d"], draws: int = 20, seed: int = 0
-) -> Float[Tensor, "draws *b d"]:
-    """Terms of ``qᵀ Δk`` along the axes of a randomly rotated head space: every logit stays as it is."""
-    rotation = random_rotations(query.shape[-1], draws, seed).to(query)
-    return _turned(query, rotation) * _turned(difference, rotation)
+    rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query).chunk(2)
+    q, k = (torch.einsum("...m,rmn->r...n", x, r) for x, r in zip((query, difference), rotations, strict=True))
+    return q * s * k
 
 
 def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"]:
@@ -144,10 +137,6 @@ def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"
     generator = torch.Generator().manual_seed(seed)
     q, r = torch.linalg.qr(torch.randn(draws, d, d, generator=generator, dtype=torch.float64))
     return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-
-
-def _turned(x: Float[Tensor, "*b m"], rotation: Float[Tensor, "draws m m"]) -> Float[Tensor, "draws *b m"]:
-    return torch.einsum("...m,rmn->r...n", x, rotation)
 
 
 def turned_terms(

@@ -24,7 +24,7 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
-from qkscope.maths.bases import Projector, thin_svd
+from qkscope.maths.bases import Projector, heads_at_once, thin_svd
 from qkscope.runs.store import read_tensors, write_tensors
 
 _NULL = 1e-7  # relative size under which a direction of W_Q is not there
@@ -35,12 +35,10 @@ _PROBES = 8
 class HeadBasis:
     """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read = W_Q U``."""
 
-    head: Head
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
     V: Float[Tensor, "d m"]
     read: Float[Tensor, "d_head m"]
-    scale: float
     rotary: bool
 
     @property
@@ -103,9 +101,8 @@ class SingularBasis:
         return [self.heads.index(head) for head in heads]
 
     def __getitem__(self, head: str | Head) -> HeadBasis:
-        head = Head.parse(head)
-        (i,) = self.index([head])
-        return HeadBasis(head, self.U[i], self.S[i], self.V[i], self.read[i], float(self.scale[i]), self.rotary[i])
+        (i,) = self.index([Head.parse(head)])
+        return HeadBasis(self.U[i], self.S[i], self.V[i], self.read[i], self.rotary[i])
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
@@ -153,31 +150,27 @@ def basis_of_weights(
     c_q: Float[Tensor, "h d_head"],
     rotary: Sequence[bool],
     kv_of_head: Int[Tensor, " h"] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> SingularBasis:
-    """Thin SVD of each head, multiplied out on random probes before it is believed."""
-    u, s, v = thin_svd(w_q, w_k, kv_of_head)
-    generator = torch.Generator().manual_seed(0)
-    probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64).to(u)
-    keys = w_k.to(u) @ probes
-    true = w_q.to(u).mT @ (keys if kv_of_head is None else keys[kv_of_head])
-    error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
-    error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once as fit."""
+    kv = torch.arange(len(heads), device=w_q.device) if kv_of_head is None else kv_of_head
+    draw = torch.randn(w_k.shape[-1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = []
+    for some in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
+        used, own = kv[some].unique(return_inverse=True)
+        u, s, v = thin_svd(w_q[some], w_k[used], own)
+        q, probes = w_q[some].to(u), draw.to(u)
+        true = q.mT @ (w_k[used].to(u) @ probes)[own]
+        error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
+        error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+        parts.append([x.cpu() for x in (u.float(), s, v.float(), q @ u, error)])
+    U, S, V, read, error = (torch.cat(part) for part in zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
         raise BadInput(
             f"the singular vectors of {heads[int(error.argmax())]} do not multiply out to its weights (error "
             f"{float(error.max()):.1e}): look for numbers that are not finite among them."
         )
-    return SingularBasis(
-        tuple(heads),
-        u.float().cpu(),
-        s.cpu(),
-        v.float().cpu(),
-        (w_q.to(u) @ u).cpu(),
-        scale.cpu(),
-        c_q.cpu(),
-        error.cpu(),
-        tuple(rotary),
-    )
+    return SingularBasis(tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {})
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:

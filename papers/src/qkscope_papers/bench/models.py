@@ -13,14 +13,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from qkscope.analyses.names.look import fit_factors, look
+from qkscope.analyses.names.readings import Readings
+from qkscope.analyses.names.sight import Options, Text, by_length
 from torch import Tensor
 
 from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.names.look import fit_factors, look
-from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.sight import Options, Text, by_length
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows, draw_pairs
 from qkscope.analyses.trace.rows import HeadRows

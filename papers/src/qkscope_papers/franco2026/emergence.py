@@ -13,9 +13,9 @@ from qkscope.draws import derived_seed
 from qkscope.maths.relative import (
     cancellation,
     null_count,
+    random_rotations,
     reconstruction_count,
     rotated_terms,
-    shared_terms,
     sparsity,
 )
 from qkscope.maths.significance import clustered_bootstrap
@@ -69,7 +69,9 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     terms = at.terms
     turned = sparsity(rotated_terms(at.query, at.s, at.difference, work.rotations, seed)).mean(0)
     q, k = at.query * at.s.sqrt(), at.difference * at.s.sqrt()  # a basis of the head's space, up to a rotation
-    shared = sparsity(shared_terms(q, k, work.rotations, seed)).mean(0)
+    rotation = random_rotations(q.shape[-1], work.rotations, seed).to(q)
+    q, k = (torch.einsum("...m,rmn->r...n", x, rotation) for x in (q, k))
+    shared = sparsity(q * k).mean(0)
     own = sparsity(terms)
     exact, close = reconstruction_count(terms), reconstruction_count(terms, TOLERANCE)
     context = torch.arange(len(own))

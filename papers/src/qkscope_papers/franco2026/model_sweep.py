@@ -16,12 +16,13 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.checkpoints import Checkpoint, checkpoints
-from qkscope.analyses.circuits import Edge
-from qkscope.analyses.sparsity import Sparsity
-from qkscope.analyses.sweep import stored_terms, sweep
+from qkscope.analyses.circuits import Duty, Edge
+from qkscope.analyses.sparsity import Checkpoint, Sparsity, checkpoints, sweep
 from qkscope.capture.load import nano_steps
+from qkscope.errors import BadInput
+from qkscope.heads import Head
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.runs.result import Result
 from qkscope_papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Estimate, Row, pick
@@ -155,6 +156,22 @@ def _swept(model: str, prompts: str, preset: str, seed: int, device: str, shared
     found = checkpoints(model, revisions)
     task = prompts_of(prompts, model, found[-1].revision, seed)
     asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
-    result = sweep(model, task, revisions, **asked, out=folder, seed=seed, device=device)
-    values = {checkpoint.label: dict(stored_terms(folder, checkpoint.label)) for checkpoint in found}
+    result = _kept(folder, found) or sweep(model, task, revisions, **asked, out=folder, seed=seed, device=device)
+    values: dict[str, dict[str, Tensor]] = {checkpoint.label: {} for checkpoint in found}
+    for name, value in result.arrays.items():
+        label, slash, own = name.rpartition("/")
+        values[label if slash else found[-1].label][own] = value
     return Sweep(result, found, values, clusters_of(task, work.n), prompts)
+
+
+def _kept(folder: Path, found: list[Checkpoint]) -> Sparsity | None:
+    """The sweep that is in a folder already; None where there is none of these weights."""
+    try:
+        kept = Result.read(folder)
+    except BadInput:
+        return None
+    asked = kept.provenance["asked"]
+    if any(point.weights not in (None, asked["weights"].get(point.label)) for point in found):
+        return None
+    edges = (Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"]) for edge in asked["edges"])
+    return Sparsity(**vars(kept), edges=tuple(edges))

@@ -18,7 +18,7 @@ from torch import Tensor
 from qkscope.analyses.because import Because, Reason
 from qkscope.capture.pick import Places
 from qkscope.change.again import prompt_of
-from qkscope.change.parts import attention_with, parts_at, vectors_with
+from qkscope.change.rows import attention_with, parts_at, vectors_with
 from qkscope.change.words import Word
 from qkscope.draws import derived_seed
 from qkscope.heads import parse_writers

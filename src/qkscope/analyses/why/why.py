@@ -28,8 +28,7 @@ from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call
 from qkscope.change.again import Again, prompt_of
-from qkscope.change.parts import attention_with, mean_parts, vectors_with
-from qkscope.change.rows import Rerun
+from qkscope.change.rows import Rerun, attention_with, mean_parts, vectors_with
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
