@@ -127,7 +127,7 @@ def _reads(study: Study, job: Work) -> tuple[dict[str, dict[str, Any]], list[dic
     try:
         reader = Reader(study.text.scope, heads)
         how = Pass(reader, batch_size=TEXTS, job=job, progress=study.options.progress)
-        found = told(reader, first_writers(how, units))["tables"]
+        found = told(reader, first_writers(how, units))[1]
     except BadInput as error:
         nothing: dict[str, Any] = {**dict.fromkeys(_FIRSTS), "traced": 0}
         return {str(head): nothing for head in heads}, [], f"Who wrote keys and queries is not said: {error}"

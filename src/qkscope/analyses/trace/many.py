@@ -15,31 +15,26 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from qkscope.analyses.prompts import made_from, words_of
-from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tally, answer_signs, named_columns
-from qkscope.capture.encode import Encoding
-from qkscope.capture.inputs import check_visible
+from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import BIAS, Head
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
-from qkscope.linear.run import Run
-from qkscope.maths.writers import relative_weights
-from qkscope.runs.provenance import provenance
-from qkscope.tasks.task import Task, Unit
-from qkscope.tasks.texts import Document, text_hash
+from qkscope.maths.writers import Measurement, Tally
+from qkscope.tasks.task import Unit
+from qkscope.tasks.texts import Document
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"]
 """Passages, or documents to cut into them."""
 _LENGTH = 96  # tokens of a passage
 _CHARACTERS = 480  # of a passage, before it is tokenised: about as many tokens as it may have of English
 _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
+SHOWN = 5  # writers of each side in the table
+TEXTS = 8  # texts run together: every token's writers are held
+_GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
 def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -86,32 +81,7 @@ def text_examples(scope: Scope, texts: Sequence[str], seed: int = 0) -> list[Exa
     return list(first.values())
 
 
-SHOWN = 5  # writers of each side in the table
-TEXTS = 8  # texts run together: every token's writers are held
-_GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
-
-
-def trace_many(how: Pass, what: Task | Texts, n: int) -> dict[str, Any]:
-    """Fields of a `Trace`: its tables ``heads``, ``writers`` and ``check``."""
-    scope = how.reader.scope
-    if isinstance(what, Task):
-        units, about, name = what.test(n), made_from(scope, what), what.name
-    else:
-        units, name = [(example,) for example in _drawn_passages(scope, what, n, how.seed)], "text"
-        about = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
-        about |= {"texts": text_hash(what)}
-    asked = {"heads": [str(h) for h in how.reader.heads], "seed": how.seed, "batch_size": how.batch_size}
-    how.job.begin(scope, list(units), verb="trace", chat=how.chat, **asked)
-    return {
-        "experiment": f"trace/{name}",
-        **told(how.reader, first_writers(how, units, named=isinstance(what, Task))),
-        "model": scope.name,
-        "seed": how.seed,
-        "provenance": provenance(**about, n=len(units)),
-    }
-
-
-def _drawn_passages(scope: Scope, texts: Texts, n: int, seed: int) -> list[Example]:
+def drawn_passages(scope: Scope, texts: Texts, n: int, seed: int) -> list[Unit]:
     """Up to n passages at random, each with the number of its text as cluster."""
     if not texts:
         raise BadInput("there are no texts: give at least one.")
@@ -121,7 +91,21 @@ def _drawn_passages(scope: Scope, texts: Texts, n: int, seed: int) -> list[Examp
     examples = text_examples(scope, [pieces[i] for i in order], seed)
     if not examples:
         raise BadInput("no text is long enough to ask in: give longer ones.")
-    return [replace(own, cluster=text_of[order[int(own.cluster)]]) for own in examples]
+    return [(replace(own, cluster=text_of[order[int(own.cluster)]]),) for own in examples]
+
+
+class FirstWriters:
+    """What each writer gives to one head, and the attention on its right keys or on the most attended one."""
+
+    def __init__(self, reader: Reader, head: Head, named: bool) -> None:
+        writers = (len(reader.writers(head.layer)),)
+        self.named, self.shapes = named, {"total": (), "attention": (), "query": writers, "key": writers}
+
+    def measure(self, rows: HeadRows, _numbers: list[int]) -> Measurement:
+        """Of a text, a prompt counts where there is attention to explain."""
+        given, attention = rows.given(), rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
+        looked = (attention * (rows.signs > 0)).sum(1)
+        return Measurement({**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | self.named)
 
 
 def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict[Head, Tally]:
@@ -133,50 +117,12 @@ def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict
     units : prompts of a task, or passages of text with one query each and the number of their text as cluster.
     named : whether keys are named, as a task does it; otherwise it is the most attended key.
     """
-    reader = how.reader
-    words = words_of(units) if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
-    tallies = {}
-    for head in reader.heads:
-        writers = (len(reader.writers(head.layer)),)
-        tallies[head] = Tally(sorted(words), {"total": (), "attention": (), "query": writers, "key": writers})
-
-    def measure(indices: list[int]) -> Any:
-        numbers, encoded = how.encode(units, indices)
-        run = reader.record(encoded.inputs, encoded.places if named else encoded.everywhere())
-        signs, attention = _named(run, encoded) if named else _most_attended(run)
-        weights, own = relative_weights(signs.flatten(0, 1)).unflatten(0, signs.shape[:2]), [words[i] for i in numbers]
-        given = []
-        every = ((head, q[:, i], k[:, i]) for heads, q, k in values_of(run, weights) for i, head in enumerate(heads))
-        for head, by_query, by_key in every:
-            column = reader.columns[head]
-            rows, looked = HeadRows(run, head, signs[:, column]), attention[:, column]
-            rows.marginals = {"query": by_query, "key": by_key}  # those of all heads at once
-            values, error = rows.given()
-            given.append((head, own, {**values, "attention": looked}, error, (looked >= ATTENDED) | named))
-        return given, None
-
-    how.add_up("writers", units, measure, tallies, last=True)
-    return tallies
+    words = None if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
+    measures = {head: FirstWriters(how.reader, head, named) for head in how.reader.heads}
+    return how.add_up("writers", units, measures, words, last=True, named=named, by_some=True)[0]
 
 
-def _named(run: Run, encoded: Encoding) -> tuple[Int[Tensor, "n h k"], Float[Tensor, "n h"]]:
-    """A task's right keys against its other keys, and the attention on the right ones."""
-    columns, signs = named_columns(run), answer_signs(encoded)
-    check_visible(encoded, run.reader.heads, run.captured.bias.gather(-1, columns), by_some=True)
-    attention = (run.captured.attention().gather(-1, columns) * (signs > 0)[:, None]).sum(-1)
-    return signs[:, None].expand_as(columns), attention
-
-
-def _most_attended(run: Run) -> tuple[Int[Tensor, "n h k"], Float[Tensor, "n h"]]:
-    """The token with most attention except the first, against all others in sight."""
-    attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
-    places = torch.arange(mask.shape[1], device=mask.device)
-    seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
-    top = attention.masked_fill(~seen, -1).max(-1)
-    return (-seen.long()).scatter(-1, top.indices[..., None], 1), top.values
-
-
-def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
+def told(reader: Reader, tallies: Mapping[Head, Tally]) -> tuple[str, Tables]:
     """The answer, and tables of all heads."""
     heads: list[dict[str, Any]] = []
     writers, check = [], []
@@ -195,4 +141,4 @@ def told(reader: Reader, tallies: Mapping[Head, Tally]) -> dict[str, Any]:
     common = Counter(row["key_writer"] for row in heads if row["n"])
     said = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
     answer = f"First key writers of {common.total()} heads, the most frequent: {said}." if said else "No head attends."
-    return {"answer": answer, "tables": {"heads": heads, "writers": writers, "check": check}}
+    return answer, {"heads": heads, "writers": writers, "check": check}
