@@ -16,9 +16,9 @@ readers. MLPs are live, or held at what they put out before, their answers to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,21 +30,13 @@ from qkscope.analyses.trace.rows import HeadRows, Pass, Tables, answer_signs
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
 from qkscope.capture.patch import Edit
-from qkscope.change.whole import held_at, noted, summed_outputs
+from qkscope.capture.pick import Capture
+from qkscope.change.whole import Batch, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
-from qkscope.maths.writers import (
-    METRICS,
-    SIDES,
-    Measurement,
-    Side,
-    Tally,
-    draw_alike,
-    first_by,
-    metrics,
-    strongest_pairs,
-)
+from qkscope.linear.run import Side
+from qkscope.maths.writers import METRICS, SIDES, Measurement, Tally, draw_alike, first_by, metrics, strongest_pairs
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Unit
 
@@ -68,13 +60,13 @@ class Choice:
     ----------
     mean : by side, the mean of what each writer leaves in the residual stream; of keys, right and other ones together.
     bank : by side, what it left in single prompts.
-    scores : of each order, by side.
+    scores : by order and side.
     pairs : mean over prompts.
     """
 
     mean: dict[Side, Float[Tensor, "c d_model"]]
     bank: dict[Side, Float[Tensor, "m c d_model"]]
-    scores: dict[str, dict[Side, Float[Tensor, " c"]]]
+    scores: dict[tuple[str, Side], Float[Tensor, " c"]]
     pairs: Float[Tensor, "c c"]
 
 
@@ -84,10 +76,7 @@ def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
     scores = {head: _Scores(how.reader, head, how.seed, banked) for head in how.reader.heads}
     tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
-    return {
-        head: _choice(tally, [piece for piece in bank if piece])
-        for (head, tally), bank in zip(tallies.items(), kept, strict=True)
-    }
+    return {head: _choice(tallies[head], own) for head, own in zip(scores, kept, strict=True)}
 
 
 class _Scores:
@@ -137,25 +126,20 @@ class _Scores:
         return {"query": rows.stream("query")[:, :, 0].cpu(), "key": keys.cpu()}
 
 
-def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor]]) -> Choice:
+def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
     """Means and orders."""
-    mean, scores = {}, dict[str, dict[Side, Tensor]]()
+    mean, scores = dict[Side, Tensor](), dict[tuple[str, Side], Tensor]()
     for side in SIDES:
         of = {name.removeprefix(f"{side} "): tally.mean(name) for name in tally.sums if name.startswith(side)}
         stream, count = of["stream"] / of["count"], of["count"]
         mean[side] = stream.float()
         between = of["square"] / count - (of["framed"] / count).square().sum(-1)
-        ways = {
-            "share": of["value"],
-            "signed": of["value"],
-            "norm": of["length"] / count,
-            "variance": pad(between if side == "query" else of["within"], (0, 1)),
-            "patching": pad(of["along"] - stream @ of["gradient"], (0, 1)),
-            "path": of["path"],
-        }
-        for order in ORDERS:
-            scores.setdefault(order, {})[side] = ways[order]
-    banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
+        scores["share", side] = scores["signed", side] = of["value"]
+        scores["norm", side] = of["length"] / count
+        scores["variance", side] = pad(between if side == "query" else of["within"], (0, 1))
+        scores["patching", side] = pad(of["along"] - stream @ of["gradient"], (0, 1))
+        scores["path", side] = of["path"]
+    banked = {side: torch.cat([piece[side] for piece in bank if piece])[:_BANK] for side in SIDES}
     return Choice(mean, banked, scores, tally.mean("pairs").float())
 
 
@@ -185,9 +169,7 @@ def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
             counts = named.sum(1, keepdim=True).clamp_min(1)
             slots = slots.gather(1, torch.arange(slots.shape[1], device=device) % counts)
             donor = donor.gather(2, slots[:, None, :, None].expand_as(donor))
-        moved = (
-            x[None] + (donor - stream)[:, some].transpose(0, 1) for some in torch.arange(stream.shape[1]).split(16)
-        )
+        moved = (x[None] + some.transpose(0, 1) for some in (donor - stream).split(16, dim=1))
         falls = [total - rows.live(some, side) for some in moved]
         effects[side] = torch.cat([*falls, torch.zeros_like(total)[None]]).T
     return effects
@@ -196,30 +178,22 @@ def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
 # ---------------------------------------------------------------------- cut and kept
 
 
-@dataclass(frozen=True)
-class Edge:
-    """A row of the table of edges: which were replaced, how they were chosen, and what with."""
-
-    side: Literal["key", "query", "both"]
-    kind: Literal["cut", "keep"]
-    by: str
-    k: int
-    replaced: Literal["mean", "resample"] = "mean"
-    norms: Literal["held", "live"] = "held"
-    draw: int = 0
+Edge = dict[str, Any]
+"""Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``."""
 
 
 def all_edges(writers: int) -> list[Edge]:
     """Every condition: each order, each rival replacement of the first one, and random writers."""
-    cells: Any = list(product(("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1]))
-    ways: list[Any] = [(by, "mean", "held") for by in ORDERS]
+    ways = [(by, "mean", "held") for by in ORDERS]
     ways += [("share", "resample", "held"), ("share", "mean", "live"), (RANDOM, "mean", "held")]
-    return [Edge(side, kind, by, k, *way) for by, *way in ways for side, kind, k in cells]
+    cells = product(ways, ("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1])
+    names = ("side", "kind", "by", "replaced", "norms", "k")
+    return [dict(zip(names, (side, kind, *way, k), strict=True)) for way, side, kind, k in cells]
 
 
 def edge_masks(
-    edges: Sequence[Edge],
-    scores: Mapping[str, Mapping[Side, Float[Tensor, " c"]]],
+    edges: Sequence[tuple[Edge, int]],
+    scores: Mapping[tuple[str, Side], Float[Tensor, " c"]],
     writers: Sequence[Writer],
     seed: int = 0,
 ) -> Bool[Tensor, "2 x c"]:
@@ -227,20 +201,20 @@ def edge_masks(
 
     Parameters
     ----------
-    edges : the conditions.
-    scores : of each way to choose, by side.
+    edges : the conditions, each with the number of its draw.
+    scores : by order and side.
     writers : all but the last, the biases.
     seed : of the random writers.
     """
     masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
-    for (row, edge), (at, side) in product(enumerate(edges), enumerate(SIDES)):
-        if edge.side in (side, "both"):
-            by = "share" if edge.by == RANDOM else edge.by
-            chosen = first_by(scores[by][side], edge.k, signed=by == "signed")
-            if edge.by == RANDOM:
-                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, edge.k, edge.draw))
+    for (row, (edge, draw)), (at, side) in product(enumerate(edges), enumerate(SIDES)):
+        if edge["side"] in (side, "both"):
+            by, k = "share" if edge["by"] == RANDOM else edge["by"], edge["k"]
+            chosen = first_by(scores[by, side], k, signed=by == "signed")
+            if edge["by"] == RANDOM:
+                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, k, draw))
             masks[at, row, chosen] = True
-            if edge.kind == "keep":
+            if edge["kind"] == "keep":
                 masks[at, row, :-1] = ~masks[at, row, :-1]
     return masks
 
@@ -252,9 +226,8 @@ class EdgeTest:
         self.head, self.chosen, self.seed = head, chosen, seed
         self.writers, self.pairs, self.draws = writers, strongest_pairs(chosen.pairs), draws
         self.cells, c, m = all_edges(len(writers)), len(writers), len(METRICS)
-        drawn = [(i, draw) for i, edge in enumerate(self.cells) for draw in range(draws if edge.by == RANDOM else 1)]
-        self.cell_of = torch.tensor([i for i, _ in drawn])
-        self.edges = [replace(self.cells[i], draw=draw) for i, draw in drawn]
+        drawn = [(i, draw) for i, edge in enumerate(self.cells) for draw in range(draws if edge["by"] == RANDOM else 1)]
+        self.cell_of, self.edges = torch.tensor([i for i, _ in drawn]), [(self.cells[i], draw) for i, draw in drawn]
         self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head)))
         self.shapes = {"total": (), "query": (c,), "key": (c,), "pairs": (len(self.pairs),), "whole": (m,),
                        "edges": (len(self.cells), m)}  # fmt: skip
@@ -263,12 +236,11 @@ class EdgeTest:
         """Writers, pairs and every condition; ``numbers`` address other prompts."""
         given, whole = rows.given(self.pairs), rows.measure()[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
-        ways = [(edge.replaced, edge.norms) for edge in self.edges]
+        ways = [(edge["replaced"], edge["norms"]) for edge, _ in self.edges]
         for replaced, norms in dict.fromkeys(ways):
             index = torch.tensor([i for i, way in enumerate(ways) if way == (replaced, norms)])
-            query, key = (mask[index].to(rows.signs.device) for mask in self.masks)
             instead = self.instead(rows, numbers if replaced == "resample" else None)
-            measured[index] = rows.replaced(instead, query, key, norms).cpu()
+            measured[index] = rows.replaced(instead, self.masks[:, index], norms).cpu()
         cells = whole.new_zeros(len(self.cells), *whole.shape).index_add(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
         return given._replace(values={**given.values, "whole": whole, "edges": cells.transpose(0, 1)})
@@ -278,22 +250,19 @@ class EdgeTest:
         device, bank = rows.signs.device, self.chosen.bank
         if numbers is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
-        slots = torch.arange(1 + rows.signs.shape[1])
-        drawn = draw_bits(derived_seed(self.seed, "resample"), torch.tensor(numbers)[:, None], slots)
-        donors = drawn % len(bank["query"])
+        address, slots = torch.tensor(numbers)[:, None], torch.arange(1 + rows.signs.shape[1])
+        donors = draw_bits(derived_seed(self.seed, "resample"), address, slots) % len(bank["query"])
         return {side: bank[side][donors[:, rows.run.at(side)]].transpose(1, 2).to(device) for side in SIDES}
 
     def tables(self, tally: Tally) -> Tables:
         """Rows of ``writers``, ``pairs``, ``edges`` and ``check``."""
-        values, (low, high), total = tally.mean("edges"), tally.interval("edges"), float(tally.mean("total"))
-        edges = []
-        for i, edge in enumerate(self.cells):
-            *measured, logit = values[i].tolist()
+        values, total, edges = tally.mean("edges").tolist(), float(tally.mean("total")), []
+        lows, highs = (end[:, _ACCURACY].tolist() for end in tally.interval("edges"))
+        for edge, (*measured, logit), low, high in zip(self.cells, values, lows, highs, strict=True):
             edges.append({
-                "head": str(self.head), "side": edge.side, "kind": edge.kind, "by": edge.by, "replaced": edge.replaced,
-                "norms": edge.norms, "k": edge.k, **dict(zip(METRICS, measured, strict=False)),
-                "logit_kept": logit / total, "overshoots": logit / total > OVERSHOOT, "low": float(low[i, _ACCURACY]),
-                "high": float(high[i, _ACCURACY]), "n": tally.rows, "draws": self.draws if edge.by == RANDOM else 1,
+                "head": str(self.head), **edge, **dict(zip(METRICS, measured, strict=False)),
+                "logit_kept": logit / total, "overshoots": logit / total > OVERSHOOT, "low": low, "high": high,
+                "n": tally.rows, "draws": self.draws if edge["by"] == RANDOM else 1,
             })  # fmt: skip
         whole = dict(zip(METRICS[:-1], tally.mean("whole").tolist(), strict=False))
         return {
@@ -311,34 +280,40 @@ def whole_heads(
     how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
 ) -> list[dict[str, Any]]:
     """Take out the first one, two and three head writers, and as many others of their layers."""
-    reader, scope = how.reader, how.reader.scope
-    names, shares = reader.writers(head.layer), chosen.scores["share"]
-    only = [writer for writer in parse_writers(names) if writer.head]
-    order = first_by(shares["query"].abs() + shares["key"].abs(), len(names))
-    first = [only.index(writer) for i in order if (writer := Writer.parse(names[i])).head][:_MOST]
+    reader, scope, words = how.reader, how.reader.scope, words_of(units)
+    writers = parse_writers(reader.writers(head.layer))
+    only = [writer for writer in writers if writer.head]
+    order = first_by(chosen.scores["share", "query"].abs() + chosen.scores["share", "key"].abs(), len(writers))
+    first = [only.index(writers[i]) for i in order if writers[i].head][:_MOST]
     if not first:
         return []
-    instead, words = _mean_outputs(how, choosing[:_MEANS]), words_of(units)
+    encoded = scope.encode([unit[0] for unit in choosing[:_MEANS]], chat=how.chat)
+    shown = encoded.inputs["attention_mask"].bool().clone()
+    shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
+    sums = summed_outputs(scope, encoded.inputs, shown)
     cases: list[Any] = [(size, mlps, kind) for size in range(1, len(first) + 1) for mlps, kind in _KINDS]
+
+    def edits(indices: list[int], size: int, kind: str) -> list[Edit]:
+        out = [first[:size]] * len(indices)
+        if kind == "random":  # each prompt has heads of its own
+            out = [draw_alike(first[:size], only, derived_seed(how.seed, "whole", size, i)) for i in indices]
+        taken = {other: [c in own for own in out] for c, writer in enumerate(only) if (other := writer.head)}
+        return [
+            Edit.outputs(other, torch.tensor(rows), (sums[other.layer][other.index] / shown.sum().cpu()).float())
+            for other, rows in taken.items()
+            if any(rows)
+        ]
 
     def run(indices: list[int]) -> tuple[list[str], Measurement]:
         encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
-        right = _right_tokens(how, encoded)
         with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            values: dict[Any, Tensor] = {None: _measure(how, head, encoded, right)}
-        for size, mlps, kind in cases:
-            chosen = first[:size]
-            out = [chosen] * len(indices)
-            if kind == "random":  # each prompt has heads of its own
-                seeds = (derived_seed(how.seed, "whole", size, i) for i in indices)
-                out = [draw_alike(chosen, only, seed) for seed in seeds]
-            edits = [
-                Edit.outputs(other, torch.tensor([c in own for own in out]), instead[other.layer][other.index])
-                for c in dict.fromkeys(c for own in out for c in own)
-                if (other := only[c].head)
-            ]
-            with held_at(outputs if mlps == "held" else {}):
-                values[size, mlps, kind] = _measure(how, head, encoded, right, edits)
+            batch = Batch(scope, encoded, [head], 0, encoded.everywhere())
+        captured: dict[Any, Capture] = {None: batch.before}
+        for mlps, held in (("live", None), ("held", outputs)):
+            own = [case for case in cases if case[1] == mlps]
+            changes = [edits(indices, size, kind) for size, _, kind in own]
+            captured |= zip(own, batch.run(changes, [head], held), strict=True)
+        values = {case: _measured(how, encoded, one) for case, one in captured.items()}
         return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
 
     tally = Tally(sorted(words[:_PROMPTS]), dict.fromkeys([None, *cases], (len(METRICS) + 1,)))
@@ -358,40 +333,15 @@ def whole_heads(
     return rows
 
 
-@torch.no_grad()
-def _mean_outputs(how: Pass, units: Sequence[Unit]) -> dict[int, Float[Tensor, "h e"]]:
-    sums: dict[int, Tensor] = {}
-    count = 0
-    for batch in batches_of(units, _BATCH):
-        encoded = how.reader.scope.encode([units[i][0] for i in batch], chat=how.chat)
-        shown = encoded.inputs["attention_mask"].bool().clone()
-        shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
-        count += int(shown.sum())
-        added = summed_outputs(how.reader.scope, encoded.inputs, shown)
-        sums = {layer: sums.get(layer, 0) + value for layer, value in added.items()}
-    return {layer: (value / count).float() for layer, value in sums.items()}
-
-
-def _right_tokens(how: Pass, encoded: Encoding) -> list[list[int]]:
-    """The tokens that answer each prompt: those that are named, or its right keys' own."""
-    named = answer_ids(how.reader.scope, encoded.examples, how.chat)
-    tokens, right = encoded.inputs["input_ids"].gather(1, encoded.places.keys), encoded.labels[ANSWER] > 0
-    return [
-        tokens[row][right[row]].tolist() if answers is None else answers[0]
-        for row, answers in enumerate(named[int(e)] for e in encoded.example)
-    ]
-
-
-def _measure(
-    how: Pass, head: Head, encoded: Encoding, right: Sequence[Sequence[int]], edits: Sequence[Edit] = ()
-) -> Float[Tensor, "n m"]:
-    """`METRICS` of the head, and the probability of the right answer, in a run with these edits."""
-    captured = how.reader.scope.capture_inputs(
-        encoded, places=encoded.everywhere(), heads=[head], logits=True, edits=edits
-    )
+def _measured(how: Pass, encoded: Encoding, captured: Capture) -> Float[Tensor, "n m"]:
+    """`METRICS` of the head, and the probability of the right answer: the one named, or the right keys' own tokens."""
     assert captured.logits is not None
     named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
     measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-    chances = captured.logits.softmax(-1)
-    answer = torch.stack([chances[i, list(own)].sum() for i, own in enumerate(right)])
-    return torch.cat([measured, answer[:, None]], dim=1).cpu()
+    tokens, right = encoded.inputs["input_ids"].gather(1, named), encoded.labels[ANSWER] > 0
+    answers = answer_ids(how.reader.scope, encoded.examples, how.chat)
+    chances = []
+    for row, own in enumerate(captured.logits.softmax(-1)):
+        answer = answers[int(encoded.example[row])]
+        chances.append(own[tokens[row][right[row]] if answer is None else answer[0]].sum())
+    return torch.cat([measured, torch.stack(chances)[:, None]], dim=1).cpu()

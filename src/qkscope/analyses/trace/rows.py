@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -172,13 +172,16 @@ class HeadRows:
 
     @torch.no_grad()
     def replaced(
-        self,
-        instead: Mapping[Side, Float[Tensor, "*n c p d_model"]],
-        query: Bool[Tensor, "x c"],
-        key: Bool[Tensor, "x c"],
-        norms: Literal["held", "live"] = "held",
+        self, instead: Mapping[Side, Float[Tensor, "*n c p d_model"]], masks: Bool[Tensor, "2 x c"], norms: str = "held"
     ) -> Float[Tensor, "x n m"]:
-        """`METRICS` once the parts of the stream that each of x conditions names are replaced; biases stay."""
+        """`METRICS` once the parts of the stream that each of x conditions names are replaced; biases stay.
+
+        Parameters
+        ----------
+        instead : by side, what each writer but the biases leaves instead.
+        masks : of the query and of the keys, the writers that each condition names.
+        norms : held, or live.
+        """
         true, away = {}, {}
         for side in SIDES:
             true[side], away[side] = self.entered(side), self.stream(side) - instead[side]
@@ -186,9 +189,9 @@ class HeadRows:
                 lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
                 true[side], away[side] = self.vectors(side), lost[:, :-1]
         measured = []
-        for masks in zip(query.split(_CONDITIONS[norms]), key.split(_CONDITIONS[norms]), strict=True):
+        for some in masks.split(_CONDITIONS[norms], dim=1):
             made = {}
-            for side, mask in zip(SIDES, masks, strict=True):
+            for side, mask in zip(SIDES, some, strict=True):
                 moved = mask[:, :-1].to(true[side]) @ away[side].transpose(0, 1).flatten(1)
                 made[side] = true[side][None] - moved.unflatten(1, true[side].shape)
                 if norms == "live":

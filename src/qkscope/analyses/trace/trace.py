@@ -40,7 +40,7 @@ from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.writers import Tally, first_by, strongest_pairs
+from qkscope.maths.writers import SIDES, Tally, first_by, strongest_pairs
 from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.verb import current_work, verb
@@ -321,8 +321,8 @@ def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], de
     right, others = (prompt.places.keys[0][answer_signs(prompt)[0] == sign].tolist() for sign in (1, -1))
     run = reader.record(asked.inputs, asked.places, deep=True)
     for i, head in enumerate(reader.heads):
-        names, shares = reader.writers(head.layer), chosen[head].scores["share"]
-        writers = {side: [names[i] for i in first_by(own, _FOLLOWED)] for side, own in shares.items()}
+        names, scores = reader.writers(head.layer), chosen[head].scores
+        writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
         batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
         tables["sources"] += sources_of(batches, writers)
         graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
