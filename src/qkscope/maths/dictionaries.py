@@ -321,47 +321,62 @@ def _read_dictionary(path: Path, layer: int | None, k: int | None) -> dict[str, 
     """The fields of a `Dictionary`, from a folder of SAELens or a file of tensors."""
     if path.name == WEIGHTS and (path.parent / CONFIG).is_file():
         path = path.parent
-    if path.is_dir():
-        said, (tensors, _) = _settings(path), _read_tensors(path / WEIGHTS)
-    else:
-        tensors, header = _read_tensors(path)
-        said = {**header, "architecture": "jumprelu" if "threshold" in tensors else "standard"}
-        k = int(header["k"]) if k is None and header.get("k", "").isdecimal() else k
-    if k is not None:
-        said |= {"architecture": "topk", "k": k}
-    if said["architecture"] == "topk" and not said.get("k"):
-        raise BadInput(f"{path} codes with topk and does not say how many features are active: give k.")
+    said: dict[str, Any] = _settings(path) if path.is_dir() else {}
+    tensors, header = _read_tensors(path / WEIGHTS if path.is_dir() else path)
+    if "log_threshold" in tensors:
+        tensors["threshold"] = tensors["log_threshold"].exp()
+    if not path.is_dir():
+        said = {"architecture": "jumprelu" if "threshold" in tensors else "standard", **header}
+        k = int(header["k"]) if k is None and "k" in header else k
+    coded = said.get("activation_fn") or said.get("activation_fn_str") or "relu"  # before SAELens 6
+    kind = "topk" if k is not None or coded == "topk" else said["architecture"]
+    k = k or said.get("k") or (said.get("activation_fn_kwargs") or {}).get("k")
+    missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
+    normalises, hook = said.get("normalize_activations") or "none", said.get("hook_name") or said.get("hook_point")
+    place = _PLACE.fullmatch(str(hook))
+    stands = place is not None and place[2] in (*_BEFORE, *_BEHIND)
+    refusals = {
+        f"is a {kind} dictionary, which is not served: {', '.join(_NEEDS)} are": kind not in _NEEDS,
+        f"codes with {coded!r}, which is not served: relu, topk and jumprelu are": coded not in ("relu", "topk"),
+        "codes with topk and does not say how many features are active: give k": kind == "topk" and not k,
+        "scales its codes after training, which is not served: fold the factor into W_dec": said.get(
+            "finetuning_scaling_factor"
+        ),
+        f"was trained on activations scaled by {normalises}, and does not say by how much: fold the scale into its"
+        " weights and save it again": normalises not in ("none", "constant_norm_rescale", "layer_norm"),
+        f"has no {' and no '.join(missing)}, from which codes are made; it holds {', '.join(tensors) or 'nothing'}": (
+            missing
+        ),
+        "does not say where it stands: name the layer whose input it describes (`--dictionary-layer 18` in the shell,"
+        " layer=18 in Python)": layer is None and not hook,
+        f"stands at {hook}, and trace splits the residual stream between layers: take a dictionary of hook_resid_pre or"
+        " hook_resid_post": layer is None and not stands,
+    }
+    for why, holds in refusals.items():
+        if holds:
+            raise BadInput(f"{path} {why}.")
     loaded = said.get("model_from_pretrained_kwargs")
     return {
-        **_folded(path, tensors, said),
-        "layer": _layer(path, said.get("hook_name")) if layer is None else layer,
-        "k": said.get("k") if said["architecture"] == "topk" else None,
+        **_folded(kind, tensors, bool(said.get("rescale_acts_by_decoder_norm"))),
+        "layer": layer if place is None or layer is not None else int(place[1]) + (place[2] in _BEHIND),
+        "k": k if kind == "topk" else None,
         "apply_b_dec_to_input": str(said.get("apply_b_dec_to_input", True)).lower() != "false",
-        "normalize_activations": said.get("normalize_activations") or "none",
+        "normalize_activations": normalises,
         "centred": isinstance(loaded, dict) and bool(loaded.get("center_writing_weights")),
         "name": path.name if path.is_dir() else path.stem,
     }
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What ``cfg.json`` says, under the names of today; before SAELens 6 some had others."""
+    """What ``cfg.json`` says."""
     try:
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        settings = {"architecture": "standard", "hook_name": said.get("hook_point"), **said.get("metadata", {}), **said}
+        return {"architecture": "standard", **said.get("metadata", {}), **said}
     except FileNotFoundError:
-        raise BadInput(
-            f"{folder} holds no {CONFIG}: name a folder that SAELens wrote, or a .safetensors file."
-        ) from None
+        why = f"holds no {CONFIG}: name a folder that SAELens wrote, or a .safetensors file"
     except (OSError, ValueError, AttributeError, TypeError):
-        raise BadInput(f"{folder / CONFIG} is damaged: it should hold what SAELens wrote.") from None
-    coded = said.get("activation_fn") or said.get("activation_fn_str") or "relu"
-    if coded == "topk":
-        settings |= {"architecture": "topk", "k": (said.get("activation_fn_kwargs") or {}).get("k")}
-    elif coded != "relu":
-        raise BadInput(f"{folder} codes with {coded!r}, which is not served: relu, topk and jumprelu are.")
-    if said.get("finetuning_scaling_factor"):
-        raise BadInput(f"{folder} scales its codes after training, which is not served: fold the factor into W_dec.")
-    return settings
+        why = f"holds a {CONFIG} that is damaged: it should be what SAELens wrote"
+    raise BadInput(f"{folder} {why}.")
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -377,39 +392,16 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise BadInput(f"{path} is damaged or no safetensors file: {_ADVICE}.") from None
 
 
-def _folded(path: Path, tensors: dict[str, Tensor], said: Mapping[str, Any]) -> dict[str, Tensor | None]:
+def _folded(kind: str, tensors: Mapping[str, Tensor], rescaled: bool) -> dict[str, Tensor | None]:
     """Encoder and decoder as `Dictionary` codes with them."""
-    kind, normalises = said["architecture"], said.get("normalize_activations") or "none"
-    if kind not in _NEEDS:
-        raise BadInput(f"{path} is a {kind} dictionary, which is not served: {', '.join(_NEEDS)} are.")
-    if normalises not in ("none", "constant_norm_rescale", "layer_norm"):
-        scaled = f"{path} was trained on activations scaled by {normalises}, and does not say by how much"
-        raise BadInput(f"{scaled}: fold the scale into its weights and save it again.")
-    if "log_threshold" in tensors:
-        tensors["threshold"] = tensors["log_threshold"].exp()
-    if missing := [name for name in ("W_enc", "W_dec", *_NEEDS[kind]) if name not in tensors]:
-        there = ", ".join(list(tensors)[:8]) or "nothing"
-        raise BadInput(f"{path} has no {' and no '.join(missing)}, from which codes are made; it holds {there}.")
     encoder, decoder, bias = tensors["W_enc"], tensors["W_dec"], tensors.get("b_enc")
     threshold = tensors["threshold"] if kind == "jumprelu" else None
     if kind == "gated":
         size, bias = tensors["r_mag"].exp(), tensors["b_mag"]
         encoder, threshold = encoder * size, bias - tensors["b_gate"] * size
-    if kind == "topk" and said.get("rescale_acts_by_decoder_norm"):
+    if kind == "topk" and rescaled:
         lengths = decoder.norm(dim=-1)
         encoder, bias = encoder * lengths, None if bias is None else bias * lengths
         decoder = decoder / lengths.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     made = (decoder, encoder, tensors.get("b_dec"), bias, threshold)
     return dict(zip(_TENSORS, made, strict=True))
-
-
-def _layer(path: Path, hook: Any) -> int:
-    """The layer whose input is described; what leaves a layer enters the next."""
-    if not hook:
-        asked = "name the layer whose input it describes (`--dictionary-layer 18` in the shell, layer=18 in Python)"
-        raise BadInput(f"{path} does not say where it stands: {asked}.")
-    place = _PLACE.fullmatch(str(hook))
-    if place is None or place[2] not in (*_BEFORE, *_BEHIND):
-        other = "take a dictionary of hook_resid_pre or hook_resid_post"
-        raise BadInput(f"{path} stands at {hook}, and trace splits the residual stream between layers: {other}.")
-    return int(place[1]) + (place[2] in _BEHIND)

@@ -16,31 +16,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.prompts import batches_of
+from qkscope.analyses.trace.prompt import PromptTrace
 from qkscope.analyses.trace.rows import HeadRows, Pass, Tables
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.run import Parts
-from qkscope.maths.dictionaries import (
-    AFTER,
-    BIAS,
-    ERROR,
-    NULLS,
-    NUMBERS,
-    SIZES,
-    Coded,
-    Dictionary,
-    FeatureTerms,
-    null_code,
-)
+from qkscope.maths import dictionaries
+from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, Coded, Dictionary, FeatureTerms, null_code
 from qkscope.maths.writers import METRICS, SIDES, Measurement, Side, Tally
 from qkscope.tasks.task import Unit
 
 SHOWN = 20
 OTHERS = "other features"
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
-_AT = {name: place for place, name in enumerate(NUMBERS)}
+_AT = {name: place for place, name in enumerate(dictionaries.NUMBERS)}
 _LOOKS = ("attention", "first", "accuracy")
 _ABOUT = ("active_query", "active_key", "lost", "whole", *_LOOKS)
 _CALLED = {
@@ -155,7 +146,7 @@ class FeatureTest:
         self.parts = {side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)}
         self.shapes = {
             "values": (len(self.pairs) + sum(len(parts) + 1 for parts in self.parts.values()),),
-            "numbers": (1 + len(NULLS) * draws, len(NUMBERS)),
+            "numbers": (1 + len(NULLS) * draws, len(dictionaries.NUMBERS)),
             "about": (len(_ABOUT),),
         }
 
@@ -237,11 +228,22 @@ class FeatureTest:
             middle = float(needed[:, mine].median(0).values.median())
             below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
             copies.append({**row, "needed": middle, "below": below, "draws": len(means)})
-            for size in SIZES:
+            for size in dictionaries.SIZES:
                 at = _AT[f"held_{size}"]
                 held.append({"head": str(self.head), "kind": kind, "k": size, "held": float(means[:, at].mean()),
                              "low": float(ends[0][at]), "high": float(ends[1][at])})  # fmt: skip
         return [copies, held]
+
+
+def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int, alone: bool) -> tuple[str, Tables]:
+    """The answer and tables of one head on one prompt: its largest pairs are shown."""
+    used = one.weights[0].nonzero()[:, 0]
+    rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
+    test = FeatureTest(one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed)
+    given = test.measure(rows, [0])
+    tables = test.tables(Tally.of_prompt(given), given.kept)
+    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
+    return says_pairs(one.where(), tables, alone), {**tables, "tokens": one.token_rows()}
 
 
 # ---------------------------------------------------------------------- in words

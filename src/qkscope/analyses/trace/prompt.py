@@ -131,13 +131,10 @@ class PromptTrace(HeadRows):
 
     def _checked(self, place: int, what: str) -> int:
         place = checked_place(place, len(self.asked.tokens), what)
-        if place > self.asked.query and place not in self.seen:
-            raise BadInput(
-                f"token {place} stands after the query (token {self.asked.query}), and this model looks back only:"
-                " name an earlier key, or a later query."
-            )
         if place not in self.seen:
-            raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
+            after = f"stands after the query (token {self.asked.query}), and this model looks back only"
+            why = after if place > self.asked.query else f"is out of sight of {self.head}, which looks only so far back"
+            raise BadInput(f"token {place} {why}: name another token.")
         return place
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:

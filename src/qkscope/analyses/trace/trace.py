@@ -18,23 +18,16 @@ from torch import Tensor
 
 from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
-from qkscope.analyses.trace.features import (
-    FeatureSplit,
-    FeatureTest,
-    check_dictionary,
-    choose_features,
-    largest,
-    says_pairs,
-)
+from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.many import TEXTS, Texts, drawn_passages, first_writers, told
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
-from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
+from qkscope.analyses.trace.rows import ATTENDED, Pass, Tables, answer_signs, join_tables
 from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, Writer, parse_heads, parse_writers
+from qkscope.heads import Head, parse_heads, parse_writers
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
@@ -127,77 +120,63 @@ def trace(
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
     ('L0H2', True)
     """
-    named, alone = head != "all", isinstance(what, str | Example)
-    if named:
-        _check_layers(parse_heads(head))
-    if (feature is not None or dictionary is not None) and not (named and (alone or isinstance(what, Task))):
+    named, alone, of_task = head != "all", isinstance(what, str | Example), isinstance(what, Task)
+    for one in parse_heads(head) if named else ():
+        if one.layer == 0:
+            raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
+    if (feature is not None or dictionary is not None) and not (named and (alone or of_task)):
         raise BadInput("a feature or a dictionary is for a task or a prompt, at heads that are named: name them.")
     if neurons and (dictionary is not None or not alone):
         raise BadInput("neurons are named of one prompt, and not beside a dictionary: give a prompt alone.")
     for name, value in {"query": query, "key": key, "versus": versus, "chat": chat}.items():
         if value is not None and not alone:
-            given = "a task" if isinstance(what, Task) else "texts"
+            given = "a task" if of_task else "texts"
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
-    heads = _checked_heads(scope, head)
-    if dictionary is not None:
-        check_dictionary(scope, heads, dictionary)
-    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
-    made = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
+    heads = [one for one in scope.parse(head) if one.layer > 0]
+    if not heads:
+        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
     asked: dict[str, Any] = {"heads": [str(one) for one in heads], "draws": draws}
     if dictionary is not None:
+        check_dictionary(scope, heads, dictionary)
         dictionary = dictionary.to(scope.device)
         asked |= {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint}
+    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
+    about: dict[str, Any] = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
     if isinstance(what, str | Example):
         query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
-        layers = [] if dictionary is None else sorted({dictionary.layer, *(one.layer for one in heads)})
+        layers = [] if dictionary is None else [dictionary.layer, *(one.layer for one in heads)]
         last = max(one.layer for one in heads)
         probe = Probe(scope, what, query, bool(chat), last, logits=False, layers=layers, neurons=bool(neurons))
-        traces = [probe.head(one, key, versus, projectors.get(one)) for one in heads]
-        if dictionary is None:
-            every = [_prompt_writers(one, depth, draws, seed, neurons) for one in traces]
-        else:
-            every = [_prompt_features(one, dictionary, draws, seed, len(heads) == 1) for one in traces]
+        every = []
+        for one in (probe.head(one, key, versus, projectors.get(one)) for one in heads):
+            if dictionary is None:
+                every.append(_prompt_writers(one, depth, draws, seed, neurons))
+            else:
+                every.append(prompt_features(one, dictionary, draws, seed, len(heads) == 1))
         answer, tables = " ".join(sentence for sentence, _ in every), join_tables(own for _, own in every)
-        name, about = "prompt", made | probe.asked.told(what)
+        name, about = "prompt", about | probe.asked.told(what)
     else:
-        of_task = isinstance(what, Task)
-        run_as = (what.chat, batch_size) if of_task else (False, TEXTS)
-        how = Pass(Reader(scope, heads), *run_as, seed, projectors, (), current_work(), progress)
-        choosing = what.choose(n) if of_task and named else []
-        units = what.test(n) if of_task else drawn_passages(scope, what, n, seed)
-        name, about = (what.name, made_from(scope, what)) if of_task else ("text", made | {"texts": text_hash(what)})
+        how = Pass(Reader(scope, heads), False, TEXTS, seed, projectors, (), current_work(), progress)
+        choosing: Sequence[Unit] = ()
+        if isinstance(what, Task):
+            how = replace(how, chat=what.chat, batch_size=batch_size)
+            choosing, units = what.choose(n) if named else (), what.test(n)
+            name, about = what.name, made_from(scope, what)
+        else:
+            units, name, about = drawn_passages(scope, what, n, seed), "text", about | {"texts": text_hash(what)}
         asked |= {"batch_size": how.batch_size, "feature": {str(h): float(p.sum()) for h, p in projectors.items()}}
         how.job.begin(scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked)
         asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
-        if not choosing:
+        if not (named and of_task):
             answer, tables = told(how.reader, first_writers(how, units, named=of_task))
         elif dictionary is None:
             answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
         else:
             answer, tables = _task_features(how, choosing, units, dictionary, draws)
-    found = Trace(
-        experiment=f"trace/{name}",
-        answer=with_notes(answer, about),
-        tables=tables,
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**about, **asked, trace_seed=seed),
-    )
-    return that_sum(found, scope.model.dtype)
-
-
-def _checked_heads(scope: Scope, head: Any) -> list[Head]:
-    heads = [one for one in scope.parse(head) if head != "all" or one.layer > 0]
-    if not heads:
-        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
-    return heads
-
-
-def _check_layers(heads: Sequence[Head]) -> None:
-    """Refuse heads that nobody but the embedding writes for."""
-    for one in heads:
-        if one.layer == 0:
-            raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
+    made = provenance(**about, **asked, trace_seed=seed)
+    answer = with_notes(answer, about)
+    result = Trace(f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=made)
+    return that_sum(result, scope.model.dtype)
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
@@ -209,10 +188,8 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     if space != "post_rope":
         raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
     basis = feature.basis("query").float()
-    if basis.shape[0] != scope.facts.layers[head.layer].d_head:
-        raise BadInput(
-            f"the feature has width {basis.shape[0]}, but {head} has {scope.facts.layers[head.layer].d_head}."
-        )
+    if len(basis) != (width := scope.facts.layers[head.layer].d_head):
+        raise BadInput(f"the feature has width {len(basis)}, but {head} has {width}.")
     return basis @ basis.T
 
 
@@ -237,12 +214,8 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
     }  # fmt: skip
     said = one.where()
     if one.attends:
-        key, query = (
-            " and ".join(
-                f"{one.writers[i]} ({float(one.marginals[side][0, i]) / one.total:.0%})" for i in one.strongest(side, 2)
-            )
-            for side in ("key", "query")
-        )
+        giving = [row for row in tables["writers"] if row["value"] > 0]
+        key, query = (written_by(giving, side) for side in ("key", "query"))
         said += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
         if (cut := named_cut(cuts)) is not None:
             said += (
@@ -251,30 +224,15 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
             )
     if neurons:
         wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
-        without = check_neurons(one.run, one.head, wanted)
+        without = ", ".join(map(str, check_neurons(one.run, one.head, wanted)))
         tables["neurons"] = one.neuron_rows(wanted)
-        said += _says_neurons(tables["neurons"], without)
+        first = {
+            row["side"]: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
+            for row in reversed(tables["neurons"])
+        }
+        said += f" The first neuron of its key is {first['key']}, of its query {first['query']}."
+        said += f" {without}: no neurons to name." if without else ""
     return said, tables
-
-
-def _says_neurons(rows: Sequence[Mapping[str, Any]], without: Sequence[Writer]) -> str:
-    key, query = (next(row for row in rows if row["side"] == side) for side in ("key", "query"))
-    told = [f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for row in (key, query)]
-    missing = f" {', '.join(map(str, without))}: no neurons to name." if without else ""
-    return f" The first neuron of its key is {told[0]}, of its query {told[1]}.{missing}"
-
-
-def _prompt_features(
-    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int, alone: bool
-) -> tuple[str, Tables]:
-    """The same by a dictionary: its largest pairs are shown."""
-    used = one.weights[0].nonzero()[:, 0]
-    rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
-    test = FeatureTest(one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed)
-    given = test.measure(rows, [0])
-    tables = test.tables(Tally.of_prompt(given), given.kept)
-    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
-    return says_pairs(one.where(), tables, alone), {**tables, "tokens": one.token_rows()}
 
 
 # ---------------------------------------------------------------------- a task
@@ -313,7 +271,7 @@ def _task_features(
 
 def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
     """Which tokens the first writers read, on some prompts; and one prompt's graph."""
-    reader, tables = how.reader, Tables(sources=[], graph=[], prompt=[])
+    reader, every = how.reader, []
     firsts = [unit[:1] for unit in units[:_SOURCES]]
     deep = replace(how, projectors={}, layers=range(max(reader.layers)))
     prompt = reader.scope.encode(firsts[0], chat=how.chat)
@@ -324,11 +282,9 @@ def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], de
         names, scores = reader.writers(head.layer), chosen[head].scores
         writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
         batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
-        tables["sources"] += sources_of(batches, writers)
         graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
-        tables["graph"] += graph.rows
-        tables["prompt"] += graph.prompt
-    return tables
+        every.append({"sources": sources_of(batches, writers), "graph": graph.rows, "prompt": graph.prompt})
+    return join_tables(every)
 
 
 def _answer(tables: Tables) -> str:
@@ -338,8 +294,8 @@ def _answer(tables: Tables) -> str:
     cut, beside, keep = (_edge(tables, *cell) for cell in cells)
     text = says_right(check)
     if check["attention"] < ATTENDED:
-        only = f"{check['attention']:.1%} of its attention"
-        text = f"{check['head']} gives its right key only {only}: there is little to trace."
+        only = f"only {check['attention']:.1%} of its attention"
+        text = f"{check['head']} gives its right key {only}: there is little to trace."
     key, query = (written_by(tables["writers"], side) for side in ("key", "query"))
     text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
     if cut and beside:
