@@ -323,8 +323,6 @@ def _read_dictionary(path: Path, layer: int | None, k: int | None) -> dict[str, 
         path = path.parent
     said: dict[str, Any] = _settings(path) if path.is_dir() else {}
     tensors, header = _read_tensors(path / WEIGHTS if path.is_dir() else path)
-    if "log_threshold" in tensors:
-        tensors["threshold"] = tensors["log_threshold"].exp()
     if not path.is_dir():
         said = {"architecture": "jumprelu" if "threshold" in tensors else "standard", **header}
         k = int(header["k"]) if k is None and "k" in header else k
@@ -333,20 +331,16 @@ def _read_dictionary(path: Path, layer: int | None, k: int | None) -> dict[str, 
     k = k or said.get("k") or (said.get("activation_fn_kwargs") or {}).get("k")
     missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
     normalises, hook = said.get("normalize_activations") or "none", said.get("hook_name") or said.get("hook_point")
-    place = _PLACE.fullmatch(str(hook))
+    place, scaled = _PLACE.fullmatch(str(hook)), said.get("finetuning_scaling_factor")
     stands = place is not None and place[2] in (*_BEFORE, *_BEHIND)
     refusals = {
         f"is a {kind} dictionary, which is not served: {', '.join(_NEEDS)} are": kind not in _NEEDS,
         f"codes with {coded!r}, which is not served: relu, topk and jumprelu are": coded not in ("relu", "topk"),
         "codes with topk and does not say how many features are active: give k": kind == "topk" and not k,
-        "scales its codes after training, which is not served: fold the factor into W_dec": said.get(
-            "finetuning_scaling_factor"
-        ),
+        "scales its codes after training, which is not served: fold the factor into W_dec": scaled,
         f"was trained on activations scaled by {normalises}, and does not say by how much: fold the scale into its"
         " weights and save it again": normalises not in ("none", "constant_norm_rescale", "layer_norm"),
-        f"has no {' and no '.join(missing)}, from which codes are made; it holds {', '.join(tensors) or 'nothing'}": (
-            missing
-        ),
+        f"has no {' and no '.join(missing)}, from which codes are made; it holds {', '.join(tensors)}": missing,
         "does not say where it stands: name the layer whose input it describes (`--dictionary-layer 18` in the shell,"
         " layer=18 in Python)": layer is None and not hook,
         f"stands at {hook}, and trace splits the residual stream between layers: take a dictionary of hook_resid_pre or"

@@ -46,17 +46,13 @@ def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary
     """Refuse a dictionary of another width than the model, or one that stands behind what a head reads."""
     width = scope.model.get_input_embeddings().weight.shape[-1]
     width = getattr(scope.model.config.get_text_config(), "hidden_size", width)
-    if dictionary.decoder.shape[1] != width:
-        raise BadInput(
-            f"{dictionary.name} has width {dictionary.decoder.shape[1]}, and the residual stream of {scope.name} has "
-            f"{width}: take a dictionary of this model."
-        )
+    if (own := dictionary.decoder.shape[1]) != width:
+        wide = f"has width {own}, and the residual stream of {scope.name} has {width}"
+        raise BadInput(f"{dictionary.name} {wide}: take a dictionary of this model.")
     for head in heads:
         if dictionary.layer > head.layer:
-            raise BadInput(
-                f"{dictionary.name} stands before layer {dictionary.layer}, and {head} reads what enters layer "
-                f"{head.layer}: take a dictionary of that layer or an earlier one."
-            )
+            late = f"stands before layer {dictionary.layer}, and {head} reads what enters layer {head.layer}"
+            raise BadInput(f"{dictionary.name} {late}: take a dictionary of that layer or an earlier one.")
 
 
 class FeatureSplit:
@@ -235,7 +231,7 @@ class FeatureTest:
         return [copies, held]
 
 
-def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int, alone: bool) -> tuple[str, Tables]:
+def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int) -> tuple[str, Tables]:
     """The answer and tables of one head on one prompt: its largest pairs are shown."""
     used = one.weights[0].nonzero()[:, 0]
     rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
@@ -243,40 +239,34 @@ def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: 
     given = test.measure(rows, [0])
     tables = test.tables(Tally.of_prompt(given), given.kept)
     tables["check"][0] |= {"query": one.asked.query, "key": one.key}
-    return says_pairs(one.where(), tables, alone), {**tables, "tokens": one.token_rows()}
+    return says_pairs(one.where(), tables), {**tables, "tokens": one.token_rows()}
 
 
 # ---------------------------------------------------------------------- in words
 
 
-def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], alone: bool) -> str:
-    """What is said of a head: alone in full, else in short; that copies hold as much comes before any number."""
+def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What is said of a head; that copies hold as much comes before any number."""
     (ours, *copies), (check,) = tables["copies"], tables["check"]
     level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
     owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
-    told = f"these pairs say no more than those of {owners}" if level else ""
-    shares, tens = (
-        ", ".join(
-            f"{_CALLED[row['kind']]} {_percent(row[f'{name}_low'])} to {_percent(row[f'{name}_high'])}"
-            for row in copies
-        )
-        for name in ("explained", "ten")
-    )
+    told = f" These pairs say no more than those of {owners}." if level else ""
+    beside = {
+        name: ", ".join(f"{_CALLED[row['kind']]} {_percent(row[low])} to {_percent(row[high])}" for row in copies)
+        for name, low, high in ((name, f"{name}_low", f"{name}_high") for name in ("explained", "ten"))
+    }
     little = ", most of it not" if ours["explained"] < 0.5 else ""
-    lies = f"{_percent(ours['explained'])} of the logit lies in pairs of features{little} ({shares})"
     above = "" if level else ": more than with any copy without meaning"
-    hold = f"the ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is added, signs left out{above}"
-    if not alone:
-        return f"{check['head']}: {told}{'; ' if told else ''}{lies}, and {hold} ({tens})."
     first = "".join(
         f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
         f" ({_percent(pair['share'])} of the logit)."
         for pair in tables["feature_pairs"][:1]
     )
     return (
-        f"{where}{f' {told.capitalize()}.' if told else ''} {lies}; the dictionary misses"
-        f" {_percent(check['lost'])} of the stream here, and its error takes part in the rest.{first}"
-        f" {hold[0].upper()}{hold[1:]} ({tens})."
+        f"{where}{told} {_percent(ours['explained'])} of the logit lies in pairs of features{little}"
+        f" ({beside['explained']}); the dictionary misses {_percent(check['lost'])} of the stream here, and its error"
+        f" takes part in the rest.{first} The ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is"
+        f" added, signs left out{above} ({beside['ten']})."
     )
 
 

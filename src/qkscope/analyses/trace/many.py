@@ -49,22 +49,19 @@ def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 def passages(text: str) -> tuple[str, ...]:
     """Text cut at blank lines, short pieces joined and long ones cut at line ends or blanks."""
-    found: list[str] = []
-    for piece in re.split(r"\n\s*\n", text):
-        piece = piece.strip("\n")
+    pieces: list[str] = []
+    for piece in (piece.strip("\n") for piece in re.split(r"\n\s*\n", text)):
         while len(piece) > _CHARACTERS:
             cut = max(piece.rfind("\n", 1, _CHARACTERS), piece.rfind(" ", 1, _CHARACTERS))
             cut = cut if cut > _CHARACTERS // 2 else _CHARACTERS
-            found.append(piece[:cut])
+            pieces.append(piece[:cut])
             piece = piece[cut:].lstrip("\n")
-        if piece.strip():
-            found.append(piece)
+        pieces += [piece] if piece.strip() else []
     joined: list[str] = []
-    for piece in found:
+    for piece in pieces:
         if joined and len(joined[-1]) + len(piece) < _CHARACTERS // 2:
-            joined[-1] += "\n\n" + piece
-        else:
-            joined.append(piece)
+            piece = f"{joined.pop()}\n\n{piece}"
+        joined.append(piece)
     return tuple(joined)
 
 
@@ -124,20 +121,19 @@ def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict
 
 def told(reader: Reader, tallies: Mapping[Head, Tally]) -> tuple[str, Tables]:
     """The answer, and tables of all heads."""
-    heads: list[dict[str, Any]] = []
-    writers, check = [], []
+    heads, writers, check = list[dict[str, Any]](), [], []
+    columns = ("key_writer", "key_share", "query_writer", "query_share", "logit", "attention")
     for head, tally in tallies.items():
-        firsts: dict[str, Any] = dict.fromkeys(("key_writer", "key_share", "query_writer", "query_share"))
-        means: dict[str, Any] = dict.fromkeys(("logit", "attention"))
+        row: dict[str, Any] = {"head": str(head), **dict.fromkeys(columns), "n": tally.rows}
         if tally.rows:
             rows = tally.writer_rows(head, reader.writers(head.layer), SHOWN + 1)
             for side in ("key", "query"):
-                own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:SHOWN]
+                own = [one for one in rows if one["side"] == side and one["writer"] != BIAS][:SHOWN]
                 writers += own
-                firsts |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
-            means = {"logit": float(tally.mean("total")), "attention": float(tally.mean("attention"))}
+                row |= {f"{side}_writer": own[0]["writer"], f"{side}_share": own[0]["share"]}
+            row |= {"logit": float(tally.mean("total")), "attention": float(tally.mean("attention"))}
             check.append(tally.check_row(head))
-        heads.append({"head": str(head), **firsts, **means, "n": tally.rows})
+        heads.append(row)
     common = Counter(row["key_writer"] for row in heads if row["n"])
     said = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
     answer = f"First key writers of {common.total()} heads, the most frequent: {said}." if said else "No head attends."

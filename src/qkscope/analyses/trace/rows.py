@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,7 @@ _PLACES, _EACH = 128, 10  # tokens of all prompts whose writers are held at once
 _CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
 
 
+@dataclass(eq=False)
 class HeadRows:
     """One head on one batch.
 
@@ -48,17 +49,17 @@ class HeadRows:
     query : the slot of the query.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        head: Head,
-        signs: Int[Tensor, "n k"],
-        projector: Float[Tensor, "d d"] | None = None,
-        query: int = 0,
-    ) -> None:
-        self.run, self.head, self.signs, self.projector = run, head, signs, projector
-        self.slots: dict[Side, list[int]] = {"query": [query], "key": list(range(1, run.columns.shape[1]))}
-        self._streams: dict[Side, Tensor] = {}
+    run: Run
+    head: Head
+    signs: Int[Tensor, "n k"]
+    projector: Float[Tensor, "d d"] | None = None
+    query: int = 0
+    _streams: dict[Side, Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def slots(self) -> dict[Side, list[int]]:
+        """The slots of each side."""
+        return {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
 
     @cached_property
     def weights(self) -> Float[Tensor, "n k"]:
@@ -103,7 +104,7 @@ class HeadRows:
         """What the relative logit asks of the stream at the query, and at the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
         used = used[self.signs[0, used].argsort(descending=True, stable=True)]  # a prompt's key stands first
-        return self.run.ask(self.head, self.slots["query"][0], 1 + used, self.weights[:, used], self.projector)[1]
+        return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[1]
 
     @cached_property
     def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
@@ -159,8 +160,7 @@ class HeadRows:
     @cached_property
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
-        at = self.run.columns[:, self.slots["query"][0]]
-        rows = self.run.calls[self.head.layer].rows(self.head.index, self.run.row, at)
+        rows = self.run.calls[self.head.layer].rows(self.head.index, self.run.row, self.run.columns[:, self.query])
         mask = self.run.inputs.get("attention_mask")  # says where padding ends and the first token stands
         return rows if mask is None else replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
 
@@ -218,15 +218,6 @@ def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
 # ---------------------------------------------------------------------- a pass over prompts
 
 
-class Measure(Protocol):
-    """Something to measure of one head on every prompt: its values have these shapes."""
-
-    shapes: Mapping[Any, tuple[int, ...]]
-
-    def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Measure a batch; ``numbers`` are those of its prompts' units."""
-
-
 def join_tables(every: Iterable[Tables]) -> Tables:
     """Tables of several heads as one."""
     joined: Tables = {}
@@ -273,14 +264,12 @@ class Pass:
         """
         encoded = self.reader.scope.encode([example for i in indices for example in units[i]], chat=self.chat)
         of_example, heads = [i for i in indices for _ in units[i]], self.reader.heads
-        if named:
-            signs = answer_signs(encoded)[:, None].expand(-1, len(heads), -1)
+        right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
         run = self.reader.record(encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers)
-        if named:
-            seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(signs))
+        if right is not None:
+            seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(right))
             check_visible(encoded, heads, seen, by_some)
-        else:
-            signs = _most_attended(run)
+        signs = _most_attended(run) if right is None else right
         every = [HeadRows(run, head, signs[:, i], self.projectors.get(head)) for i, head in enumerate(heads)]
         return [of_example[int(e)] for e in encoded.example], every
 
@@ -288,7 +277,7 @@ class Pass:
         self,
         name: str,
         units: Sequence[Unit],
-        measures: Mapping[Head, Measure],
+        measures: Mapping[Head, Any],
         words: Sequence[str] | None = None,
         last: bool = False,
         **rows: bool,
@@ -299,7 +288,8 @@ class Pass:
         ----------
         name : of the stage of the work.
         units : the prompts.
-        measures : what is measured, by head.
+        measures : by head, what has ``shapes`` of its values and ``measure``, which takes `HeadRows` and the numbers of
+            their units and gives a `Measurement`.
         words : of each unit; by default what it asks for.
         last : whether nothing is shared out between processes after it.
         rows : how `rows` takes its keys.

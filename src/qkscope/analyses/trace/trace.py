@@ -152,7 +152,7 @@ def trace(
             if dictionary is None:
                 every.append(_prompt_writers(one, depth, draws, seed, neurons))
             else:
-                every.append(prompt_features(one, dictionary, draws, seed, len(heads) == 1))
+                every.append(prompt_features(one, dictionary, draws, seed))
         answer, tables = " ".join(sentence for sentence, _ in every), join_tables(own for _, own in every)
         name, about = "prompt", about | probe.asked.told(what)
     else:
@@ -265,7 +265,7 @@ def _task_features(
     every = [
         test.tables(tallies[head], torch.cat(needed)) for (head, test), needed in zip(tests.items(), kept, strict=True)
     ]
-    said = [says_pairs(says_right(own["check"][0]), own, len(tests) == 1) for own in every]
+    said = [says_pairs(says_right(own["check"][0]), own) for own in every]
     return " ".join(said), join_tables(every)
 
 
