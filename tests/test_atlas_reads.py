@@ -7,8 +7,7 @@ import torch
 
 import qkscope as qk
 from browser import Watched
-from qkscope.analyses.trace import many
-from qkscope.analyses.trace.many import cut, first_writers, text_examples, told
+from qkscope.analyses.trace.many import cut, first_writers, text_units, told
 from qkscope.analyses.trace.rows import Pass
 from qkscope.linear.reader import Reader
 from qkscope.show.blocks import blocks_of
@@ -58,13 +57,13 @@ def test_every_head_has_its_first_writers(found):
 def test_sums_are_those_of_one_text_after_the_other(scope, texts):
     """Batches, groups of texts and passages that do not count change nothing but rounding."""
     reader = Reader(scope, scope.parse("L1H0,L2H3"))
-    units = [(example,) for example in text_examples(scope, texts[:6])]
-    together = told(reader, first_writers(Pass(reader, batch_size=4, progress=False), units))["tables"]["heads"]
+    units = text_units(scope, texts[:6], 6)
+    together = told(reader, first_writers(Pass(reader, batch_size=4, progress=False), units))[1]["heads"]
     for row in together:
         alone = [
             one
             for unit in units
-            for one in told(reader, first_writers(Pass(reader, progress=False), [unit]))["tables"]["heads"]
+            for one in told(reader, first_writers(Pass(reader, progress=False), [unit]))[1]["heads"]
             if one["head"] == row["head"] and one["n"]
         ]
         assert row["n"] == len(alone)
@@ -133,26 +132,24 @@ def test_the_map_is_drawn_pointed_at_and_filtered(browser, url, found, width, da
 def test_documents_are_traced_as_their_passages_and_resampled_whole(scope, texts):
     """Four documents of a dozen passages each: the same writers as of the passages, and intervals over four texts."""
     documents = [Document(f"d{i}", "\n\n".join(texts[12 * i : 12 * i + 12])) for i in range(4)]
-    pieces, text_of = cut(documents)
+    pieces, numbers = zip(*cut(documents), strict=True)
     whole, alone = (qk.trace(scope, what, "all", 40, progress=False) for what in (documents, pieces))
     assert [row["writer"] for row in whole.tables["writers"]] == [row["writer"] for row in alone.tables["writers"]]
     assert [row["share"] for row in whole.tables["writers"]] == pytest.approx(
         [row["share"] for row in alone.tables["writers"]]
     )
     assert whole.provenance["asked"]["texts"] == text_hash(documents) != alone.provenance["asked"]["texts"]
-    seen = []
-    tally = many.Tally
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(many, "Tally", lambda words, shapes: seen.append(set(words)) or tally(words, shapes))
-        qk.trace(scope, documents, "all", len(pieces), progress=False)
-    assert set(map(frozenset, seen)) == {frozenset({"text 0", "text 1", "text 2", "text 3"})}
-    assert set(text_of) == {0, 1, 2, 3}
+    reader = Reader(scope, scope.parse("L1H0"))
+    units = text_units(scope, documents, len(pieces))
+    (tally,) = first_writers(Pass(reader, progress=False), units).values()
+    assert tally.words == ["text 0", "text 1", "text 2", "text 3"]
+    assert set(numbers) == {0, 1, 2, 3}
 
 
 def test_passages_are_bounded_lose_nothing_and_know_their_document():
     text = "\n\n".join(f"Line {i} of a text that goes on and on." * (1 + i % 30) for i in range(60))
-    pieces, text_of = cut([Document("a", text), Document("b", "Another. " * 300)])
+    pieces, text_of = zip(*cut([Document("a", text), Document("b", "Another. " * 300)]), strict=True)
     assert max(map(len, pieces)) <= 480
     assert "".join("".join(pieces[: text_of.index(1)]).split()) == "".join(text.split())
     assert {text_of[i] for i, piece in enumerate(pieces) if "Another" in piece} == {1}
-    assert cut(["as it is"]) == (("as it is",), (0,))
+    assert cut(["as it is"]) == [("as it is", 0)]

@@ -117,9 +117,9 @@ def largest(terms: Sequence[FeatureTerms]) -> list[Any]:
     """The pairs, and the features of the query and of the key, that give most on average."""
     sums = [Counter[Any](), *(Counter[Any]() for _ in SIDES)]
     for own in terms:
-        sums[0].update({(g, f): value for g, f, value in own.largest(own.pairs.numel())})  # type: ignore[dict-item]
+        sums[0].update({(g, f): value for g, f, value in own.largest(own.pairs.numel())})
         for counter, values in zip(sums[1:], own.marginals().values(), strict=True):
-            counter.update({part: value for part, value in values.items() if isinstance(part, int)})  # type: ignore[misc]
+            counter.update({part: value for part, value in values.items() if isinstance(part, int)})
     return [sorted(counter, key=lambda name: -abs(counter[name]))[:SHOWN] for counter in sums]
 
 
@@ -139,7 +139,9 @@ class FeatureTest:
     ) -> None:
         self.head, self.dictionary, self.draws, self.seed = head, dictionary, draws, seed
         self.pairs, self.rest = [(g, f) for g, f in chosen[0]], rest_of(dictionary, head)
-        self.parts = {side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)}
+        self.parts: dict[str, list[Any]] = {
+            side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)
+        }
         self.shapes = {
             "values": (len(self.pairs) + sum(len(parts) + 1 for parts in self.parts.values()),),
             "numbers": (1 + len(NULLS) * draws, len(dictionaries.NUMBERS)),

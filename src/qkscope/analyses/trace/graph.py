@@ -182,7 +182,7 @@ class _Builder:
 
 
 def sources_of(
-    batches: Iterable[HeadRows], writers: Mapping[str, Sequence[str]], width: int = 3
+    batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]], width: int = 3
 ) -> list[dict[str, Any]]:
     """Which tokens a head's writers read, over many prompts.
 

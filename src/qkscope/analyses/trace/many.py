@@ -3,7 +3,7 @@
 On texts the key is the token that the head attends to most besides the first, against all the others that the query
 sees; a prompt where even that one has under 5% of the attention does not count for this head. No edge is cut here.
 
-A text comes as passages of bounded length, with one query drawn in each (`text_examples`).
+A text comes as passages of bounded length, with one query drawn in each (`text_units`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -37,14 +36,10 @@ TEXTS = 8  # texts run together: every token's writers are held
 _GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
-def cut(texts: Texts) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Passages, and the number of the text that each is from; a text that is a string already is a passage."""
-    pieces = [
-        (piece, i)
-        for i, text in enumerate(texts)
-        for piece in (passages(text.text) if isinstance(text, Document) else [str(text)])
-    ]
-    return tuple(piece for piece, _ in pieces), tuple(i for _, i in pieces)
+def cut(texts: Texts) -> list[tuple[str, int]]:
+    """Passages, each with the number of the text that it is from; a text that is a string already is a passage."""
+    pieces = ((passages(text.text) if isinstance(text, Document) else (text,)) for text in texts)
+    return [(piece, i) for i, own in enumerate(pieces) for piece in own]
 
 
 def passages(text: str) -> tuple[str, ...]:
@@ -65,30 +60,24 @@ def passages(text: str) -> tuple[str, ...]:
     return tuple(joined)
 
 
-def text_examples(scope: Scope, texts: Sequence[str], seed: int = 0) -> list[Example]:
-    """Passages as token ids with a random query in each; what is too short to ask in, or a copy, is left out."""
+def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
+    """Up to n passages at random as token ids, with a random query in each and the number of its text as cluster.
+
+    What is too short to ask in, or a copy, is left out.
+    """
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
-    encoded = scope.tokenizer(list(texts), truncation=True, max_length=_LENGTH, verbose=False)["input_ids"]
-    first: dict[tuple[int, ...], Example] = {}  # passages that differ only where they are cut off are copies
-    for i, ids in enumerate(map(tuple, encoded)):
+    pieces, generator = cut(texts), torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
+    first: dict[tuple[int, ...], Unit] = {}  # passages that differ only where they are cut off are copies
+    for i, (text, number) in enumerate(pieces[place] for place in order):
+        ids = tuple(scope.tokenizer(text, truncation=True, max_length=_LENGTH, verbose=False)["input_ids"])
         if len(ids) > _FIRST_QUERY and ids not in first:
             place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
-            first[ids] = Example(ids=ids, queries=((place, place + 1),), cluster=i)
-    return list(first.values())
-
-
-def drawn_passages(scope: Scope, texts: Texts, n: int, seed: int) -> list[Unit]:
-    """Up to n passages at random, each with the number of its text as cluster."""
-    if not texts:
-        raise BadInput("there are no texts: give at least one.")
-    pieces, text_of = cut(texts)
-    generator = torch.Generator().manual_seed(derived_seed(seed, "texts"))
-    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
-    examples = text_examples(scope, [pieces[i] for i in order], seed)
-    if not examples:
+            first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
+    if not first:
         raise BadInput("no text is long enough to ask in: give longer ones.")
-    return [(replace(own, cluster=text_of[order[int(own.cluster)]]),) for own in examples]
+    return list(first.values())
 
 
 class FirstWriters:

@@ -250,13 +250,12 @@ class PromptTrace(HeadRows):
             chosen: dict[Any, list[int]] = {one: self.strongest(one, size) for one in SIDES if side in (one, "both")}
             if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
                 continue
+
+            def seed_of(one: str, draw: int, size: int = size) -> int:
+                return derived_seed(seed, "cut", one, size, draw)
+
             row = self.cut(chosen)
-            random = self.beside(
-                chosen,
-                lambda drawn: self.cut(drawn)[self.key],
-                draws,
-                lambda one, draw, size=size: derived_seed(seed, "cut", one, size, draw),
-            )
+            random = self.beside(chosen, lambda drawn: self.cut(drawn)[self.key], draws, seed_of)
             after, top = float(row[self.key]), self.most_attended(self.others, row)
             made.append({
                 "head": str(self.head), "side": side, "k": size,

@@ -20,7 +20,7 @@ from qkscope.analyses.prompts import check_same_model, made_from, units_hash, wi
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
 from qkscope.analyses.trace.graph import sources_of, trace_graph
-from qkscope.analyses.trace.many import TEXTS, Texts, drawn_passages, first_writers, told
+from qkscope.analyses.trace.many import TEXTS, Texts, first_writers, text_units, told
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED, Pass, Tables, answer_signs, join_tables
 from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
@@ -148,11 +148,12 @@ def trace(
         last = max(one.layer for one in heads)
         probe = Probe(scope, what, query, bool(chat), last, logits=False, layers=layers, neurons=bool(neurons))
         every = []
-        for one in (probe.head(one, key, versus, projectors.get(one)) for one in heads):
+        for one in heads:
+            at = probe.head(one, key, versus, projectors.get(one))
             if dictionary is None:
-                every.append(_prompt_writers(one, depth, draws, seed, neurons))
+                every.append(_prompt_writers(at, depth, draws, seed, neurons))
             else:
-                every.append(prompt_features(one, dictionary, draws, seed))
+                every.append(prompt_features(at, dictionary, draws, seed))
         answer, tables = " ".join(sentence for sentence, _ in every), join_tables(own for _, own in every)
         name, about = "prompt", about | probe.asked.told(what)
     else:
@@ -163,7 +164,7 @@ def trace(
             choosing, units = what.choose(n) if named else (), what.test(n)
             name, about = what.name, made_from(scope, what)
         else:
-            units, name, about = drawn_passages(scope, what, n, seed), "text", about | {"texts": text_hash(what)}
+            units, name, about = text_units(scope, what, n, seed), "text", about | {"texts": text_hash(what)}
         asked |= {"batch_size": how.batch_size, "feature": {str(h): float(p.sum()) for h, p in projectors.items()}}
         how.job.begin(scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked)
         asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
