@@ -40,7 +40,8 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family):
     head = next(head for head in scope.heads() if head.layer == layer)
     signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
     run = Reader(scope, [head]).record(inputs, places, layers=[layer - 1, layer])
-    rows = HeadRows(run, head, signs)
+    inside = torch.diag((torch.arange(run.calls[layer].q.shape[-1]) < 5).float())  # of a feature
+    rows = HeadRows(run, head, signs, inside)
     for before, rest in ((layer, ("error", "bias")), (layer - 1, ("error", "after", "bias"))):
         own = random_dictionary(run.entered[layer].shape[-1], before)
         split = FeatureSplit(rows, own)
@@ -174,7 +175,7 @@ def test_the_command_reads_a_saelens_folder_and_writes_a_page(tmp_path):
     settings = {"architecture": "topk", "k": 5, "metadata": {"hook_name": "blocks.0.hook_resid_post"}}
     (tmp_path / "sae" / "cfg.json").write_text(json.dumps(settings))
     out = str(tmp_path / "run")
-    asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8"]
+    asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8", "--draws", "2"]
     done = CliRunner().invoke(app, [*asked, "--dictionary", str(tmp_path / "sae"), "--out", out])
     assert done.exit_code == 0, done.output
     assert "feature of the query" in done.output

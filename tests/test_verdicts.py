@@ -21,7 +21,7 @@ from qkscope.maths.significance import false_discovery, head_p_values
 from qkscope.show.blocks import blocks_of
 from qkscope.tasks.task import ANSWER, Contrast, Task
 
-PLANTED, HEADS, PROMPTS, LATENTS = 7, 270, 72, 3
+PLANTED, HEADS, PROMPTS, LATENTS = 7, 64, 72, 3
 NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
 
@@ -80,7 +80,7 @@ def planted():
     return Scope.from_model(planted_model(), check=False)
 
 
-@pytest.mark.parametrize("asked", [1, 16, HEADS])
+@pytest.mark.parametrize("asked", [1, HEADS])
 def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
     """199 replicates give no p below .005, and over eleven heads that was never enough."""
     heads = [Head(0, (PLANTED + i) % HEADS) for i in range(asked)]
@@ -117,18 +117,7 @@ def calibration():
     return module
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "shared scale .35, difference alone",
-        "shared scale .7",
-        "shared scale .7, large means",
-        "8 × 8 copies",
-        "six words",
-        "33 words",
-        "pairs of six words",
-    ],
-)
+@pytest.mark.parametrize("case", ["shared scale .7, large means", "8 × 8 copies", "six words"])
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
     """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
 
