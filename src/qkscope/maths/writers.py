@@ -93,45 +93,45 @@ class Measurement(NamedTuple):
 class Tally:
     """Sums of named vectors by word, how many prompts each word has, and how far parts were from summing, at most.
 
-    Its tensors are as large before the first prompt as after the last.
+    Its tensors are as large after the last prompt as after the first.
 
     Parameters
     ----------
     words : all that will come; intervals resample them in this order.
-    shapes : of the vectors, by their names.
     """
 
-    def __init__(self, words: Iterable[str], shapes: Mapping[Any, tuple[int, ...]]) -> None:
+    def __init__(self, words: Iterable[str]) -> None:
         self.words = list(dict.fromkeys(words))
         self._place = {word: i for i, word in enumerate(self.words)}
-        self.counts, self.error = (torch.zeros(size, dtype=torch.float64) for size in (len(self.words), 1))
-        self.sums = {name: torch.zeros(len(self.words), *shape, dtype=torch.float64) for name, shape in shapes.items()}
+        self.sums: dict[Any, Tensor] = {}
 
     @classmethod
     def of_prompt(cls, given: Measurement) -> Tally:
         """One prompt alone, which has no intervals."""
-        tally = cls([""], {name: value.shape[1:] for name, value in given.values.items()})
+        tally = cls([""])
         tally.add([""], given)
         return tally
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them, to be kept."""
-        return {**self.sums, "count": self.counts, "error": self.error}
 
     def add(self, words: Sequence[str], given: Measurement) -> None:
         """Take in prompts, all or those that count."""
         used = torch.ones(len(words), dtype=torch.bool) if given.used is None else given.used.cpu()
         places = torch.tensor([self._place[word] for word in words])[used]
-        self.counts.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
-        for name, value in given.values.items():
+        for name, value in {**given.values, "count": torch.ones(len(words))}.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros(len(self.words), *value.shape[1:], dtype=torch.float64)
             self.sums[name].index_add_(0, places, value.cpu().double()[used])
-        if given.error is not None and len(places):
-            self.error.clamp_(min=float(given.error.cpu()[used].max()))
+        missed = torch.zeros(1) if given.error is None or not used.any() else given.error.cpu()[used]
+        self.sums.setdefault("error", torch.zeros(1, dtype=torch.float64)).clamp_(min=float(missed.max()))
+
+    @property
+    def error(self) -> float:
+        """How far parts were from summing, at most."""
+        return float(self.sums["error"])
 
     @property
     def rows(self) -> int:
         """How many prompts there were."""
-        return int(self.counts.sum())
+        return int(self.sums["count"].sum())
 
     def mean(self, name: Any) -> Float[Tensor, "*v"]:
         """The mean over all prompts."""
@@ -139,8 +139,8 @@ class Tally:
 
     def interval(self, name: Any, columns: Any = slice(None)) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
         """Its 95% interval, of some columns or of all, resampling words; NaN where there is one word alone."""
-        there = self.counts.nonzero()[:, 0]
-        sizes, means = self.counts[there], self.sums[name][there]
+        there = self.sums["count"].nonzero()[:, 0]
+        sizes, means = self.sums["count"][there], self.sums[name][there]
         means = means[:, columns] if means.ndim > 1 else means
         if len(there) < 2:
             return (torch.full_like(means[0], torch.nan),) * 2
@@ -182,7 +182,7 @@ class Tally:
         """
         total, gross = float(self.mean("total")), max(float(self.mean(side).abs().sum()) for side in SIDES)
         cancels = gross / abs(total) if total else float("inf")
-        return {"head": str(head), "sum_error": float(self.error), "logit": total, "cancels": cancels, **more,
+        return {"head": str(head), "sum_error": self.error, "logit": total, "cancels": cancels, **more,
                 "n": self.rows}  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
     """One pass over the prompts for choosing."""
     generator = torch.Generator().manual_seed(derived_seed(how.seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
-    scores = {head: _Scores(how.reader, head, how.seed, banked) for head in how.reader.heads}
+    scores = {head: _Scores(how.reader, head, how.seed, banked).measure for head in how.reader.heads}
     tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
     return {head: _choice(tallies[head], own) for head, own in zip(scores, kept, strict=True)}
 
@@ -83,14 +83,8 @@ class _Scores:
     """What each prompt for choosing says about the writers of one head."""
 
     def __init__(self, reader: Reader, head: Head, seed: int, banked: set[int]) -> None:
-        self.seed, self.banked, c = seed, banked, len(reader.writers(head.layer))
+        self.seed, self.banked = seed, banked
         self.frames = {side: reader.frame(head, side).double() for side in SIDES}
-        d_head, d_model = self.frames["key"].shape
-        shapes: dict[str, tuple[int, ...]] = {
-            "count": (), "value": (c,), "length": (c,), "framed": (c - 1, d_head), "square": (c - 1,),
-            "within": (c - 1,), "stream": (c - 1, d_model), "along": (c - 1,), "gradient": (d_model,), "path": (c,),
-        }  # fmt: skip
-        self.shapes = {f"{side} {name}": shape for side in SIDES for name, shape in shapes.items()} | {"pairs": (c, c)}
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Sums over the places of each prompt, in float64; and parts for the bank."""
@@ -225,12 +219,10 @@ class EdgeTest:
     def __init__(self, head: Head, writers: Sequence[str], chosen: Choice, seed: int, draws: int = DRAWS) -> None:
         self.head, self.chosen, self.seed = head, chosen, seed
         self.writers, self.pairs, self.draws = writers, strongest_pairs(chosen.pairs), draws
-        self.cells, c, m = all_edges(len(writers)), len(writers), len(METRICS)
+        self.cells = all_edges(len(writers))
         drawn = [(i, draw) for i, edge in enumerate(self.cells) for draw in range(draws if edge["by"] == RANDOM else 1)]
         self.cell_of, self.edges = torch.tensor([i for i, _ in drawn]), [(self.cells[i], draw) for i, draw in drawn]
         self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head)))
-        self.shapes = {"total": (), "query": (c,), "key": (c,), "pairs": (len(self.pairs),), "whole": (m,),
-                       "edges": (len(self.cells), m)}  # fmt: skip
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Writers, pairs and every condition; ``numbers`` address other prompts."""
@@ -316,11 +308,11 @@ def whole_heads(
         values = {case: _measured(how, encoded, one) for case, one in captured.items()}
         return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
 
-    tally = Tally(sorted(words[:_PROMPTS]), dict.fromkeys([None, *cases], (len(METRICS) + 1,)))
+    tally = Tally(sorted(words[:_PROMPTS]))
     for batch in stream(batches_of(units[:_PROMPTS], _BATCH), run, how.progress):
         tally.add(*batch)
     before, rows = float(tally.mean(None)[-1]), []
-    for case in tally.sums:
+    for case in (None, *cases):
         size, mlps, kind = case or (0, "live", "chosen")
         values, (low, high) = tally.mean(case).tolist(), tally.interval(case)
         named = ", ".join(str(only[c]) for c in first[:size]) or "none"

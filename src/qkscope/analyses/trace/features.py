@@ -142,11 +142,6 @@ class FeatureTest:
         self.parts: dict[str, list[Any]] = {
             side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)
         }
-        self.shapes = {
-            "values": (len(self.pairs) + sum(len(parts) + 1 for parts in self.parts.values()),),
-            "numbers": (1 + len(NULLS) * draws, len(dictionaries.NUMBERS)),
-            "about": (len(_ABOUT),),
-        }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Parts of the logit, `NUMBERS` of the dictionary and of its copies, and what the codes are like.
@@ -200,7 +195,7 @@ class FeatureTest:
         ]
         about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
         check = {
-            "head": head, "sum_error": float(tally.error), "logit": logit,
+            "head": head, "sum_error": tally.error, "logit": logit,
             "cancels": float(numbers[0, _AT["gross"]]) / abs(logit), **{name: about[name] for name in _LOOKS},
             "active_query": about["active_query"], "active_key": about["active_key"],
             "lost": about["lost"] / about["whole"], "n": tally.rows,

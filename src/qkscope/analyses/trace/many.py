@@ -80,20 +80,6 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
     return list(first.values())
 
 
-class FirstWriters:
-    """What each writer gives to one head, and the attention on its right keys or on the most attended one."""
-
-    def __init__(self, reader: Reader, head: Head, named: bool) -> None:
-        writers = (len(reader.writers(head.layer)),)
-        self.named, self.shapes = named, {"total": (), "attention": (), "query": writers, "key": writers}
-
-    def measure(self, rows: HeadRows, _numbers: list[int]) -> Measurement:
-        """Of a text, a prompt counts where there is attention to explain."""
-        given, attention = rows.given(), rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
-        looked = (attention * (rows.signs > 0)).sum(1)
-        return Measurement({**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | self.named)
-
-
 def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict[Head, Tally]:
     """What each writer gives to the reader's heads, summed over prompts.
 
@@ -104,7 +90,13 @@ def first_writers(how: Pass, units: Sequence[Unit], named: bool = False) -> dict
     named : whether keys are named, as a task does it; otherwise it is the most attended key.
     """
     words = None if named else [f"text {int(own.cluster) % _GROUPS}" for own, *_ in units]
-    measures = {head: FirstWriters(how.reader, head, named) for head in how.reader.heads}
+
+    def measure(rows: HeadRows, _numbers: list[int]) -> Measurement:
+        given, attention = rows.given(), rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
+        looked = (attention * (rows.signs > 0)).sum(1)  # of a text, a prompt counts where there is attention to explain
+        return Measurement({**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | named)
+
+    measures = dict.fromkeys(how.reader.heads, measure)
     return how.add_up("writers", units, measures, words, last=True, named=named, by_some=True)[0]
 
 

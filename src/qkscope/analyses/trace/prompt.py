@@ -277,7 +277,7 @@ class PromptTrace(HeadRows):
     @property
     def error(self) -> float:
         """How far the parts are from summing to the logit, as a share of the largest of them."""
-        return float(self.tally.error)
+        return self.tally.error
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
         """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""

@@ -8,7 +8,7 @@ token among them, stay as they are. A `Pass` measures all prompts of a task, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -277,7 +277,7 @@ class Pass:
         self,
         name: str,
         units: Sequence[Unit],
-        measures: Mapping[Head, Any],
+        measures: Mapping[Head, Callable[[HeadRows, list[int]], Measurement]],
         words: Sequence[str] | None = None,
         last: bool = False,
         **rows: bool,
@@ -288,27 +288,28 @@ class Pass:
         ----------
         name : of the stage of the work.
         units : the prompts.
-        measures : by head, what has ``shapes`` of its values and ``measure``, which takes `HeadRows` and the numbers of
-            their units and gives a `Measurement`.
+        measures : by head, what takes `HeadRows` of a batch and the numbers of their units.
         words : of each unit; by default what it asks for.
         last : whether nothing is shared out between processes after it.
         rows : how `rows` takes its keys.
         """
         words = words_of(units) if words is None else words
-        tallies = {head: Tally(sorted(words), own.shapes) for head, own in measures.items()}
+        tallies, sums = {head: Tally(sorted(words)) for head in measures}, dict[str, Tensor]()
 
         def run(indices: list[int]) -> list[Any]:
             numbers, every = self.rows(units, indices, **rows)
             if len(every) > 1 and not self.projectors:
                 split_together(every)
-            given = [measures[own.head].measure(own, numbers) for own in every]
+            given = [measures[own.head](own, numbers) for own in every]
             for own, measured in zip(every, given, strict=True):  # a batch is added whole, or not at all
                 tallies[own.head].add([words[i] for i in numbers], measured)
+                sums.update({f"{own.head} {name}": total for name, total in tallies[own.head].sums.items()})
             return [measured.kept for measured in given]
 
-        sums = {f"{head} {name}": own for head, tally in tallies.items() for name, own in tally.tensors().items()}
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
         kept = self.job.run([stage], self.progress, last=last)[0]
+        for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
+            tallies[Head.parse(head)].sums[of] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]
 
 

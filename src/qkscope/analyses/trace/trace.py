@@ -245,7 +245,7 @@ def _task_writers(
     """Writers chosen on some words, edges and whole heads taken out on others, and what the first writers read."""
     reader, chosen = how.reader, choose_writers(how, choosing)
     tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads}
-    tallies, _ = how.add_up("testing", units, tests, last=True)
+    tallies, _ = how.add_up("testing", units, {h: test.measure for h, test in tests.items()}, last=True)
     every = [test.tables(tallies[head]) for head, test in tests.items()]
     answer = " ".join((_answer if len(tests) == 1 else _in_short)(own) for own in every)
     for head in reader.heads if whole else ():
@@ -262,7 +262,7 @@ def _task_features(
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
-    tallies, kept = how.add_up("features", units, tests, last=True)
+    tallies, kept = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
     every = [
         test.tables(tallies[head], torch.cat(needed)) for (head, test), needed in zip(tests.items(), kept, strict=True)
     ]
