@@ -139,25 +139,14 @@ class Dictionary:
         return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in self._tensors().items()})
 
     def code(self, x: Float[Tensor, "*b d"], turn: Float[Tensor, "d d"] | None = None) -> Coded:
-        """Which features are active in tokens, and how much of each.
-
-        Parameters
-        ----------
-        x : what enters the layer.
-        turn : a rotation about its bias, applied to the whole dictionary.
-        """
-        zero = x.new_zeros(x.shape[-1])
-        bias = zero if self.decoder_bias is None else self.decoder_bias.to(x)
-        shift, scale = zero[:1], torch.ones_like(x[..., :1])
-        if self.centred or self.normalize_activations == "layer_norm":
-            shift = x.mean(-1, keepdim=True)
-        y = x - shift
-        if self.normalize_activations == "layer_norm":
-            scale = y.std(-1, keepdim=True)
-            y = y / (scale + 1e-5)
-        elif self.normalize_activations == "constant_norm_rescale":
-            scale = y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
-            y = y / scale
+        """Which features are active in tokens, and how much of each; ``turn`` rotates the dictionary about its bias."""
+        bias = x.new_zeros(x.shape[-1]) if self.decoder_bias is None else self.decoder_bias.to(x)
+        normed = self.normalize_activations == "layer_norm"
+        shift = x.mean(-1, keepdim=True) * (self.centred or normed)
+        y, scale = x - shift, torch.ones_like(shift)
+        if self.normalize_activations != "none":
+            scale = y.std(-1, keepdim=True) if normed else y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
+            y = y / (scale + 1e-5 * normed)
         if turn is not None:
             y = bias + (y - bias) @ turn.to(y)
         strength = (y - bias if self.apply_b_dec_to_input else y) @ self.encoder.to(y)
