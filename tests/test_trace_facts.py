@@ -71,14 +71,16 @@ def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano, induction):
     inside = Subspace(basis, torch.ones(24), basis, 5, HEAD)
     outside = Subspace(basis.flip(1), torch.ones(24), basis.flip(1), 19, HEAD)
     found = [induction, *(traced(nano, TASK, HEAD, feature=one) for one in (inside, outside))]
-    whole, part, rest = ({(row["side"], row["writer"]): row["value"] for row in one.tables["writers"]} for one in found)
-    assert all(part[at] + rest[at] == pytest.approx(value, abs=1e-4) for at, value in whole.items())
-    whole, part, rest = (one.tables["check"][0] for one in found)
-    assert part["attention"] == pytest.approx(whole["attention"], abs=1e-6)  # the head itself is as it was
     prompts = [qk.trace(nano, PROMPT, HEAD, key=3, feature=one) for one in (None, inside, outside)]
     for three in (found, prompts):
-        whole, part, rest = (one.tables["check"][0]["logit"] for one in three)
-        assert part + rest == pytest.approx(whole, abs=1e-4)
+        whole, part, rest = (
+            {(row["side"], row["writer"]): row["value"] for row in one.tables["writers"]} for one in three
+        )
+        assert all(part[at] + rest[at] == pytest.approx(value, abs=1e-4) for at, value in whole.items())
+        whole, part, rest = (one.tables["check"][0] for one in three)
+        assert part["logit"] + rest["logit"] == pytest.approx(whole["logit"], abs=1e-4)
+        assert part["logit"] != pytest.approx(whole["logit"], rel=1e-2)
+        assert part["attention"] == pytest.approx(whole["attention"], abs=1e-6)  # the head itself is as it was
 
 
 # ------------------------------------------------------------------ edges

@@ -299,7 +299,7 @@ def whole_heads(
     def run(indices: list[int]) -> tuple[list[str], Measurement]:
         encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
         with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            batch = Batch(scope, encoded, [head], 0, encoded.everywhere())
+            batch = Batch(scope, encoded, [head], only[0].layer, encoded.everywhere())
         captured: dict[Any, Capture] = {None: batch.before}
         for mlps, held in (("live", None), ("held", outputs)):
             own = [case for case in cases if case[1] == mlps]

@@ -16,7 +16,7 @@ apart.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -201,24 +201,22 @@ def sources_of(
         offset.
     """
     named = {side: [other for name in names if (other := Writer.parse(name).head)] for side, names in writers.items()}
-    total, sums, tokens = 0.0, dict[tuple[Side, Head], Counter[int | str]](), dict[tuple[Side, int], Counter[int]]()
+    total, sums, tokens = 0.0, defaultdict[Any, Any](Counter), defaultdict[Any, Counter[int]](Counter)
     for batch in batches:
         run = batch.run
         total += float(batch.logit().double().sum())
         ids, mask = (run.inputs[name][run.row] for name in ("input_ids", "attention_mask"))
         right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
         for side, direction in batch.directions.items():
-            if not named.get(side):
-                continue
             answer = run.answer(direction)
             for other in named[side]:
                 along = run.on_output(answer, other)
                 brought = run.attention(other, direction.slots) * run.brought(other, along)
                 read = _by_offset(brought, run.columns[:, direction.slots], mask.argmax(dim=1))
-                sums.setdefault((side, other), Counter()).update(read)
+                sums[side, other].update(read)
             places = (run.columns[:, 0] if side == "query" else right).tolist()
             for (row, column), token in zip(mask.nonzero().tolist(), ids[mask.bool()].tolist(), strict=True):
-                tokens.setdefault((side, column - places[row]), Counter())[token] += 1  # by their distance
+                tokens[side, column - places[row]][token] += 1  # by their distance
     rows = []
     for (side, other), offsets in sums.items():
         largest = sorted(offsets, key=lambda at: -abs(offsets[at]))[:width]
@@ -226,7 +224,7 @@ def sources_of(
         shares[SOURCE_REST] = sum(value for at, value in offsets.items() if at not in largest)
         for at, value in shares.items():
             text, often = str(at), None
-            if there := tokens.get((side, at)):  # type: ignore[arg-type]
+            if there := tokens.get((side, at)):
                 (token, count), *_ = there.most_common(1)
                 text, often = token_texts(run.reader.scope, [token])[0], count / there.total()
             rows.append({

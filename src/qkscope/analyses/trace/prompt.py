@@ -120,12 +120,11 @@ class PromptTrace(HeadRows):
         if not self.others:
             raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
         self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
-        if versus is None:
-            self.against = [i for i in self.others if i != self.key]
-        else:
+        self.against = [i for i in self.others if i != self.key]
+        if versus is not None:
             self.against = [self._checked(i, "versus") for i in ([versus] if isinstance(versus, int) else versus)]
-            if self.key in self.against:
-                raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
+        if self.key in self.against:
+            raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
         self.signs[0, self.key] = 1
 
