@@ -215,7 +215,8 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
     }  # fmt: skip
     said = one.where()
     if one.attends:
-        giving = [row for row in tables["writers"] if row["value"] > 0]
+        named = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, 2)}
+        giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
         key, query = (written_by(giving, side) for side in ("key", "query"))
         said += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
         if (cut := named_cut(cuts)) is not None:
