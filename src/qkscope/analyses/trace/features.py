@@ -129,7 +129,7 @@ class FeatureTest:
     Parameters
     ----------
     head, dictionary : whose logit, and what splits it.
-    pairs, features : to be shown, by number; features by side.
+    chosen : pairs to be shown, then features of the query and of the key, by number.
     draws : of each null.
     seed : of them.
     """

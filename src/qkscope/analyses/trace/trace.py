@@ -121,9 +121,9 @@ def trace(
     ('L0H2', True)
     """
     named, alone, of_task = head != "all", isinstance(what, str | Example), isinstance(what, Task)
-    for one in parse_heads(head) if named else ():
-        if one.layer == 0:
-            raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
+    for h in parse_heads(head) if named else ():
+        if h.layer == 0:
+            raise BadInput(f"{h} is in the first layer, where only the embedding writes: trace a later head.")
     if (feature is not None or dictionary is not None) and not (named and (alone or of_task)):
         raise BadInput("a feature or a dictionary is for a task or a prompt, at heads that are named: name them.")
     if neurons and (dictionary is not None or not alone):
@@ -132,29 +132,29 @@ def trace(
         if value is not None and not alone:
             given = "a task" if of_task else "texts"
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
-    heads = [one for one in scope.parse(head) if one.layer > 0]
+    heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
         raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
-    asked: dict[str, Any] = {"heads": [str(one) for one in heads], "draws": draws}
+    asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
     if dictionary is not None:
         check_dictionary(scope, heads, dictionary)
         dictionary = dictionary.to(scope.device)
         asked |= {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint}
-    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
+    projectors = {} if feature is None else {h: _projector(scope, h, feature) for h in heads}
     about: dict[str, Any] = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
     if isinstance(what, str | Example):
         query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
-        layers = [] if dictionary is None else [dictionary.layer, *(one.layer for one in heads)]
-        last = max(one.layer for one in heads)
+        layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
+        last = max(h.layer for h in heads)
         probe = Probe(scope, what, query, bool(chat), last, logits=False, layers=layers, neurons=bool(neurons))
         every = []
-        for one in heads:
-            at = probe.head(one, key, versus, projectors.get(one))
+        for h in heads:
+            at = probe.head(h, key, versus, projectors.get(h))
             if dictionary is None:
                 every.append(_prompt_writers(at, depth, draws, seed, neurons))
             else:
                 every.append(prompt_features(at, dictionary, draws, seed))
-        answer, tables = " ".join(sentence for sentence, _ in every), join_tables(own for _, own in every)
+        answer, tables = " ".join(sentence for sentence, _ in every), join_tables(rows for _, rows in every)
         name, about = "prompt", about | probe.asked.told(what)
     else:
         how = Pass(Reader(scope, heads), False, TEXTS, seed, projectors, (), current_work(), progress)
@@ -174,9 +174,8 @@ def trace(
             answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
         else:
             answer, tables = _task_features(how, choosing, units, dictionary, draws)
-    made = provenance(**about, **asked, trace_seed=seed)
-    answer = with_notes(answer, about)
-    result = Trace(f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=made)
+    origin, answer = provenance(**about, **asked, trace_seed=seed), with_notes(answer, about)
+    result = Trace(f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=origin)
     return that_sum(result, scope.model.dtype)
 
 
