@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -185,14 +185,9 @@ class Coded(NamedTuple):
 
 
 def null_code(
-    kind: str,
-    dictionary: Dictionary,
-    x: Float[Tensor, "n p d"],
-    coded: Coded,
-    seed: int,
-    there: Bool[Tensor, "n p"] | None = None,
+    kind: str, dictionary: Dictionary, x: Float[Tensor, "n p d"], coded: Coded, seed: int, there: Tensor | None = None
 ) -> Coded:
-    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that do not count go to nobody."""
+    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there`` go to nobody."""
     generator = torch.Generator().manual_seed(seed)
     features, width = dictionary.decoder.shape
     if kind == "rotated":

@@ -186,10 +186,7 @@ def all_edges(writers: int) -> list[Edge]:
 
 
 def edge_masks(
-    edges: Sequence[tuple[Edge, int]],
-    scores: Mapping[tuple[str, Side], Float[Tensor, " c"]],
-    writers: Sequence[Writer],
-    seed: int = 0,
+    edges: Sequence[tuple[Edge, int]], scores: Mapping[Any, Tensor], writers: Sequence[Writer], seed: int = 0
 ) -> Bool[Tensor, "2 x c"]:
     """Which parts of the query, and which of the keys, each condition replaces.
 

@@ -228,11 +228,7 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def beside(
-        self,
-        chosen: Mapping[Any, Sequence[int]],
-        effect: Callable[[Mapping[Any, list[int]]], Tensor],
-        draws: int,
-        seed_of: Callable[[str, int], int],
+        self, chosen: Mapping[Any, list[int]], effect: Callable[[Any], Tensor], draws: int, seed_of: Callable[..., int]
     ) -> Float[Tensor, " sets"]:
         """What the different sets do among writers drawn at random, of the kinds and layers of those chosen."""
         writers = parse_writers(self.writers[:-1])
