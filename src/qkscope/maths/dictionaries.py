@@ -135,11 +135,22 @@ class Dictionary:
         return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> Dictionary:
-        """The same in float32 on a device, as torch names it."""
+        """The same in float32 on a device.
+
+        Parameters
+        ----------
+        device : as torch names it.
+        """
         return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in self._tensors().items()})
 
     def code(self, x: Float[Tensor, "*b d"], turn: Float[Tensor, "d d"] | None = None) -> Coded:
-        """Which features are active in tokens, and how much of each; ``turn`` rotates the dictionary about its bias."""
+        """Which features are active in tokens, and how much of each.
+
+        Parameters
+        ----------
+        x : what enters the layer.
+        turn : a rotation about its bias, applied to the whole dictionary.
+        """
         bias = x.new_zeros(x.shape[-1]) if self.decoder_bias is None else self.decoder_bias.to(x)
         normed = self.normalize_activations == "layer_norm"
         shift = x.mean(-1, keepdim=True) * (self.centred or normed)
