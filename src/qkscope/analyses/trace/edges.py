@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,7 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_ids
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
-from qkscope.change.whole import Batch, noted, summed_outputs
+from qkscope.change.whole import held_at, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
@@ -295,13 +296,12 @@ def whole_heads(
 
     def run(indices: list[int]) -> tuple[list[str], Measurement]:
         encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
+        capture = partial(scope.capture_inputs, encoded, places=encoded.everywhere(), heads=[head], logits=True)
         with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            batch = Batch(scope, encoded, [head], only[0].layer, encoded.everywhere())
-        captured: dict[Any, Capture] = {None: batch.before}
-        for mlps, held in (("live", None), ("held", outputs)):
-            own = [case for case in cases if case[1] == mlps]
-            changes = [edits(indices, size, kind) for size, _, kind in own]
-            captured |= zip(own, batch.run(changes, [head], held), strict=True)
+            captured: dict[Any, Capture] = {None: capture()}
+        for size, mlps, kind in cases:
+            with held_at(outputs if mlps == "held" else {}):
+                captured[size, mlps, kind] = capture(edits=edits(indices, size, kind))
         values = {case: _measured(how, encoded, one) for case, one in captured.items()}
         return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
 

@@ -26,7 +26,7 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
-from qkscope.change.parts import mean_parts, parts_at, vectors_with
+from qkscope.change.parts import mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -199,7 +199,7 @@ class PromptTrace(HeadRows):
     def exchanged(self, other: int) -> Float[Tensor, "c 2 d"]:
         """What the key, and another token's key, gain where a writer's parts of the stream there change places."""
         pairs = ((self.key, other), (other, self.key))
-        gains = [self._gains("key", at, parts_at(self.run, self.head.layer, of)) for at, of in pairs]
+        gains = [self._gains("key", at, mean_parts(self.run, self.head.layer, [of])) for at, of in pairs]
         return torch.stack(gains, dim=1)
 
     def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
