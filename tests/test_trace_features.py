@@ -21,7 +21,7 @@ from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import NULLS, null_code
 from qkscope_papers.families import tiny_model, two_prompts
 
-FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "gemma3_text", "olmo2", "gpt_oss", "deepseek_v3", "llama4_text", "opt"]
+FAMILIES = ["gpt2", "gemma2", "olmo2", "gpt_oss", "deepseek_v3"]
 PROMPT = "Words: hat jam kettle bell hat jam"
 
 
@@ -33,25 +33,22 @@ def random_dictionary(width, layer, seed=0, **more):
 # ---------------------------------------------------------------------- it sums
 
 
-@pytest.mark.parametrize("back", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_sum_to_the_logit_whatever_the_codes(family, back):
+def test_parts_sum_to_the_logit_whatever_the_codes(family):
     scope = Scope.from_model(tiny_model(family), check=False)
-    layer = scope.n_layers - 1
-    reader = Reader(scope, [head for head in scope.heads() if head.layer == layer][:2])
-    inputs, places = two_prompts(scope)
-    found = reader.record(inputs, places, layers=[layer - back])
+    layer, (inputs, places) = scope.n_layers - 1, two_prompts(scope)
+    head = next(head for head in scope.heads() if head.layer == layer)
     signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
-    for head in reader.heads:
-        rows = HeadRows(found, head, signs)
-        own = random_dictionary(found.entered[layer].shape[-1], layer - back, decoder_bias=None)
+    run = Reader(scope, [head]).record(inputs, places, layers=[layer - 1, layer])
+    inside = torch.diag((torch.arange(run.calls[layer].q.shape[-1]) < 5).float())  # of a feature
+    rows = HeadRows(run, head, signs, inside)
+    for before, rest in ((layer, ("error", "bias")), (layer - 1, ("error", "after", "bias"))):
+        own = random_dictionary(run.entered[layer].shape[-1], before)
         split = FeatureSplit(rows, own)
-        assert split.rest == (("error", "after", "bias") if back else ("error", "bias"))
+        assert split.rest == rest
         codes = [split.coded, *(null_code(kind, own, split.x, split.coded, 1, split.there) for kind in NULLS)]
-        for coded in codes:
-            for terms, true in zip(split.terms(coded), rows.logit().tolist(), strict=True):
-                assert abs(float(terms.values.sum()) - true) < 2e-5 * float(terms.values.abs().max())
-                assert len(terms.query) == (coded.ids[0, 0] >= 0).sum()
+        for terms, true in ((t, x) for coded in codes for t, x in zip(split.terms(coded), rows.logit(), strict=True)):
+            assert abs(float(terms.values.sum() - true)) < 2e-5 * float(terms.values.abs().max())
 
 
 def test_a_long_prompt_in_pieces_gives_the_same(monkeypatch):
@@ -75,7 +72,7 @@ def true_dictionary(scope):
     return qk.Dictionary(rows, rows.T.contiguous(), READER.layer, threshold=least)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_planted_pair_comes_first_and_with_no_copy(seed):
     writer = Head(seed % 2, seed % 3)
     scope = planted({writer: 0.3}, seed)
@@ -99,39 +96,30 @@ def test_a_dictionary_without_meaning_is_seldom_said_to_have_one():
     scope = planted({Head(0, 1): 0.3}, 0)
     found = [
         qk.trace(scope, PROMPT, READER, dictionary=random_dictionary(96, READER.layer, seed), draws=10, seed=seed)
-        for seed in range(10)
+        for seed in range(6)
     ]
     above = ["more than with any copy without meaning" in one.answer for one in found]
-    assert sum(above) <= 3  # one of eleven by chance
+    assert sum(above) <= 2  # one of eleven by chance
     called = {"rotated": "a rotated dictionary", "random": "a random dictionary"}
     for one in (one for one, said in zip(found, above, strict=True) if not said):
-        before, after = one.answer.split(" These pairs say no more than those of ")
-        assert "%" not in before.partition(": ")[2]  # where the head looks, and nothing else
-        first = after.partition(".")[0]
+        first = one.answer.split(" These pairs say no more than those of ")[1].partition(".")[0]
         copies = one.tables["copies"][1:]
         assert all((called.get(row["kind"], f"other {row['kind']}") in first) is not row["below"] for row in copies)
 
 
-def test_copies_stand_beside_what_is_explained_with_places_that_tell_them_apart():
+def test_copies_stand_beside_what_is_explained_and_are_told_apart():
     scope = planted({Head(0, 1): 0.3}, 0)
-    heads = [str(READER), str(Head(READER.layer, 1 - READER.index % 2))]
     own = random_dictionary(96, READER.layer)
     one = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10)
-    _, *copies = one.tables["copies"]
     shares = re.search(r"of the logit lies in pairs of features[^(]*\(([^)]*)\)", one.answer)[1]
-    for row, said in zip(copies, shares.split(", "), strict=True):
+    for row, said in zip(one.tables["copies"][1:], shares.split(", "), strict=True):
         low, high = re.search(r"(-?[\d.]+)% to (-?[\d.]+)%", said).groups()
         assert float(low) == pytest.approx(100 * row["explained_low"], abs=0.5)
         assert float(high) == pytest.approx(100 * row["explained_high"], abs=0.5)
         assert low != high
-    logits = []
-    for key in range(1, 6):
-        at = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10, key=key)
-        logits.append(at.tables["check"][0]["logit"])
-        assert all(row["explained_low"] <= row["explained_high"] for row in at.tables["copies"][1:])
-    assert min(logits) < 0 < max(logits)
-    both = qk.trace(scope, PROMPT, heads, dictionary=own, draws=10).answer
-    assert all(f"{head}: " in both for head in heads)
+    against = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10, key=1)
+    assert against.tables["check"][0]["logit"] < 0
+    assert all(row["explained_low"] <= row["explained_high"] for row in against.tables["copies"][1:])
 
 
 def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
@@ -150,19 +138,6 @@ def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
     assert again.tables == found.tables
     held = [row["held"] for row in found.tables["held"] if row["kind"] == "dictionary"]
     assert held == sorted(held)
-
-
-def test_inside_a_feature_only_its_directions_count():
-    scope = qk.Scope.load("nano:mixed")
-    fit = qk.decompose(scope, qk.tasks.induction(), heads="L1H0", n=16, progress=False)
-    feature = fit[fit.tables["ranks"][0]["contrast"], "L1H0"]
-    own = random_dictionary(scope.model.config.hidden_size, 1)
-    plain, inside = (
-        qk.trace(scope, PROMPT, "L1H0", dictionary=own, feature=one, draws=1).tables["check"][0]
-        for one in (None, feature)
-    )
-    assert inside["sum_error"] < 1e-5
-    assert inside["logit"] != pytest.approx(plain["logit"], rel=1e-3)
 
 
 # ---------------------------------------------------------------------- refused
@@ -200,7 +175,7 @@ def test_the_command_reads_a_saelens_folder_and_writes_a_page(tmp_path):
     settings = {"architecture": "topk", "k": 5, "metadata": {"hook_name": "blocks.0.hook_resid_post"}}
     (tmp_path / "sae" / "cfg.json").write_text(json.dumps(settings))
     out = str(tmp_path / "run")
-    asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8"]
+    asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8", "--draws", "2"]
     done = CliRunner().invoke(app, [*asked, "--dictionary", str(tmp_path / "sae"), "--out", out])
     assert done.exit_code == 0, done.output
     assert "feature of the query" in done.output

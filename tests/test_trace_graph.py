@@ -1,13 +1,15 @@
 """The depth of a trace: every parent is the sum of its children, and the sources are what the weights say."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from qkscope.analyses.trace.graph import REST, sources_of, trace_graph
+from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.prompt import PromptTrace, Question
-from qkscope.analyses.trace.rows import HeadRows, Pass
+from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
@@ -15,10 +17,10 @@ from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope_papers.families import tiny_model
 
-# soft-cap, norms after attention and MLP; QK-norm; a sink; parallel blocks and LayerNorm; norms after only
-FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_oss", "cohere", "olmo2"]
-# its input scaled; no weights to read: latent attention, norms behind the rotation, a rotation that cannot be read
-OWN_CODE = ["falcon_h1", "deepseek_v3", "nanochat", "hunyuan_v1_dense", "llama4_text"]
+# norms after attention and MLP, a soft-cap; QK-norm; a sink; LayerNorm and parallel blocks
+FAMILIES = ["gemma2", "qwen3", "gpt_oss", "cohere"]
+# its input scaled; no weights to read: latent attention, a rotation that cannot be read
+OWN_CODE = ["falcon_h1", "deepseek_v3", "llama4_text"]
 
 
 def prompt_of(scope: qk.Scope, length: int = 9) -> Encoding:
@@ -49,12 +51,11 @@ def check_sums(rows: list[dict], tolerance: float = 1e-5) -> int:
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN_CODE])
 def test_children_sum_to_their_parents(family):
     scope = qk.Scope.from_model(tiny_model(family), check=False)
-    for head in [Head(1, 0), Head(1, 3)]:
-        found = followed(scope, prompt_of(scope), head, 7, width=4)
-        # at layer 0 one writer stands beside a logit that may be near 0
-        assert found.error < (5e-5 if family in OWN_CODE else 2e-5)
-        assert check_sums(found.rows, 1e-4) > 4  # what is shown cancels more than its terms do
-        assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
+    found = followed(scope, prompt_of(scope), Head(1, 3), 7, width=4)
+    # at layer 0 one writer stands beside a logit that may be near 0
+    assert found.error < (5e-5 if family in OWN_CODE else 2e-5)
+    assert check_sums(found.rows, 1e-4) > 4  # what is shown cancels more than its terms do
+    assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -111,86 +112,23 @@ def test_sources_are_what_the_weights_say():
         assert seen == 4 * 9
 
 
-def test_a_planted_writer_is_followed_to_the_token_it_read():
-    """One head of the first layer writes, and it copies one token alone: all but the embedding comes from there."""
-    model = tiny_model("llama")
-    scope = qk.Scope.from_model(model, check=False)
-    block, width = model.model.layers[0], scope.d_head
-    with torch.no_grad():
-        block.mlp.down_proj.weight.zero_()
-        kept = block.self_attn.o_proj.weight[:, 2 * width : 3 * width].clone()
-        block.self_attn.o_proj.weight.zero_()
-        block.self_attn.o_proj.weight[:, 2 * width : 3 * width] = 5 * kept
-        block.self_attn.q_proj.weight.zero_()  # it looks everywhere alike,
-        encoded = prompt_of(scope)
-        values = block.self_attn.v_proj.weight
-        z = block.input_layernorm(model.model.embed_tokens(encoded.inputs["input_ids"]))[0]
-        other = torch.linalg.svd(z[[0, 1, 2, 4, 5, 6, 7, 8]])[2][8:]  # … but only token 3 has a value
-        values.copy_(values @ other.T @ other)
-    head = Head(1, 0)
-    found = followed(scope, encoded, head, 5, [1], depth=1)
-    written = [row for row in found.rows if row["parent"] == 0 and row["writer"] not in (REST, "bias")]
-    assert {row["writer"] for row in written} <= {"embedding", "L0H2"}
-    (writer,) = [row for row in written if row["writer"] == "L0H2" and row["side"] == "query"]
-    (token, rest) = [row for row in found.rows if row["parent"] == writer["id"]]
-    assert token["position"] == 3
-    assert token["attention"] == pytest.approx(1 / 9)
-    assert abs(rest["value"]) < 1e-5 * abs(token["value"])
-    assert next(row["writer"] for row in found.rows if row["parent"] == token["id"]) == "embedding"
-
-
-def test_a_nano_model_is_followed_down_and_sources_sum_to_the_writers_share():
+def test_sources_over_many_prompts_sum_to_the_writers_share():
     scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
-    texts = ["hat: O jam: Z cat: B jam:", "cat: Z hat: B jam: O cat:"]
+    texts = ("hat: O jam: Z cat: B jam:", "cat: Z hat: B jam: O cat:")
     examples = [qk.Example.mark(text, keys=list("OZB")) for text in texts]
     encoded = scope.encode(examples)
     run = Reader(scope, [head]).record(encoded.inputs, encoded.places, layers=[0, 1])
     writers = {"query": ["L1H0", "L0H1", "M0"], "key": ["L1H2"]}
     rows = sources_of([HeadRows(run, head, torch.tensor([[-1, 1, -1]] * 2))], writers)
-    total, expected = 0.0, {}
-    for i, text in enumerate(texts):
-        alone = scope.encode([examples[i]])
-        keys = alone.places.keys[0].tolist()
-        key, others = keys[1], [keys[0], keys[2]]
-        found = followed(scope, alone, head, key, others, width=99, smallest=0, depth=1)
-        assert found.error < 1e-5, text
-        assert check_sums(found.rows) > 10, text
+    total, expected = 0.0, Counter()
+    for alone in (scope.encode([example]) for example in examples):
+        other, key, another = alone.places.keys[0].tolist()
+        found = followed(scope, alone, head, key, [other, another], width=99, smallest=0, depth=0)
         total += found.rows[0]["value"]
-        for row in found.rows:
-            if row["parent"] == 0:
-                at = row["side"], row["writer"]
-                expected[at] = expected.get(at, 0.0) + row["value"]
+        expected.update({(row["side"], row["writer"]): row["value"] for row in found.rows if row["parent"] == 0})
     for side, names in writers.items():
         for name in names:
             shares = [row["share"] for row in rows if row["side"] == side and row["writer"] == name]
             assert bool(shares) == name.startswith("L")
             if shares:
                 assert sum(shares) == pytest.approx(expected[side, name] / total, abs=1e-5)
-
-
-def test_a_features_part_and_the_rest_sum_to_the_whole():
-    scope = qk.Scope.from_model(tiny_model("llama"), check=False)
-    head, encoded = Head(1, 1), prompt_of(scope)
-    basis = torch.linalg.qr(torch.randn(scope.d_head, 3, generator=torch.Generator().manual_seed(0)))[0]
-    P = basis @ basis.T
-    whole, inside, outside = (
-        followed(scope, encoded, head, 6, projector=projector, depth=0, width=99, smallest=0)
-        for projector in (None, P, torch.eye(len(P)) - P)
-    )
-    parts = [{(row["side"], row["writer"]): row["value"] for row in found.rows} for found in (whole, inside, outside)]
-    assert max(found.error for found in (whole, inside, outside)) < 1e-5
-    assert inside.rows[0]["value"] != pytest.approx(whole.rows[0]["value"], rel=1e-2)
-    for at, value in parts[0].items():
-        assert parts[1][at] + parts[2][at] == pytest.approx(value, abs=1e-4)
-
-
-def test_the_writers_of_a_binding_head_read_the_word_and_what_carries_it():
-    """METHODS D2: at the query they read the word asked for; at the key L17H8 reads the colon, which carries it."""
-    scope, head = qk.Scope.load("smollm2-135m"), Head.parse("L18H6")
-    how = Pass(Reader(scope, [head]), layers=[16, 17])
-    _, batch = how.rows(qk.tasks.binding(9, form="list", seed=0).test(8), range(8))
-    rows = sources_of(batch, {"query": ["L16H2", "L16H0", "L17H8"], "key": ["L17H8"]})
-    first = {(row["side"], row["writer"]): row for row in reversed(rows) if row["offset"] is not None}
-    assert [first["query", name]["offset"] for name in ("L16H2", "L16H0", "L17H8")] == [-1, -1, -1]
-    assert (first["key", "L17H8"]["offset"], first["key", "L17H8"]["token"]) == (-1, ":")
-    assert first["key", "L17H8"]["share"] > 0.25

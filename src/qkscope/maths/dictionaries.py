@@ -11,23 +11,31 @@ therefore a share of ``Σ |pairs|``, error and bias included, which no cancellin
 
 `NULLS` are dictionaries without meaning: turned about its bias by a random rotation, with random rows and as many
 active ones at every token, with the codes of other features, and with the codes of other tokens.
+
+On disk a dictionary is a SAELens folder (``cfg.json`` and ``sae_weights.safetensors``), or one safetensors file. What
+SAELens folds when it codes is folded here when it is read: a top-k dictionary whose codes are measured in lengths of
+its rows, and a gated one, ``[z > −b_gate] · relu(z eʳ + b_mag)``, which is a JumpReLU whose threshold is
+``b_mag − b_gate eʳ``. Pickles are not opened: reading one runs what it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, Natural, checked_class
-from qkscope.maths.dictionary_files import read_dictionary
 from qkscope.maths.relative import random_rotations
 
 ERROR, AFTER, BIAS = "error", "after", "bias"
@@ -36,6 +44,11 @@ NULLS = ("rotated", "random", "features", "tokens")
 SIZES = (1, 2, 5, 10, 20, 50)
 """How many of the largest pairs are taken together."""
 _RIDGE = 1e-8
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+_NEEDS = {"standard": (), "topk": (), "jumprelu": ("threshold",), "gated": ("b_gate", "b_mag", "r_mag")}
+_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)(?:\.(\w+))?")
+_BEFORE, _BEHIND = ("hook_resid_pre", "hook_in", "input"), ("hook_resid_post", "hook_out", "output", None)
+_ADVICE = "save W_enc, W_dec, b_enc and b_dec with safetensors"
 _TENSORS = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold")
 
 
@@ -82,15 +95,13 @@ class Dictionary:
 
     def __post_init__(self) -> None:
         features, width = self.decoder.shape
-        shapes = ((features, width), (width, features), (width,), (features,), (features,))
-        for name, shape in zip(_TENSORS, shapes, strict=True):
-            value = getattr(self, name)
-            if value is not None and tuple(value.shape) != shape:
-                raise BadInput(
-                    f"{name} of {self.name} has shape {tuple(value.shape)}, and {features} features of width {width} "
-                    f"need {shape}."
-                )
-            if value is not None and not bool(value.isfinite().all()):
+        shapes = {"decoder": (features, width), "encoder": (width, features), "decoder_bias": (width,)}
+        for name, value in self._tensors().items():
+            need = shapes.get(name, (features,))
+            if value.shape != need:
+                said = f"{name} of {self.name} has shape {tuple(value.shape)}"
+                raise BadInput(f"{said}, and {features} features of width {width} need {need}.")
+            if not bool(value.isfinite().all()):
                 raise BadInput(f"{name} of {self.name} holds values that are not finite: the dictionary is damaged.")
         if self.k is not None and self.k > features:
             raise BadInput(f"{self.name} has {features} features, of which {self.k} cannot be active.")
@@ -110,7 +121,7 @@ class Dictionary:
         layer : the layer whose input it describes, where the file does not say (``hook_name`` in its header).
         k : as many features are active in a token, where the file does not say.
         """
-        return cls(**read_dictionary(Path(path), layer, k))
+        return cls(**_read_dictionary(Path(path), layer, k))
 
     @property
     def fingerprint(self) -> str:
@@ -140,18 +151,13 @@ class Dictionary:
         x : what enters the layer.
         turn : a rotation about its bias, applied to the whole dictionary.
         """
-        zero = x.new_zeros(x.shape[-1])
-        bias = zero if self.decoder_bias is None else self.decoder_bias.to(x)
-        shift, scale = zero[:1], torch.ones_like(x[..., :1])
-        if self.centred or self.normalize_activations == "layer_norm":
-            shift = x.mean(-1, keepdim=True)
-        y = x - shift
-        if self.normalize_activations == "layer_norm":
-            scale = y.std(-1, keepdim=True)
-            y = y / (scale + 1e-5)
-        elif self.normalize_activations == "constant_norm_rescale":
-            scale = y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
-            y = y / scale
+        bias = x.new_zeros(x.shape[-1]) if self.decoder_bias is None else self.decoder_bias.to(x)
+        normed = self.normalize_activations == "layer_norm"
+        shift = x.mean(-1, keepdim=True) * (self.centred or normed)
+        y, scale = x - shift, torch.ones_like(shift)
+        if self.normalize_activations != "none":
+            scale = y.std(-1, keepdim=True) if normed else y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
+            y = y / (scale + 1e-5 * normed)
         if turn is not None:
             y = bias + (y - bias) @ turn.to(y)
         strength = (y - bias if self.apply_b_dec_to_input else y) @ self.encoder.to(y)
@@ -190,22 +196,9 @@ class Coded(NamedTuple):
 
 
 def null_code(
-    kind: str,
-    dictionary: Dictionary,
-    x: Float[Tensor, "n p d"],
-    coded: Coded,
-    seed: int,
-    there: Bool[Tensor, "n p"] | None = None,
+    kind: str, dictionary: Dictionary, x: Float[Tensor, "n p d"], coded: Coded, seed: int, there: Tensor | None = None
 ) -> Coded:
-    """Codes of a dictionary without meaning.
-
-    Parameters
-    ----------
-    kind : one of `NULLS`.
-    dictionary, x, coded : the true one, the stream, and its codes there.
-    seed : of the draw.
-    there : places that count; codes of others are given to nobody.
-    """
+    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there`` go to nobody."""
     generator = torch.Generator().manual_seed(seed)
     features, width = dictionary.decoder.shape
     if kind == "rotated":
@@ -217,8 +210,8 @@ def null_code(
         order = torch.randperm(features, generator=generator).to(coded.ids.device)
         return coded._replace(ids=torch.where(coded.ids >= 0, order[coded.ids.clamp_min(0)], -1))
     order = torch.arange(x.shape[1]).repeat(len(x), 1)
-    for row, used in enumerate(torch.ones(x.shape[:2], dtype=torch.bool) if there is None else there.cpu()):
-        places = used.nonzero()[:, 0]
+    for row, own in enumerate(order):
+        places = own if there is None else there[row].cpu().nonzero()[:, 0]
         places = places[torch.randperm(len(places), generator=generator)]
         order[row, places] = places.roll(1)  # one cycle: no place keeps its own
     order = order.to(coded.ids.device)[..., None].expand_as(coded.ids)
@@ -263,21 +256,13 @@ class FeatureTerms:
         scale: float,
         rest: tuple[str, ...],
     ) -> FeatureTerms:
-        """From parts of the query and of every key, as the dot product sees them, each with its features' numbers.
+        """From the numbers of features in slots of the query and of every key, and vectors of these and of the rest.
 
         A feature that is active in several keys is one part of the weighted keys.
-
-        Parameters
-        ----------
-        query, key : numbers of features in their slots, and the vectors of these slots and of the rest.
-        weights : of the keys.
-        scale : factor on q·k.
-        rest : what the last vectors are.
         """
         asked, q = query[0], query[1].double()
-        slots = len(asked)
-        q = torch.cat([q[:slots][asked >= 0], q[slots:]])
-        weighted = torch.einsum("p,cpd->cpd", weights.double(), key[1].double())
+        q = torch.cat([q[: len(asked)][asked >= 0], q[len(asked) :]])
+        weighted = weights.double()[:, None] * key[1].double()
         there, slots = (key[0].mT >= 0) & (weights != 0), key[0].shape[1]
         numbers, where = key[0].mT[there].unique(return_inverse=True)
         k = q.new_zeros(len(numbers), q.shape[-1]).index_add(0, where, weighted[:slots][there])
@@ -322,3 +307,90 @@ ENOUGH = 0.8
 """A logit counts as explained by pairs that, the largest first, come as near as this and stay there."""
 NUMBERS = ("logit", "pairs", "gross", "needed", *(f"held_{count}" for count in SIZES))
 """The logit; what pairs of features give; all pairs, signs left out; pairs for 80%; shares of gross by number."""
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _read_dictionary(path: Path, layer: int | None, k: int | None) -> dict[str, Any]:
+    """The fields of a `Dictionary`, from a folder of SAELens or a file of tensors."""
+    if path.name == WEIGHTS and (path.parent / CONFIG).is_file():
+        path = path.parent
+    said: dict[str, Any] = _settings(path) if path.is_dir() else {}
+    tensors, header = _read_tensors(path / WEIGHTS if path.is_dir() else path)
+    if not path.is_dir():
+        said = {"architecture": "jumprelu" if "threshold" in tensors else "standard", **header}
+        k = int(header["k"]) if k is None and "k" in header else k
+    coded = said.get("activation_fn") or said.get("activation_fn_str") or "relu"  # before SAELens 6
+    kind = "topk" if k is not None or coded == "topk" else said["architecture"]
+    k = k or said.get("k") or (said.get("activation_fn_kwargs") or {}).get("k")
+    missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
+    normalises, hook = said.get("normalize_activations") or "none", said.get("hook_name") or said.get("hook_point")
+    place, scaled = _PLACE.fullmatch(str(hook)), said.get("finetuning_scaling_factor")
+    stands = place is not None and place[2] in (*_BEFORE, *_BEHIND)
+    refusals = {
+        f"is a {kind} dictionary, which is not served: {', '.join(_NEEDS)} are": kind not in _NEEDS,
+        f"codes with {coded!r}, which is not served: relu, topk and jumprelu are": coded not in ("relu", "topk"),
+        "codes with topk and does not say how many features are active: give k": kind == "topk" and not k,
+        "scales its codes after training, which is not served: fold the factor into W_dec": scaled,
+        f"was trained on activations scaled by {normalises}, and does not say by how much: fold the scale into its"
+        " weights and save it again": normalises not in ("none", "constant_norm_rescale", "layer_norm"),
+        f"has no {' and no '.join(missing)}, from which codes are made; it holds {', '.join(tensors)}": missing,
+        "does not say where it stands: name the layer whose input it describes (`--dictionary-layer 18` in the shell,"
+        " layer=18 in Python)": layer is None and not hook,
+        f"stands at {hook}, and trace splits the residual stream between layers: take a dictionary of hook_resid_pre or"
+        " hook_resid_post": layer is None and not stands,
+    }
+    for why, holds in refusals.items():
+        if holds:
+            raise BadInput(f"{path} {why}.")
+    loaded = said.get("model_from_pretrained_kwargs")
+    return {
+        **_folded(kind, tensors, bool(said.get("rescale_acts_by_decoder_norm"))),
+        "layer": layer if place is None or layer is not None else int(place[1]) + (place[2] in _BEHIND),
+        "k": k if kind == "topk" else None,
+        "apply_b_dec_to_input": str(said.get("apply_b_dec_to_input", True)).lower() != "false",
+        "normalize_activations": normalises,
+        "centred": isinstance(loaded, dict) and bool(loaded.get("center_writing_weights")),
+        "name": path.name if path.is_dir() else path.stem,
+    }
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What ``cfg.json`` says."""
+    try:
+        said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {"architecture": "standard", **said.get("metadata", {}), **said}
+    except FileNotFoundError:
+        why = f"holds no {CONFIG}: name a folder that SAELens wrote, or a .safetensors file"
+    except (OSError, ValueError, AttributeError, TypeError):
+        why = f"holds a {CONFIG} that is damaged: it should be what SAELens wrote"
+    raise BadInput(f"{folder} {why}.")
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise BadInput(f"there is no dictionary {path}: name a SAELens folder or a .safetensors file.")
+    if path.suffix != ".safetensors":
+        raise BadInput(f"{path} is no .safetensors file, and pickles run what they hold when read: {_ADVICE}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            return {name: file.get_tensor(name).float() for name in names}, dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        raise BadInput(f"{path} is damaged or no safetensors file: {_ADVICE}.") from None
+
+
+def _folded(kind: str, tensors: Mapping[str, Tensor], rescaled: bool) -> dict[str, Tensor | None]:
+    """Encoder and decoder as `Dictionary` codes with them."""
+    encoder, decoder, bias = tensors["W_enc"], tensors["W_dec"], tensors.get("b_enc")
+    threshold = tensors["threshold"] if kind == "jumprelu" else None
+    if kind == "gated":
+        size, bias = tensors["r_mag"].exp(), tensors["b_mag"]
+        encoder, threshold = encoder * size, bias - tensors["b_gate"] * size
+    if kind == "topk" and rescaled:
+        lengths = decoder.norm(dim=-1)
+        encoder, bias = encoder * lengths, None if bias is None else bias * lengths
+        decoder = decoder / lengths.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    made = (decoder, encoder, tensors.get("b_dec"), bias, threshold)
+    return dict(zip(_TENSORS, made, strict=True))

@@ -1,20 +1,13 @@
-"""A relative logit split among writers, and the causal test of that split: edges cut, and edges kept.
+"""Relative logits in numbers: weights of keys, what is measured of attention rows, sums by word, and writers at random.
 
-With ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, and weights w that sum to 0 over the keys (+ on the right ones, − on the
-others),
-
-    ``ℓ = Σ_t w_t scale q·k_t = scale Σ_{c,c'} q_c · Σ_t w_t k_c'(t)``        (pairs; summed over one side: writers)
-
-An edge is one writer's part in one side of one head. To *cut* edges their parts are replaced (by a mean, or by those of
-another prompt) and all else stays; to *keep* edges all the others are replaced. Keys that are not named, the first
-token among them, stay as they are.
+Weights w sum to 0 over the keys, + on the right ones and − on the others: ``ℓ = Σ_t w_t scale q·k_t``. A `Tally` adds
+up what prompts give, by the word they ask for: any number of them takes the same room, and intervals resample words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,17 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkscope.attention import AttentionRows
-from qkscope.draws import derived_seed
-from qkscope.heads import Writer
+from qkscope.heads import Head, Writer
+from qkscope.maths.significance import clustered_bootstrap
 
 METRICS = ("attention", "first", "among", "accuracy", "logit")
 """Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
 
-EdgeSide = Literal["key", "query", "both"]
-EdgeKind = Literal["cut", "keep"]
-SIDES: tuple[EdgeSide, ...] = ("key", "query", "both")
-SIZES = (1, 2, 3, 5, 10)
-RANDOM = "random"
+Side = Literal["query", "key"]
+SIDES: tuple[Side, Side] = ("query", "key")
+PAIRS = 20
 _NEAREST = 8  # MLPs that may stand in for one
 
 
@@ -46,28 +37,162 @@ def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     return right / right.sum(1, keepdim=True).clamp_min(1) - other / other.sum(1, keepdim=True).clamp_min(1)
 
 
-def cancelling(values: Float[Tensor, " c"], total: float) -> float:
-    """How many times over writers give the logit, their signs left out: 1 where no share is negative.
+def metrics(
+    rows: AttentionRows,
+    named: Int[Tensor, "n k"],
+    signs: Int[Tensor, "n k"],
+    q: Float[Tensor, "x n d"] | None = None,
+    k: Float[Tensor, "x n k d"] | None = None,
+    projector: Float[Tensor, "d d"] | None = None,
+) -> Float[Tensor, "x n m"]:
+    """`METRICS` of one head's rows over all tokens, x times over with other queries and other named keys.
 
-    At 3 the negative shares take back half of what the positive ones give.
-
-    >>> cancelling(torch.tensor([4.0, -2.0]), 2.0)
-    3.0
+    Parameters
+    ----------
+    rows : the head's queries with every token of the prompt as a key.
+    named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
+    q, k : what stands instead; the first token's key stays, named or not.
+    projector : put between query and key, to look inside a feature; for the relative logit alone.
     """
-    return float(values.abs().sum()) / abs(total) if total else float("inf")
+    first = rows.present().int().argmax(1)[:, None]  # padding stands before it, or behind the prompt
+    keys = rows.k[:, 0].gather(1, named[..., None].expand(-1, -1, rows.d_head))
+    q = rows.q[None, :, 0] if q is None else q
+    k = keys[None] if k is None else torch.where((named == first)[..., None], keys, k)
+    scale = float(torch.as_tensor(rows.scale).flatten()[0])
+    products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
+    at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
+    columns, shown, right = named[:, None].expand_as(at_named), signs[:, None] != 0, (signs > 0)[:, None]
+    beyond = columns.masked_fill(~shown, products.shape[-1])  # padded slots, which may point at a named key's column
+    products = pad(products, (0, 1)).scatter(-1, beyond, at_named)[..., :-1]
+    attention = rows.attention(products)
+    own = rows.logits(products).gather(-1, columns).masked_fill(~shown, -torch.inf)
+    if projector is not None:
+        at_named = torch.einsum("xnd,xnkd->nxk", q @ projector.to(q), k) * scale
+    measured = [
+        (attention.gather(-1, columns) * right).sum(-1),
+        attention.gather(-1, first[:, None].expand(-1, attention.shape[1], 1))[..., 0],
+        (own.softmax(-1) * right).sum(-1),
+        right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
+        (at_named * relative_weights(signs)[:, None].to(q)).sum(-1),
+    ]
+    return torch.stack(measured, dim=-1).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class Edge:
-    """A row of the table of edges: which were replaced, how they were chosen, and what with."""
+# ---------------------------------------------------------------------- sums by word, and their tables
 
-    side: EdgeSide
-    kind: EdgeKind
-    by: str
-    k: int
-    replaced: Literal["mean", "resample"] = "mean"
-    norms: Literal["held", "live"] = "held"
-    draw: int = 0
+
+class Measurement(NamedTuple):
+    """What every prompt of a batch gives: values by name, how far parts miss their sum, which prompts count."""
+
+    values: Mapping[Any, Float[Tensor, "n *v"]]
+    error: Float[Tensor, " n"] | None = None
+    used: Bool[Tensor, " n"] | None = None
+    kept: Any = None
+
+
+class Tally:
+    """Sums of named vectors by word, how many prompts each word has, and how far parts were from summing, at most.
+
+    Its tensors are as large after the last prompt as after the first.
+
+    Parameters
+    ----------
+    words : all that will come; intervals resample them in this order.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = list(dict.fromkeys(words))
+        self._place = {word: i for i, word in enumerate(self.words)}
+        self.sums: dict[Any, Tensor] = {}
+
+    @classmethod
+    def of_prompt(cls, given: Measurement) -> Tally:
+        """One prompt alone, which has no intervals."""
+        tally = cls([""])
+        tally.add([""], given)
+        return tally
+
+    def add(self, words: Sequence[str], given: Measurement) -> None:
+        """Take in prompts, all or those that count."""
+        used = torch.ones(len(words), dtype=torch.bool) if given.used is None else given.used.cpu()
+        places = torch.tensor([self._place[word] for word in words])[used]
+        for name, value in {**given.values, "count": torch.ones(len(words))}.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros(len(self.words), *value.shape[1:], dtype=torch.float64)
+            self.sums[name].index_add_(0, places, value.cpu().double()[used])
+        missed = torch.zeros(1) if given.error is None or not used.any() else given.error.cpu()[used]
+        self.sums.setdefault("error", torch.zeros(1, dtype=torch.float64)).clamp_(min=float(missed.max()))
+
+    @property
+    def error(self) -> float:
+        """How far parts were from summing, at most."""
+        return float(self.sums["error"])
+
+    @property
+    def rows(self) -> int:
+        """How many prompts there were."""
+        return int(self.sums["count"].sum())
+
+    def mean(self, name: Any) -> Float[Tensor, "*v"]:
+        """The mean over all prompts."""
+        return self.sums[name].sum(0) / self.rows
+
+    def interval(self, name: Any, columns: Any = slice(None)) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
+        """Its 95% interval, of some columns or of all, resampling words; NaN where there is one word alone."""
+        there = self.sums["count"].nonzero()[:, 0]
+        sizes, means = self.sums["count"][there], self.sums[name][there]
+        means = means[:, columns] if means.ndim > 1 else means
+        if len(there) < 2:
+            return (torch.full_like(means[0], torch.nan),) * 2
+        means = means / sizes.view(-1, *[1] * (means.ndim - 1))
+        rows = torch.repeat_interleave(torch.arange(len(there)), sizes.long())
+        return clustered_bootstrap(means[rows], rows)
+
+    def ends(self, name: str, columns: Any = slice(None)) -> list[list[float | None]]:
+        """The ends of intervals as tables have them: None where there are none."""
+        ends: list[list[float | None]] = [end.tolist() for end in self.interval(name, columns)]
+        return ends if len(self.words) > 1 else [[None] * len(end) for end in ends]
+
+    def writer_rows(self, head: Head, names: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
+        """The table of writers: both sides, the largest first (the first ``count``)."""
+        made, total = [], float(self.mean("total"))
+        for side in SIDES:
+            values = self.mean(side)
+            order = values.abs().argsort(descending=True).tolist()[:count]
+            made += [
+                {"head": str(head), "side": side, "writer": names[i], "value": float(values[i]),
+                 "share": float(values[i]) / total if total else None, "low": low, "high": high}
+                for i, low, high in zip(order, *self.ends(side, order), strict=True)
+            ]  # fmt: skip
+        return made
+
+    def pair_rows(self, head: Head, names: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        """The table of pairs."""
+        columns = self.mean("pairs").tolist(), *self.ends("pairs")
+        return [
+            {"head": str(head), "query_writer": names[a], "key_writer": names[b], "value": v, "low": low, "high": high}
+            for (a, b), v, low, high in zip(pairs, *columns, strict=True)
+        ]
+
+    def check_row(self, head: Head, **more: Any) -> dict[str, Any]:
+        """The row of this head in the table ``check``.
+
+        ``cancels``: how many times over writers give the logit, their signs left out: 1 where no share is negative, 3
+        where the negative ones take back half of what the positive ones give.
+        """
+        total, gross = float(self.mean("total")), max(float(self.mean(side).abs().sum()) for side in SIDES)
+        cancels = gross / abs(total) if total else float("inf")
+        return {"head": str(head), "sum_error": self.error, "logit": total, "cancels": cancels, **more,
+                "n": self.rows}  # fmt: skip
+
+
+def strongest_pairs(pairs: Float[Tensor, "c c"]) -> list[tuple[int, int]]:
+    """The largest pairs by size, biases left out."""
+    flat = pairs[:-1, :-1].abs().flatten().argsort(descending=True)[:PAIRS].tolist()
+    return [divmod(i, len(pairs) - 1) for i in flat]
+
+
+# ---------------------------------------------------------------------- some of the writers
 
 
 def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> list[int]:
@@ -110,95 +235,3 @@ def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, lis
     [{'key': [2, 1]}, {'key': [1, 3]}]
     """
     return list({tuple((side, *sorted(own)) for side, own in one.items()): one for one in draws}.values())
-
-
-def edge_masks(
-    edges: Sequence[Edge],
-    scores: Mapping[str, Mapping[str, Float[Tensor, " c"]]],
-    writers: Sequence[Writer],
-    seed: int = 0,
-) -> tuple[Bool[Tensor, "x c"], Bool[Tensor, "x c"]]:
-    """Which parts of the query, and which of the keys, each condition replaces.
-
-    Parameters
-    ----------
-    edges : the conditions.
-    scores : of each way to choose, by side (``query``, ``key``).
-    writers : all but the last, the biases.
-    seed : of the random writers.
-    """
-    masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
-    for row, edge in enumerate(edges):
-        for side, mask in zip(("query", "key"), masks, strict=True):
-            if edge.side not in (side, "both"):
-                continue
-            own = scores["share" if edge.by == RANDOM else edge.by][side]
-            chosen = first_by(own, edge.k, signed=edge.by == "signed")
-            if edge.by == RANDOM:
-                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, edge.k, edge.draw))
-            mask[row, chosen] = True
-            if edge.kind == "keep":
-                mask[row, :-1] = ~mask[row, :-1]
-    return masks[0], masks[1]
-
-
-@dataclass(frozen=True)
-class EdgeRows:
-    """Attention rows of one head in which parts of the query and of named keys can be replaced.
-
-    Parameters
-    ----------
-    rows : the head's queries with every token of the prompt as a key.
-    named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
-    first : column of each prompt's first token.
-    dq, dk : what each writer's part is, less what it is replaced by.
-    projector : put between query and key, to look inside a feature; for the relative logit alone.
-    """
-
-    rows: AttentionRows
-    named: Int[Tensor, "n k"]
-    signs: Int[Tensor, "n k"]
-    first: Int[Tensor, " n"]
-    dq: Float[Tensor, "n c d"]
-    dk: Float[Tensor, "n c k d"]
-    projector: Float[Tensor, "d d"] | None = None
-
-    def keys(self) -> Float[Tensor, "n k d"]:
-        """The named keys as they are."""
-        every = self.rows.k[:, 0]
-        return every.gather(1, self.named[..., None].expand(-1, -1, every.shape[-1]))
-
-    def replaced(self, query: Bool[Tensor, "x c"], key: Bool[Tensor, "x c"]) -> Float[Tensor, "x n m"]:
-        """What is measured once the parts that each condition names are replaced."""
-        q = self.rows.q[None, :, 0] - torch.einsum("xc,ncd->xnd", query.to(self.dq), self.dq)
-        flat = self.dk.flatten(2).transpose(0, 1)  # c n kd
-        moved = (key.to(self.dk) @ flat.flatten(1)).unflatten(1, (len(self.dk), *self.dk.shape[2:]))
-        return self.measure(q, self.keys()[None] - moved)
-
-    def measure(self, q: Float[Tensor, "x n d"], k: Float[Tensor, "x n k d"]) -> Float[Tensor, "x n m"]:
-        """`METRICS` with other queries and other named keys in the rows; the first token's key stays, named or not."""
-        k = torch.where((self.named == self.first[:, None])[..., None], self.keys(), k)
-        scale = float(torch.as_tensor(self.rows.scale).flatten()[0])
-        products = torch.einsum("xnd,ntd->nxt", q, self.rows.k[:, 0]) * scale
-        at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
-        columns = self.named[:, None].expand_as(at_named)
-        shown = self.signs[:, None] != 0
-        beyond = columns.masked_fill(
-            ~shown, products.shape[-1]
-        )  # padded slots, which may point at a named key's column
-        products = pad(products, (0, 1)).scatter(-1, beyond, at_named)[..., :-1]
-        logits, attention = self.rows.logits(products), self.rows.attention(products)
-        own = logits.gather(-1, columns).masked_fill(~shown, -torch.inf)
-        right = (self.signs > 0)[:, None]
-        among = own.softmax(-1)
-        inside = at_named
-        if self.projector is not None:
-            inside = torch.einsum("xnd,xnkd->nxk", q @ self.projector.to(q), k) * scale
-        found = [
-            (attention.gather(-1, columns) * right).sum(-1),
-            attention.gather(-1, self.first[:, None, None].expand(-1, attention.shape[1], 1))[..., 0],
-            (among * right).sum(-1),
-            right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
-            (inside * relative_weights(self.signs)[:, None].to(q)).sum(-1),
-        ]
-        return torch.stack(found, dim=-1).transpose(0, 1)

@@ -63,7 +63,7 @@ class Stage:
     name : of the pieces.
     batches : numbers of the examples of each.
     run : runs one batch.
-    sums : tensors that ``run`` or ``add`` add to in place, from zero on for each piece; in the end they hold the total.
+    sums : tensors that ``run`` or ``add`` make or add to in place, from zero on for each piece; they end as the total.
     add : takes in each part of a batch.
     merge : gives the total of the sum of this name with one more piece; addition by default.
     """
@@ -71,7 +71,7 @@ class Stage:
     name: str
     batches: list[list[int]]
     run: Callable[[list[int]], Any]
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
     add: Callable[[BatchPart[Any]], Any] = lambda part: part.value
     merge: Callable[[str, Tensor, Tensor], Tensor] = lambda name, total, piece: total.add_(piece)
 
@@ -97,7 +97,7 @@ class Stage:
                 own = tensor.cpu()
                 totals[name] = self.merge(name, totals[name], own) if name in totals else own.clone()
         for name, total in totals.items():
-            self.sums[name].copy_(total)
+            self.sums.setdefault(name, torch.empty_like(total)).copy_(total)
         return values
 
 

@@ -2,12 +2,11 @@
 
 Its files, in reading order:
 
-- ``trace``: the verb, which takes a task, a prompt, or texts; one prompt's tables
-- ``rows``: one head on a batch of prompts, split among writers; sums by word, with their tables; a pass over batches
+- ``trace``: the verb, which takes a task, a prompt, or texts; tables and answers of a prompt and of a task
+- ``rows``: one head on a batch of prompts, split among writers, with parts replaced; a pass over all batches
 - ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule
 - ``prompt``: one head on one prompt, any query and any key, split and cut
-- ``task``: a task: chosen on some words, tested on others; whole heads taken out; the answer in words
-- ``edges``: several orders of writers, and edges cut and kept
+- ``edges``: a task: writers chosen in several orders, edges cut and kept, whole heads taken out
 - ``features``: a dictionary's features instead of writers, beside copies without meaning
 - ``many``: first writers of every head, on a task or on texts
 - ``graph``: the depth of one prompt: which tokens the writers read, who wrote there, and why they looked; over many

@@ -1,38 +1,56 @@
-"""Writers chosen on some words, in several ways, and their edges cut and kept on others.
+"""Causal tests of writers: chosen on some words in several ways, cut and kept in one head on others, heads taken out.
 
-Orders of writers, for each side:
+An edge is one writer's part in one side of one head. To *cut* edges their parts are replaced (by a mean, or by those of
+another prompt) and all else stays; to *keep* edges all the others are replaced. Orders of writers, for each side:
 
 - ``share``: by the size of their share of the relative logit; ``signed``: by the share itself
 - ``norm``: by the mean length of their part in this head's queries or keys; ``variance``: by how much that part varies
   (between the keys of a prompt; of queries, between prompts)
 - ``patching``: attribution patching, the gradient of the relative logit through live norms times what differs from the
   mean; ``path``: the fall of the relative logit where the part alone is another prompt's, norms live
+
+A head that is taken out of the running model puts out its mean over all tokens but the first, at every token, for all
+readers. MLPs are live, or held at what they put out before, their answers to the head left standing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.analyses.trace.rows import SIDES, HeadRows, Pass, Tally, metrics_of, strongest_pairs
+from qkscope.analyses.prompts import batches_of, words_of
+from qkscope.analyses.trace.rows import HeadRows, Pass, Tables, answer_signs
+from qkscope.capture.encode import Encoding
+from qkscope.capture.inputs import answer_ids
+from qkscope.capture.patch import Edit
+from qkscope.capture.pick import Capture
+from qkscope.change.whole import held_at, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
-from qkscope.heads import Head, parse_writers
+from qkscope.heads import Head, Writer, parse_writers
+from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
-from qkscope.maths.writers import METRICS, RANDOM, SIZES, Edge, EdgeKind, edge_masks
-from qkscope.maths.writers import SIDES as EDGE_SIDES
-from qkscope.tasks.task import Unit
+from qkscope.maths.writers import METRICS, SIDES, Measurement, Tally, draw_alike, first_by, metrics, strongest_pairs
+from qkscope.runs.work import stream
+from qkscope.tasks.task import ANSWER, Unit
 
 ORDERS = ("share", "signed", "norm", "variance", "patching", "path")
+RANDOM = "random"
+SIZES = (1, 2, 3, 5, 10)
 DRAWS = 20
 OVERSHOOT = 1.1  # above this share of the relative logit, what is kept does more than all writers did
 _BANK = 64  # prompts whose parts may be put into others
+_PROMPTS, _MEANS, _MOST = 48, 32, 3  # prompts tested, prompts that means are taken over, heads taken out at once
+_BATCH = 16
+_KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
+_ACCURACY = METRICS.index("accuracy")
 
 
 @dataclass(frozen=True)
@@ -43,121 +61,95 @@ class Choice:
     ----------
     mean : by side, the mean of what each writer leaves in the residual stream; of keys, right and other ones together.
     bank : by side, what it left in single prompts.
-    scores : of each order, by side.
+    scores : by order and side.
     pairs : mean over prompts.
     """
 
     mean: dict[Side, Float[Tensor, "c d_model"]]
     bank: dict[Side, Float[Tensor, "m c d_model"]]
-    scores: dict[str, dict[str, Float[Tensor, " c"]]]
+    scores: dict[tuple[str, Side], Float[Tensor, " c"]]
     pairs: Float[Tensor, "c c"]
 
 
 def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
     """One pass over the prompts for choosing."""
-    reader, seed = how.reader, how.seed
-    frames = {head: {side: reader.frame(head, side).double() for side in SIDES} for head in reader.heads}
-    tallies = {head: Tally([""], _shapes(len(reader.writers(head.layer)), own["key"])) for head, own in frames.items()}
-    generator = torch.Generator().manual_seed(derived_seed(seed, "banked"))
+    generator = torch.Generator().manual_seed(derived_seed(how.seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
-
-    def measure(indices: list[int]) -> Any:
-        _, every = how.rows(units, indices)
-        path = derived_seed(seed, "path", indices[0])
-        sums = [(rows.head, [""], _sums(rows, frames[rows.head], path)) for rows in every]
-        return sums, [_bank(rows, seed, indices[0]) for rows in every] if banked & set(indices) else []
-
-    pieces = how.add_up("choosing", units, measure, tallies)
-    return {h: _choice(tallies[h], [piece[i] for piece in pieces if piece]) for i, h in enumerate(reader.heads)}
+    scores = {head: _Scores(how.reader, head, how.seed, banked).measure for head in how.reader.heads}
+    tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
+    return {head: _choice(tallies[head], own) for head, own in zip(scores, kept, strict=True)}
 
 
-def _shapes(c: int, frame: Float[Tensor, "d_head d_model"]) -> dict[str, tuple[int, ...]]:
-    """Of what `_sums` gives, for a head with so many writers."""
-    d_head, d_model = frame.shape
-    shapes = {
-        "count": (), "rows": (), "value": (c,), "length": (c,), "framed": (c - 1, d_head), "square": (c - 1,),
-        "within": (c - 1,), "stream": (c - 1, d_model), "along": (c - 1,), "gradient": (d_model,), "path": (c,),
-    }  # fmt: skip
-    return {f"{side} {name}": shape for side in SIDES for name, shape in shapes.items()} | {"pairs": (c, c)}
+class _Scores:
+    """What each prompt for choosing says about the writers of one head."""
+
+    def __init__(self, reader: Reader, head: Head, seed: int, banked: set[int]) -> None:
+        self.seed, self.banked = seed, banked
+        self.frames = {side: reader.frame(head, side).double() for side in SIDES}
+
+    def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
+        """Sums over the places of each prompt, in float64; and parts for the bank."""
+        path, sums = path_effects(rows, derived_seed(self.seed, "path", numbers[0])), {"pairs": rows.pairs}
+        for side in SIDES:
+            stream, shown = rows.stream(side).double(), _shown(rows, side).double()
+            framed = stream @ self.frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
+            counts = shown.sum(1, keepdim=True).clamp_min(1)
+            apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
+            x = rows.entered(side).clone().requires_grad_()
+            with torch.enable_grad():  # of the relative logit, the other side held, norms live
+                gradient = torch.autograd.grad(rows.live(x[None], side).sum(), x)[0].double()
+            own = {
+                "path": path[side],
+                "count": shown.sum(1),
+                "value": rows.marginals[side],
+                "length": torch.einsum("np,ncp->nc", shown, rows.read(side).double().norm(dim=-1)),
+                "framed": torch.einsum("np,ncpd->ncd", shown, framed),
+                "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
+                "within": torch.einsum("np,ncp->nc", shown / counts, apart.square().sum(-1)),
+                "stream": torch.einsum("np,ncpd->ncd", shown, stream),
+                "along": torch.einsum("npd,ncpd->nc", gradient, stream),
+                "gradient": gradient.sum(1),
+            }
+            sums |= {f"{side} {name}": value for name, value in own.items()}
+        return Measurement(sums, kept=self._bank(rows, numbers[0]) if self.banked & set(numbers) else None)
+
+    def _bank(self, rows: HeadRows, address: int) -> dict[str, Tensor]:
+        """What writers left at each prompt's query, and at one of its named keys, drawn."""
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "bank", address))
+        slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(rows.signs.device)
+        keys = rows.stream("key")[torch.arange(len(slots), device=slots.device), :, slots]
+        return {"query": rows.stream("query")[:, :, 0].cpu(), "key": keys.cpu()}
 
 
-def _sums(rows: HeadRows, frames: Mapping[Side, Float[Tensor, "d_head d_model"]], seed: int) -> dict[str, Tensor]:
-    """What a batch gives, summed over its prompts, in float64."""
-    path, sums = path_effects(rows, seed), {"pairs": rows.pairs.sum(0)}
-    for side in SIDES:
-        stream, shown = rows.stream(side).double(), _shown(rows, side).double()
-        framed = stream @ frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
-        counts = shown.sum(1, keepdim=True).clamp_min(1)
-        mean = torch.einsum("np,ncpd->ncd", shown / counts, framed)
-        apart = (framed - mean[:, :, None]).square().sum(-1)
-        gradient = live_gradient(rows, side).double()
-        own = {
-            "path": path[side],
-            "count": shown.sum(),
-            "rows": shown.new_tensor(len(shown)),
-            "value": rows.marginals[side].double().sum(0),
-            "length": torch.einsum("np,ncp->c", shown, rows.read(side).double().norm(dim=-1)),
-            "framed": torch.einsum("np,ncpd->cd", shown, framed),
-            "square": torch.einsum("np,ncp->c", shown, framed.square().sum(-1)),
-            "within": torch.einsum("np,ncp->c", shown / counts, apart),
-            "stream": torch.einsum("np,ncpd->cd", shown, stream),
-            "along": torch.einsum("npd,ncpd->c", gradient, stream),
-            "gradient": gradient.sum((0, 1)),
-        }
-        sums |= {f"{side} {name}": value for name, value in own.items()}
-    return {name: value[None] for name, value in sums.items()}
-
-
-def _choice(tally: Tally, bank: Sequence[dict[str, Tensor]]) -> Choice:
+def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
     """Means and orders."""
-    scores: dict[str, dict[str, Tensor]] = {order: {} for order in ORDERS}
-    mean, sums = {}, {name: value[0] for name, value in tally.sums.items()}
+    mean, scores = dict[Side, Tensor](), dict[tuple[str, Side], Tensor]()
     for side in SIDES:
-        own = {name.removeprefix(f"{side} "): value for name, value in sums.items() if name.startswith(side)}
-        rows, count = own["rows"], own["count"]
-        mean[side] = (own["stream"] / count).float()
-        between = own["square"] / count - (own["framed"] / count).square().sum(-1)
-        ways = {
-            "share": own["value"] / rows,
-            "signed": own["value"] / rows,
-            "norm": own["length"] / count,
-            "variance": pad(between if side == "query" else own["within"] / rows, (0, 1)),
-            "patching": pad((own["along"] - own["stream"] / count @ own["gradient"]) / rows, (0, 1)),
-            "path": own["path"] / rows,
-        }
-        for order in ORDERS:
-            scores[order][side] = ways[order]
-    banked = {side: torch.cat([piece[side] for piece in bank])[:_BANK] for side in SIDES}
-    return Choice(mean, banked, scores, (sums["pairs"] / rows).float())
+        of = {name.removeprefix(f"{side} "): tally.mean(name) for name in tally.sums if name.startswith(side)}
+        stream, count = of["stream"] / of["count"], of["count"]
+        mean[side] = stream.float()
+        between = of["square"] / count - (of["framed"] / count).square().sum(-1)
+        scores["share", side] = scores["signed", side] = of["value"]
+        scores["norm", side] = of["length"] / count
+        scores["variance", side] = pad(between if side == "query" else of["within"], (0, 1))
+        scores["patching", side] = pad(of["along"] - stream @ of["gradient"], (0, 1))
+        scores["path", side] = of["path"]
+    banked = {side: torch.cat([piece[side] for piece in bank if piece])[:_BANK] for side in SIDES}
+    return Choice(mean, banked, scores, tally.mean("pairs").float())
 
 
 def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
     """1 at every place of a side that counts: of keys, those named; the first token only where no other is."""
     if side == "query":
         return torch.ones_like(rows.signs[:, :1])
-    named = rows.signs != 0
-    later = named & (rows.run.columns[:, 1:] != rows.plain.first[:, None])
+    named, first = rows.signs != 0, rows.rows.present().int().argmax(1)
+    later = named & (rows.run.columns[:, 1:] != first[:, None])
     return torch.where(later.any(1, keepdim=True), later, named).long()
 
 
-def _bank(rows: HeadRows, seed: int, address: int) -> dict[str, Tensor]:
-    """What writers left at each prompt's query, and at one of its named keys, drawn."""
-    generator = torch.Generator().manual_seed(derived_seed(seed, "bank", address))
-    slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(rows.signs.device)
-    keys = rows.stream("key")[torch.arange(len(slots), device=slots.device), :, slots]
-    return {"query": rows.stream("query")[:, :, 0].cpu(), "key": keys.cpu()}
-
-
-def live_gradient(rows: HeadRows, side: Side) -> Float[Tensor, "n p d_model"]:
-    """How the relative logit changes with the stream at each place of a side, the other held, norms live."""
-    x = rows.entered(side).clone().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(rows.live(x[None], side).sum(), x)[0]
-
-
 @torch.no_grad()
-def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, " c"]]:
-    """The fall of the relative logit, summed over prompts, where one part alone is another prompt's, norms live."""
+def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
+    """The fall of each relative logit where one part alone is another prompt's, norms live."""
     n, total, device = len(rows.signs), rows.logit(), rows.signs.device
     generator = torch.Generator().manual_seed(seed)
     other = ((torch.arange(n) + torch.randint(1, max(n, 2), (n,), generator=generator)) % n).to(device)
@@ -172,25 +164,51 @@ def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, " c"]]:
             counts = named.sum(1, keepdim=True).clamp_min(1)
             slots = slots.gather(1, torch.arange(slots.shape[1], device=device) % counts)
             donor = donor.gather(2, slots[:, None, :, None].expand_as(donor))
-        falls = []
-        for some in torch.arange(stream.shape[1]).split(16):
-            moved = x[None] + (donor - stream)[:, some].transpose(0, 1)
-            falls.append((total - rows.live(moved, side)).sum(1))
-        effects[side] = torch.cat([*falls, total.new_zeros(1)]).double().cpu()
+        moved = (x[None] + some.transpose(0, 1) for some in (donor - stream).split(16, dim=1))
+        falls = [total - rows.live(some, side) for some in moved]
+        effects[side] = torch.cat([*falls, torch.zeros_like(total)[None]]).T
     return effects
 
 
 # ---------------------------------------------------------------------- cut and kept
 
 
-def all_edges(writers: int, draws: int) -> list[Edge]:
+Edge = dict[str, Any]
+"""Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``."""
+
+
+def all_edges(writers: int) -> list[Edge]:
     """Every condition: each order, each rival replacement of the first one, and random writers."""
-    kinds: tuple[EdgeKind, ...] = ("cut", "keep")
-    cells = list(product(EDGE_SIDES, kinds, [k for k in SIZES if k < writers - 1]))
-    ways: list[Any] = [(by, "mean", "held") for by in ORDERS]
-    ways += [("share", "resample", "held"), ("share", "mean", "live")]
-    edges = [Edge(side, kind, by, k, *way) for by, *way in ways for side, kind, k in cells]
-    return edges + [Edge(side, kind, RANDOM, k, draw=draw) for draw in range(draws) for side, kind, k in cells]
+    ways = [(by, "mean", "held") for by in ORDERS]
+    ways += [("share", "resample", "held"), ("share", "mean", "live"), (RANDOM, "mean", "held")]
+    cells = product(ways, ("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1])
+    names = ("side", "kind", "by", "replaced", "norms", "k")
+    return [dict(zip(names, (side, kind, *way, k), strict=True)) for way, side, kind, k in cells]
+
+
+def edge_masks(
+    edges: Sequence[tuple[Edge, int]], scores: Mapping[Any, Tensor], writers: Sequence[Writer], seed: int = 0
+) -> Bool[Tensor, "2 x c"]:
+    """Which parts of the query, and which of the keys, each condition replaces.
+
+    Parameters
+    ----------
+    edges : the conditions, each with the number of its draw.
+    scores : by order and side.
+    writers : all but the last, the biases.
+    seed : of the random writers.
+    """
+    masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
+    for (row, (edge, draw)), (at, side) in product(enumerate(edges), enumerate(SIDES)):
+        if edge["side"] in (side, "both"):
+            by, k = "share" if edge["by"] == RANDOM else edge["by"], edge["k"]
+            chosen = first_by(scores[by, side], k, signed=by == "signed")
+            if edge["by"] == RANDOM:
+                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, k, draw))
+            masks[at, row, chosen] = True
+            if edge["kind"] == "keep":
+                masks[at, row, :-1] = ~masks[at, row, :-1]
+    return masks
 
 
 class EdgeTest:
@@ -199,72 +217,42 @@ class EdgeTest:
     def __init__(self, head: Head, writers: Sequence[str], chosen: Choice, seed: int, draws: int = DRAWS) -> None:
         self.head, self.chosen, self.seed = head, chosen, seed
         self.writers, self.pairs, self.draws = writers, strongest_pairs(chosen.pairs), draws
-        self.edges, self.cells = (all_edges(len(writers), count) for count in (draws, 1))  # random ones count once
+        self.cells = all_edges(len(writers))
+        drawn = [(i, draw) for i, edge in enumerate(self.cells) for draw in range(draws if edge["by"] == RANDOM else 1)]
+        self.cell_of, self.edges = torch.tensor([i for i, _ in drawn]), [(self.cells[i], draw) for i, draw in drawn]
         self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head)))
-        places = {edge: i for i, edge in enumerate(self.cells)}
-        self.cell_of = torch.tensor([places[replace(edge, draw=0)] for edge in self.edges])
 
-    def tally(self, words: Iterable[str]) -> Tally:
-        """An empty one, for what `measure` gives."""
-        c, m = len(self.writers), len(METRICS)
-        shapes = {"total": (), "query": (c,), "key": (c,), "whole": (m,), "pairs": (len(self.pairs),)}
-        return Tally(sorted(words), {**shapes, "edges": (len(self.cells), m)})
-
-    def measure(self, rows: HeadRows, numbers: Int[Tensor, " n"]) -> tuple[dict[str, Float[Tensor, "n *v"]], Tensor]:
-        """What every prompt of a batch gives, and the error of its sums; ``numbers`` address other prompts."""
-        values, error = rows.given(self.pairs)
-        whole = metrics_of(rows.rows, rows.plain.named, rows.signs).cpu()
+    def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
+        """Writers, pairs and every condition; ``numbers`` address other prompts."""
+        given, whole = rows.given(self.pairs), rows.measure()[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
-        drawn = draw_bits(
-            derived_seed(self.seed, "resample"), numbers.cpu()[:, None], torch.arange(1 + rows.signs.shape[1])
-        )
-        donors = {"mean": None, "resample": (drawn % len(self.chosen.bank["query"])).to(rows.signs.device)}
-        for way in dict.fromkeys((edge.replaced, edge.norms) for edge in self.edges):
-            index = torch.tensor([i for i, edge in enumerate(self.edges) if (edge.replaced, edge.norms) == way])
-            replaced, norms = way
-            run = self._live if norms == "live" else self._held
-            measured[index] = run(rows, self.instead(rows, donors[replaced]), index).cpu()
+        ways = [(edge["replaced"], edge["norms"]) for edge, _ in self.edges]
+        for replaced, norms in dict.fromkeys(ways):
+            index = torch.tensor([i for i, way in enumerate(ways) if way == (replaced, norms)])
+            instead = self.instead(rows, numbers if replaced == "resample" else None)
+            measured[index] = rows.replaced(instead, self.masks[:, index], norms).cpu()
         cells = whole.new_zeros(len(self.cells), *whole.shape).index_add(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
-        return {**values, "whole": whole, "edges": cells.transpose(0, 1)}, error
+        return given._replace(values={**given.values, "whole": whole, "edges": cells.transpose(0, 1)})
 
-    def instead(self, rows: HeadRows, donors: Int[Tensor, "n p"] | None) -> dict[Side, Float[Tensor, "*n c p d_model"]]:
-        """What parts of the stream are replaced by, by side: their means, or those of these prompts of the bank."""
-        device = rows.signs.device
-        if donors is None:
+    def instead(self, rows: HeadRows, numbers: list[int] | None = None) -> dict[Side, Float[Tensor, "*n c p d_model"]]:
+        """What parts of the stream are replaced by, by side: their means, or those of prompts of the bank, drawn."""
+        device, bank = rows.signs.device, self.chosen.bank
+        if numbers is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
-        keys = self.chosen.bank["key"].to(device)[donors[:, 1:]].transpose(1, 2)
-        return {"query": self.chosen.bank["query"].to(device)[donors[:, 0]][:, :, None], "key": keys}
+        address, slots = torch.tensor(numbers)[:, None], torch.arange(1 + rows.signs.shape[1])
+        donors = draw_bits(derived_seed(self.seed, "resample"), address, slots) % len(bank["query"])
+        return {side: bank[side][donors[:, rows.run.at(side)]].transpose(1, 2).to(device) for side in SIDES}
 
-    def _held(self, rows: HeadRows, instead: Mapping[Side, Tensor], index: Int[Tensor, " x"]) -> Float[Tensor, "x n m"]:
-        edges = rows.edges(instead)
-        query, key = (mask[index].to(edges.signs.device).split(128) for mask in self.masks)
-        return torch.cat([edges.replaced(q, k) for q, k in zip(query, key, strict=True)])
-
-    @torch.no_grad()
-    def _live(self, rows: HeadRows, instead: Mapping[Side, Tensor], index: Int[Tensor, " x"]) -> Float[Tensor, "x n m"]:
-        """Parts replaced in the residual stream, and the head's norms run again."""
-        measured = []
-        for some in index.split(8):
-            made = {}
-            for side, masks in zip(SIDES, self.masks, strict=True):
-                x, away = rows.entered(side), rows.stream(side) - instead[side]
-                moved = masks[some, :-1].to(x) @ away.transpose(0, 1).flatten(1)
-                made[side] = rows.run.live(self.head, side, x[None] - moved.unflatten(1, (len(x), *x.shape[1:])))
-            measured.append(rows.plain.measure(made["query"][:, :, 0], made["key"]))
-        return torch.cat(measured)
-
-    def tables(self, tally: Tally) -> dict[str, list[dict[str, Any]]]:
+    def tables(self, tally: Tally) -> Tables:
         """Rows of ``writers``, ``pairs``, ``edges`` and ``check``."""
-        values, (low, high), total = tally.mean("edges"), tally.interval("edges"), float(tally.mean("total"))
-        accuracy, edges = METRICS.index("accuracy"), []
-        for i, edge in enumerate(self.cells):
-            *measured, logit = values[i].tolist()
+        values, total, edges = tally.mean("edges").tolist(), float(tally.mean("total")), []
+        lows, highs = (end[:, _ACCURACY].tolist() for end in tally.interval("edges"))
+        for edge, (*measured, logit), low, high in zip(self.cells, values, lows, highs, strict=True):
             edges.append({
-                "head": str(self.head), "side": edge.side, "kind": edge.kind, "by": edge.by, "replaced": edge.replaced,
-                "norms": edge.norms, "k": edge.k, **dict(zip(METRICS, measured, strict=False)),
-                "logit_kept": logit / total, "overshoots": logit / total > OVERSHOOT, "low": float(low[i, accuracy]),
-                "high": float(high[i, accuracy]), "n": tally.rows, "draws": self.draws if edge.by == RANDOM else 1,
+                "head": str(self.head), **edge, **dict(zip(METRICS, measured, strict=False)),
+                "logit_kept": logit / total, "overshoots": logit / total > OVERSHOOT, "low": low, "high": high,
+                "n": tally.rows, "draws": self.draws if edge["by"] == RANDOM else 1,
             })  # fmt: skip
         whole = dict(zip(METRICS[:-1], tally.mean("whole").tolist(), strict=False))
         return {
@@ -273,3 +261,76 @@ class EdgeTest:
             "edges": edges,
             "check": [tally.check_row(self.head, **whole)],
         }
+
+
+# ---------------------------------------------------------------------- whole heads
+
+
+def whole_heads(
+    how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
+) -> list[dict[str, Any]]:
+    """Take out the first one, two and three head writers, and as many others of their layers."""
+    reader, scope, words = how.reader, how.reader.scope, words_of(units)
+    writers = parse_writers(reader.writers(head.layer))
+    only = [writer for writer in writers if writer.head]
+    order = first_by(chosen.scores["share", "query"].abs() + chosen.scores["share", "key"].abs(), len(writers))
+    first = [only.index(writers[i]) for i in order if writers[i].head][:_MOST]
+    if not first:
+        return []
+    encoded = scope.encode([unit[0] for unit in choosing[:_MEANS]], chat=how.chat)
+    shown = encoded.inputs["attention_mask"].bool().clone()
+    shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
+    sums = summed_outputs(scope, encoded.inputs, shown)
+    cases: list[Any] = [(size, mlps, kind) for size in range(1, len(first) + 1) for mlps, kind in _KINDS]
+
+    def edits(indices: list[int], size: int, kind: str) -> list[Edit]:
+        out = [first[:size]] * len(indices)
+        if kind == "random":  # each prompt has heads of its own
+            out = [draw_alike(first[:size], only, derived_seed(how.seed, "whole", size, i)) for i in indices]
+        taken = {other: [c in own for own in out] for c, writer in enumerate(only) if (other := writer.head)}
+        return [
+            Edit.outputs(other, torch.tensor(rows), (sums[other.layer][other.index] / shown.sum().cpu()).float())
+            for other, rows in taken.items()
+            if any(rows)
+        ]
+
+    def run(indices: list[int]) -> tuple[list[str], Measurement]:
+        encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
+        capture = partial(scope.capture_inputs, encoded, places=encoded.everywhere(), heads=[head], logits=True)
+        with noted(part for block in reader.blocks for part in block.parts) as outputs:
+            captured: dict[Any, Capture] = {None: capture()}
+        for size, mlps, kind in cases:
+            with held_at(outputs if mlps == "held" else {}):
+                captured[size, mlps, kind] = capture(edits=edits(indices, size, kind))
+        values = {case: _measured(how, encoded, one) for case, one in captured.items()}
+        return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
+
+    tally = Tally(sorted(words[:_PROMPTS]))
+    for batch in stream(batches_of(units[:_PROMPTS], _BATCH), run, how.progress):
+        tally.add(*batch)
+    before, rows = float(tally.mean(None)[-1]), []
+    for case in (None, *cases):
+        size, mlps, kind = case or (0, "live", "chosen")
+        values, (low, high) = tally.mean(case).tolist(), tally.interval(case)
+        named = ", ".join(str(only[c]) for c in first[:size]) or "none"
+        rows.append({
+            "head": str(head), "removed": f"{size} others of their layers" if kind == "random" else named,
+            "size": size, "mlps": mlps, "kind": kind, **dict(zip(METRICS, values, strict=False)),
+            "low": float(low[_ACCURACY]), "high": float(high[_ACCURACY]), "answer_before": before,
+            "answer": values[-1], "n": tally.rows, "draws": tally.rows if kind == "random" else 1,
+        })  # fmt: skip
+    return rows
+
+
+def _measured(how: Pass, encoded: Encoding, captured: Capture) -> Float[Tensor, "n m"]:
+    """`METRICS` of the head, and the probability of the right answer: the one named, or the right keys' own tokens."""
+    assert captured.logits is not None
+    named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
+    measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
+    tokens, right = encoded.inputs["input_ids"].gather(1, named), encoded.labels[ANSWER] > 0
+    answers = answer_ids(how.reader.scope, encoded.examples, how.chat)
+    chances = []
+    for row, own in enumerate(captured.logits.softmax(-1)):
+        answer = answers[int(encoded.example[row])]
+        chances.append(own[tokens[row][right[row]] if answer is None else answer[0]].sum())
+    return torch.cat([measured, torch.stack(chances)[:, None]], dim=1).cpu()

@@ -7,66 +7,52 @@ measured on those for testing; of one prompt the largest are shown.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, words_of
+from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.prompt import PromptTrace
-from qkscope.analyses.trace.rows import SIDES, HeadRows, Pass, Tables, Tally, join_tables, metrics_of
-from qkscope.analyses.trace.verdicts import says_right
+from qkscope.analyses.trace.rows import HeadRows, Pass, Tables
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.run import Parts, Side
-from qkscope.maths.dictionaries import (
-    AFTER,
-    BIAS,
-    ERROR,
-    NULLS,
-    NUMBERS,
-    SIZES,
-    Coded,
-    Dictionary,
-    FeatureTerms,
-    null_code,
-)
-from qkscope.maths.writers import METRICS
+from qkscope.linear.run import Parts
+from qkscope.maths import dictionaries
+from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, Coded, Dictionary, FeatureTerms, null_code
+from qkscope.maths.writers import METRICS, SIDES, Measurement, Side, Tally
 from qkscope.tasks.task import Unit
 
 SHOWN = 20
 OTHERS = "other features"
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
-_AT = {name: place for place, name in enumerate(NUMBERS)}
+_AT = {name: place for place, name in enumerate(dictionaries.NUMBERS)}
+_LOOKS = ("attention", "first", "accuracy")
+_ABOUT = ("active_query", "active_key", "lost", "whole", *_LOOKS)
 _CALLED = {
-    "rotated": "rotated",
-    "random": "random",
+    "rotated": "a rotated dictionary",
+    "random": "a random dictionary",
     "features": "codes of other features",
     "tokens": "codes of other tokens",
 }
-_OWNERS = {**_CALLED, "rotated": "a rotated dictionary", "random": "a random dictionary"}
 
 
 def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary) -> None:
     """Refuse a dictionary of another width than the model, or one that stands behind what a head reads."""
     width = scope.model.get_input_embeddings().weight.shape[-1]
     width = getattr(scope.model.config.get_text_config(), "hidden_size", width)
-    if dictionary.decoder.shape[1] != width:
-        raise BadInput(
-            f"{dictionary.name} has width {dictionary.decoder.shape[1]}, and the residual stream of {scope.name} has "
-            f"{width}: take a dictionary of this model."
-        )
+    if (own := dictionary.decoder.shape[1]) != width:
+        wide = f"has width {own}, and the residual stream of {scope.name} has {width}"
+        raise BadInput(f"{dictionary.name} {wide}: take a dictionary of this model.")
     for head in heads:
         if dictionary.layer > head.layer:
-            raise BadInput(
-                f"{dictionary.name} stands before layer {dictionary.layer}, and {head} reads what enters layer "
-                f"{head.layer}: take a dictionary of that layer or an earlier one."
-            )
+            late = f"stands before layer {dictionary.layer}, and {head} reads what enters layer {head.layer}"
+            raise BadInput(f"{dictionary.name} {late}: take a dictionary of that layer or an earlier one.")
 
 
 class FeatureSplit:
@@ -105,40 +91,8 @@ class FeatureSplit:
             AFTER: rows.run.entered[rows.head.layer][:, places] - x,
             BIAS: coded.bias.expand_as(x),
         }
-        pieces = [Parts(["feature"] * features.shape[1], features)]
-        pieces += [Parts([name], rest[name][:, None]) for name in self.rest]
+        pieces = [Parts(["feature"], features), *(Parts([name], rest[name][:, None]) for name in self.rest)]
         return rows.run.read(rows.head, side, pieces, places)
-
-    def measure(self, choice: FeatureChoice, draws: int, seed: int, address: int) -> tuple[dict[str, Tensor], Tensor]:
-        """What a `Tally` takes of each prompt, and how far parts are from summing to the logit.
-
-        ``values`` is what `FeatureChoice.of` gives; ``numbers`` are `NUMBERS` of the dictionary, then of so many draws
-        of each null; ``about``: active features of the query, of a key; the squares of the error, and of the stream
-        less the bias; behind them the attention on the right key, on the first token, and whether it is the first of
-        the named ones.
-        """
-        own = self.terms()
-        every = [own]
-        for kind in NULLS:
-            for draw in range(draws):
-                where = (address,) if kind == "tokens" else ()  # the others are dictionaries, the same for all prompts
-                drawn = derived_seed(seed, "dictionary", kind, draw, *where)
-                every.append(self.terms(null_code(kind, self.dictionary, self.x, self.coded, drawn, self.there)))
-        numbers = torch.stack([torch.stack([terms.numbers() for terms in one]) for one in every], dim=1)
-        active, weight = self.coded.active.double(), self.there.double()
-        stream = self.x - self.coded.bias
-        lost = stream - self.coded.parts().sum(-2)
-        squares = [(v.double().square().sum(-1) * weight).sum(1) for v in (lost, stream)]
-        keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
-        measured = metrics_of(self.rows.rows, self.rows.plain.named, self.rows.signs).double()
-        looks = [measured[:, METRICS.index(name)] for name in ("attention", "first", "accuracy")]
-        largest = [max(abs(v) for side in terms.marginals().values() for v in side.values()) for terms in own]
-        sums = torch.tensor([float(terms.values.sum()) for terms in own])
-        return {
-            "values": torch.stack([choice.of(terms) for terms in own]),
-            "numbers": numbers,
-            "about": torch.stack([active[:, 0], keys, *squares, *looks], dim=1),
-        }, (sums - self.rows.logit().cpu()).abs() / torch.tensor(largest)
 
 
 def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
@@ -146,205 +100,177 @@ def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
     return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
 
 
-class FeatureChoice(NamedTuple):
-    """Pairs and features to show, by number."""
+def choose_features(how: Pass, units: Sequence[Unit], dictionary: Dictionary) -> dict[Head, list[Any]]:
+    """By head, the pairs and the features of each side that are largest on average over some prompts."""
 
-    pairs: list[tuple[int, int]]
-    features: dict[str, list[int]]
+    def choose() -> list[Any]:
+        terms: dict[Head, list[FeatureTerms]] = {head: [] for head in how.reader.heads}
+        for indices in batches_of(units, how.batch_size):
+            for rows in how.rows(units, indices)[1]:
+                terms[rows.head] += FeatureSplit(rows, dictionary).terms()
+        return [largest(own) for own in terms.values()]
 
-    @classmethod
-    def of_terms(cls, terms: Sequence[FeatureTerms]) -> FeatureChoice:
-        """The largest on average."""
-        pairs: dict[Any, float] = {}
-        sides: dict[str, dict[Any, float]] = {side: {} for side in SIDES}
-        for own in terms:
-            for g, f, value in own.largest(own.pairs.numel()):
-                pairs[g, f] = pairs.get((g, f), 0.0) + value
-            for side, values in own.marginals().items():
-                for part, value in values.items():
-                    if isinstance(part, int):
-                        sides[side][part] = sides[side].get(part, 0.0) + value
-        first, *others = (sorted(sums, key=lambda one: -abs(sums[one]))[:SHOWN] for sums in (pairs, *sides.values()))
-        return cls(first, dict(zip(sides, others, strict=True)))
+    return dict(zip(how.reader.heads, how.job.once("features chosen", choose), strict=True))
 
-    def of(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
-        """What they give in one prompt: pairs; of each side features, the rest, and all other features."""
+
+def largest(terms: Sequence[FeatureTerms]) -> list[Any]:
+    """The pairs, and the features of the query and of the key, that give most on average."""
+    sums = [Counter[Any](), *(Counter[Any]() for _ in SIDES)]
+    for own in terms:
+        sums[0].update({(g, f): value for g, f, value in own.largest(own.pairs.numel())})
+        for counter, values in zip(sums[1:], own.marginals().values(), strict=True):
+            counter.update({part: value for part, value in values.items() if isinstance(part, int)})
+    return [sorted(counter, key=lambda name: -abs(counter[name]))[:SHOWN] for counter in sums]
+
+
+class FeatureTest:
+    """Chosen pairs and features of one head, and what they give in each prompt, beside copies without meaning.
+
+    Parameters
+    ----------
+    head, dictionary : whose logit, and what splits it.
+    chosen : pairs to be shown, then features of the query and of the key, by number.
+    draws : of each null.
+    seed : of them.
+    """
+
+    def __init__(
+        self, head: Head, dictionary: Dictionary, chosen: Sequence[Sequence[Any]], draws: int, seed: int
+    ) -> None:
+        self.head, self.dictionary, self.draws, self.seed = head, dictionary, draws, seed
+        self.pairs, self.rest = [(g, f) for g, f in chosen[0]], rest_of(dictionary, head)
+        self.parts: dict[str, list[Any]] = {
+            side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)
+        }
+
+    def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
+        """Parts of the logit, `NUMBERS` of the dictionary and of its copies, and what the codes are like.
+
+        What is kept is how many pairs it takes for most of the logit, of each prompt and dictionary.
+        """
+        split = FeatureSplit(rows, self.dictionary)
+        x, coded, there, terms = split.x, split.coded, split.there, split.terms()
+        every = [terms]
+        for kind in NULLS:
+            for draw in range(self.draws):
+                where = numbers[:1] if kind == "tokens" else ()  # the others are dictionaries, the same for all prompts
+                seed = derived_seed(self.seed, "dictionary", kind, draw, *where)
+                every.append(split.terms(null_code(kind, self.dictionary, x, coded, seed, there)))
+        compared = torch.stack([torch.stack([own.numbers() for own in some]) for some in every], dim=1)
+        active, weight, stream = coded.active.double(), there.double(), x - coded.bias
+        keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
+        squares = [
+            (part.double().square().sum(-1) * weight).sum(1) for part in (stream - coded.parts().sum(-2), stream)
+        ]
+        looks = [rows.measure()[0, :, METRICS.index(name)].double() for name in _LOOKS]
+        parts = [max(abs(value) for side in own.marginals().values() for value in side.values()) for own in terms]
+        missed = torch.tensor([float(own.values.sum()) for own in terms]) - rows.logit().cpu()
+        values = {
+            "values": torch.stack([self.given(own) for own in terms]),
+            "numbers": compared,
+            "about": torch.stack([active[:, 0], keys, *squares, *looks], dim=1),
+        }
+        return Measurement(values, missed.abs() / torch.tensor(parts), kept=compared[..., _AT["needed"]])
+
+    def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
+        """What pairs give in one prompt; of each side features, the rest, and all other features."""
         at = [{int(f): i for i, f in enumerate(ids)} for ids in (terms.query, terms.key)]
         given = [float(terms.pairs[at[0][g], at[1][f]]) if g in at[0] and f in at[1] else 0.0 for g, f in self.pairs]
-        for side, values in terms.marginals().items():
-            parts: list[int | str] = [*self.features[side], *terms.rest]
-            named = [values.pop(part, 0.0) for part in parts]
-            given += [*named, sum(values.values())]
+        for side, own in terms.marginals().items():
+            given += [own.pop(part, 0.0) for part in self.parts[side]]
+            given.append(sum(own.values()))
         return torch.tensor(given, dtype=torch.float64)
 
-    def size(self, rest: tuple[str, ...]) -> int:
-        """How many numbers `of` gives."""
-        return len(self.pairs) + sum(len(own) + len(rest) + 1 for own in self.features.values())
-
-    def tables(self, head: Head, rest: tuple[str, ...], tally: Tally, needed: Float[Tensor, "n x"]) -> Tables:
-        """Pairs, parts, copies, what few pairs hold, and the check.
-
-        Parameters
-        ----------
-        head, rest : whose logit, and which parts of it are no features.
-        tally : of what `FeatureSplit.measure` gives.
-        needed : pairs for most of the logit, of each prompt and dictionary, of which the median is told.
-        """
-        numbers = tally.mean("numbers")
+    def tables(self, tally: Tally, needed: Float[Tensor, "n x"]) -> Tables:
+        """Pairs, parts, copies, what few pairs hold, and the check; of the pairs needed the median is told."""
+        numbers, head = tally.mean("numbers"), str(self.head)
         columns = [column.tolist() for column in (tally.mean("values"), *tally.interval("values"))]
-        logit, name = float(numbers[0, 0]), str(head)
+        logit = float(numbers[0, 0])
         rows = [{"value": v, "share": v / logit, "low": a, "high": b} for v, a, b in zip(*columns, strict=True)]
-        pairs = [{"head": name, "query_feature": f"f{g}", "key_feature": f"f{f}", **rows.pop(0)} for g, f in self.pairs]
+        pairs = [{"head": head, "query_feature": f"f{g}", "key_feature": f"f{f}", **rows.pop(0)} for g, f in self.pairs]
         parts = [
-            {"head": name, "side": side, "part": part, **rows.pop(0)}
+            {"head": head, "side": side, "part": f"f{part}" if isinstance(part, int) else part, **rows.pop(0)}
             for side in SIDES
-            for part in (*(f"f{f}" for f in self.features[side]), *rest, OTHERS)
+            for part in (*self.parts[side], OTHERS)
         ]
-        copies, held = _copies(name, numbers, tally.interval("numbers", [0]), needed)
-        active_query, active_key, lost, whole, attention, first, accuracy = tally.mean("about").tolist()
+        about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
         check = {
-            "head": name, "sum_error": float(tally.error), "logit": logit,
-            "cancels": float(numbers[0, _AT["gross"]]) / abs(logit), "attention": attention, "first": first,
-            "accuracy": accuracy, "active_query": active_query, "active_key": active_key, "lost": lost / whole,
-            "n": tally.rows,
+            "head": head, "sum_error": tally.error, "logit": logit,
+            "cancels": float(numbers[0, _AT["gross"]]) / abs(logit), **{name: about[name] for name in _LOOKS},
+            "active_query": about["active_query"], "active_key": about["active_key"],
+            "lost": about["lost"] / about["whole"], "n": tally.rows,
         }  # fmt: skip
+        copies, held = self._copies(numbers, tally.interval("numbers", [0]), needed)
         pairs.sort(key=lambda row: -abs(row["value"]))
         return {"feature_pairs": pairs, "features": parts, "copies": copies, "held": held, "check": [check]}
 
-
-def _copies(
-    head: str, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor], needed: Float[Tensor, "n x"]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The dictionary with its interval over words, each null with the lowest and highest of its draws."""
-    own, draws = numbers[0], (len(numbers) - 1) // len(NULLS)
-    copies, held = [], []
-    for place, kind in enumerate(("dictionary", *NULLS)):
-        mine = slice(1 + (place - 1) * draws, 1 + place * draws) if place else slice(0, 1)
-        means = numbers[mine]
-        ends = (means.amin(0), means.amax(0)) if place else tuple(end[0] for end in interval)
-        row: dict[str, Any] = {"head": head, "kind": kind}
-        for name, column, per in (("explained", "pairs", own[0]), ("first", "held_1", 1), ("ten", "held_10", 1)):
-            at = _AT[column]
-            least, most = sorted(float(end[at] / per) for end in ends)  # a logit below 0 turns them round
-            row |= {name: float(means[:, at].mean() / per), f"{name}_low": least, f"{name}_high": most}
-        middle = float(needed[:, mine].median(0).values.median())
-        below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
-        copies.append({**row, "needed": middle, "below": below, "draws": len(means)})
-        for size in SIZES:
-            at = _AT[f"held_{size}"]
-            held.append({"head": head, "kind": kind, "k": size, "held": float(means[:, at].mean()),
-                         "low": float(ends[0][at]), "high": float(ends[1][at])})  # fmt: skip
-    return copies, held
+    def _copies(
+        self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor], needed: Float[Tensor, "n x"]
+    ) -> list[list[dict[str, Any]]]:
+        """The dictionary with its interval over words, each null with the lowest and highest of its draws."""
+        own, copies, held = numbers[0], [], []
+        for place, kind in enumerate(("dictionary", *NULLS)):
+            mine = slice(1 + (place - 1) * self.draws, 1 + place * self.draws) if place else slice(0, 1)
+            means = numbers[mine]
+            ends = (means.amin(0), means.amax(0)) if place else tuple(end[0] for end in interval)
+            row: dict[str, Any] = {"head": str(self.head), "kind": kind}
+            for name, column, per in (("explained", "pairs", own[0]), ("first", "held_1", 1), ("ten", "held_10", 1)):
+                at = _AT[column]
+                least, most = sorted(float(end[at] / per) for end in ends)  # a logit below 0 turns them round
+                row |= {name: float(means[:, at].mean() / per), f"{name}_low": least, f"{name}_high": most}
+            middle = float(needed[:, mine].median(0).values.median())
+            below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
+            copies.append({**row, "needed": middle, "below": below, "draws": len(means)})
+            for size in dictionaries.SIZES:
+                at = _AT[f"held_{size}"]
+                held.append({"head": str(self.head), "kind": kind, "k": size, "held": float(means[:, at].mean()),
+                             "low": float(ends[0][at]), "high": float(ends[1][at])})  # fmt: skip
+        return [copies, held]
 
 
-# ---------------------------------------------------------------------- a prompt, and a task
-
-
-def features_of_prompt(
-    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int, alone: bool
-) -> tuple[Tables, str]:
-    """Tables and the answer of one head on one prompt: its largest pairs are shown."""
-    run, used = one.run, one.weights[0].nonzero()[:, 0]
-    rows = HeadRows(run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
-    split = FeatureSplit(rows, dictionary.to(run.row.device))
-    choice = FeatureChoice.of_terms(split.terms())
-    values, error = split.measure(choice, draws, seed, 0)
-    needed = values["numbers"][..., _AT["needed"]]
-    tables = choice.tables(one.head, split.rest, Tally.of_prompt(values, error), needed)
-    answer = says_pairs(one.where(), tables, alone)
+def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int) -> tuple[str, Tables]:
+    """The answer and tables of one head on one prompt: its largest pairs are shown."""
+    used = one.weights[0].nonzero()[:, 0]
+    rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
+    test = FeatureTest(one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed)
+    given = test.measure(rows, [0])
+    tables = test.tables(Tally.of_prompt(given), given.kept)
     tables["check"][0] |= {"query": one.asked.query, "key": one.key}
-    return {**tables, "tokens": one.token_rows()}, answer
-
-
-def features_of_task(
-    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], dictionary: Dictionary, draws: int
-) -> tuple[Tables, str]:
-    """Tables and the answer: pairs chosen on the words for choosing, all else on those for testing."""
-    heads, dictionary = how.reader.heads, dictionary.to(how.reader.scope.device)
-    how = replace(how, layers=[dictionary.layer])
-
-    def choose() -> list[Any]:
-        terms: dict[Head, list[FeatureTerms]] = {head: [] for head in heads}
-        for indices in batches_of(choosing, how.batch_size):
-            for rows in how.rows(choosing, indices)[1]:
-                terms[rows.head] += FeatureSplit(rows, dictionary).terms()
-        return [list(FeatureChoice.of_terms(own)) for own in terms.values()]
-
-    choices, words = {}, words_of(units)
-    for head, (pairs, features) in zip(heads, how.job.once("features chosen", choose), strict=True):
-        choices[head] = FeatureChoice([(g, f) for g, f in pairs], features)
-    shapes: Any = {"numbers": (1 + len(NULLS) * draws, len(NUMBERS)), "about": (7,)}
-    asked = [words[i] for indices in batches_of(units, how.batch_size) for i in indices]
-    tallies = {h: Tally(asked, {**shapes, "values": (own.size(rest_of(dictionary, h)),)}) for h, own in choices.items()}
-
-    def measure(indices: list[int]) -> Any:
-        numbers, every = how.rows(units, indices)
-        asking, given = [words[i] for i in numbers], []
-        for rows in every:
-            own = FeatureSplit(rows, dictionary).measure(choices[rows.head], draws, how.seed, indices[0])
-            given.append((rows.head, asking, *own))
-        return given, [values["numbers"][..., _AT["needed"]] for _, _, values, _ in given]
-
-    kept = how.add_up("features", units, measure, tallies, last=True)
-    needed = (torch.cat(batches) for batches in zip(*kept, strict=True))
-    every = [
-        choices[h].tables(h, rest_of(dictionary, h), tallies[h], own) for h, own in zip(heads, needed, strict=True)
-    ]
-    said = [says_pairs(says_right(own["check"][0]), own, len(heads) == 1) for own in every]
-    return join_tables(every), " ".join(said)
-
-
-def made_by(dictionary: Dictionary, draws: int) -> dict[str, Any]:
-    """What a result says of the dictionary, and of its copies."""
-    return {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint, "draws": draws}
+    return says_pairs(one.where(), tables), {**tables, "tokens": one.token_rows()}
 
 
 # ---------------------------------------------------------------------- in words
 
 
-def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], alone: bool) -> str:
-    """What is said of a head: alone in full, else in short; that copies hold as much comes before any number."""
+def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What is said of a head; that copies hold as much comes before any number."""
     (ours, *copies), (check,) = tables["copies"], tables["check"]
-    level = [_OWNERS[row["kind"]] for row in copies if not row["below"]]
+    level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
     owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
-    told = f"these pairs say no more than those of {owners}" if level else ""
-    (share, shares), (ten, tens) = (_beside(ours, copies, name) for name in ("explained", "ten"))
+    told = f" These pairs say no more than those of {owners}." if level else ""
+    beside = {
+        name: ", ".join(f"{_CALLED[row['kind']]} {_percent(row[low])} to {_percent(row[high])}" for row in copies)
+        for name, low, high in ((name, f"{name}_low", f"{name}_high") for name in ("explained", "ten"))
+    }
     little = ", most of it not" if ours["explained"] < 0.5 else ""
-    lies = f"{share} of the logit lies in pairs of features{little} ({shares})"
     above = "" if level else ": more than with any copy without meaning"
-    hold = f"the ten largest pairs of a prompt hold {ten} of all that is added, signs left out{above} ({tens})."
-    if not alone:
-        return f"{check['head']}: {told}{'; ' if told else ''}{lies}, and {hold}"
     first = "".join(
         f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
         f" ({_percent(pair['share'])} of the logit)."
         for pair in tables["feature_pairs"][:1]
     )
     return (
-        f"{where}{f' {told.capitalize()}.' if told else ''} {lies}; the dictionary misses"
-        f" {_percent(check['lost'])} of the stream here, and its error takes part in the rest.{first}"
-        f" {hold[0].upper()}{hold[1:]}"
+        f"{where}{told} {_percent(ours['explained'])} of the logit lies in pairs of features{little}"
+        f" ({beside['explained']}); the dictionary misses {_percent(check['lost'])} of the stream here, and its error"
+        f" takes part in the rest.{first} The ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is"
+        f" added, signs left out{above} ({beside['ten']})."
     )
 
 
-def _beside(ours: Mapping[str, Any], copies: Sequence[Mapping[str, Any]], name: str) -> tuple[str, str]:
-    """A number of the dictionary and the lowest and highest of its copies, with places enough to tell these apart.
+def _percent(share: float) -> str:
+    """In percents, with places enough to tell the lowest copy from the highest.
 
-    >>> _beside({"ten": 0.0012}, [{"kind": "random", "ten_low": 0.0011, "ten_high": 0.0014}], "ten")
-    ('0.12%', 'random 0.11% to 0.14%')
+    >>> _percent(0.256), _percent(-0.0314), _percent(0.0012)
+    ('25.6%', '-3.14%', '0.12%')
     """
-    ends = [(row[f"{name}_low"], row[f"{name}_high"]) for row in copies]
-    more = int(any(low != high and _percent(low) == _percent(high) for low, high in ends))
-    told = [dict.fromkeys(_percent(end, more) for end in both) for both in ends]
-    beside = (f"{_CALLED[row['kind']]} {' to '.join(own)}" for row, own in zip(copies, told, strict=True))
-    return _percent(ours[name], more), ", ".join(beside)
-
-
-def _percent(share: float, more: int = 0) -> str:
-    """In whole percents, below ten with one place; with more places where these do not do.
-
-    >>> _percent(0.256), _percent(-0.0314), _percent(-0.0001)
-    ('26%', '-3.1%', '0.0%')
-    """
-    places = more + (0 if abs(share) >= 0.0995 else 1)
-    return f"{round(100 * share, places) + 0.0:.{places}f}%"
+    return f"{100 * share:.{1 if abs(share) >= 0.1 else 2}f}%"

@@ -16,7 +16,7 @@ apart.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -105,34 +105,33 @@ class _Builder:
 
     def _writers(self, parent: dict[str, Any], side: Side, asked: Direction, depth: int) -> None:
         """What stands at a token (and at those it is compared with), split among writers."""
-        answer = self.run.answer(asked)
-        values = {name: float(value.sum()) for name, value in answer.values.items()}
+        answer, position = self.run.answer(asked), int(asked.slots[0]) - 1
         self._check(parent, torch.stack([*answer.values.values()]))
-        at = {"position": int(asked.slots[0]) - 1}
-        about = {name: {"writer": name, "layer": Writer.parse(name).block, **at} for name in values}
-        for name, row in self._children(parent, side, values, about, at):
-            if depth > 0 and (head := Writer.parse(name).head):
-                self._sources(row, side, head, asked.slots, self.run.on_output(answer, head), depth)
+        every = [
+            (Writer.parse(name), float(value.sum()), {"writer": name, "position": position})
+            for name, value in answer.values.items()
+        ]
+        for writer, row in self._children(parent, side, every, position=position):
+            row["layer"] = writer.block
+            if depth > 0 and writer.head:
+                self._sources(row, side, writer.head, asked.slots, self.run.on_output(answer, writer.head), depth)
 
     def _sources(
         self, parent: dict[str, Any], side: Side, head: Head, slots: Int[Tensor, " p"], along: Tensor, depth: int
     ) -> None:
         """A head's part, split over the tokens that it read."""
-        run, positions = self.run, slots - 1
-        attention = run.attention(head, slots)
+        run, positions, attention = self.run, slots - 1, self.run.attention(head, slots)
         brought = (attention * run.brought(head, along))[0]  # of each slot, by token
         self._check(parent, brought)
         tokens = torch.arange(brought.shape[1], device=slots.device)
         same = positions[0] + tokens - positions[:, None]  # where the first slot's token at this distance stands
         same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(tokens > 0, 0)
         sums = torch.zeros(len(tokens) + 1, device=slots.device).index_add_(0, same.flatten() + 1, brought.flatten())
-        values = {i - 1: value for i, value in enumerate(sums.tolist()) if value}
-        own = attention[0, 0].tolist()
-        about: dict[int, dict[str, Any]] = {
-            i: {"layer": head.layer, "position": i, "attention": own[i]} if i >= 0 else {"writer": OTHERS}
-            for i in values
-        }
-        for token, row in self._children(parent, side, values, about, {}):
+        there, *values = sums.tolist()
+        seen = zip(range(len(values)), values, attention[0, 0].tolist(), strict=True)
+        every = [(i, value, {"layer": head.layer, "position": i, "attention": a}) for i, value, a in seen if value]
+        every += [(-1, there, {"writer": OTHERS})] if there else []
+        for token, row in self._children(parent, side, every):
             if token >= 0:
                 slot, read = (same == token).nonzero().T
                 asked = run.enter(head, "v", read + 1, attention[:, slot, read, None] * along[:, slot])
@@ -153,21 +152,15 @@ class _Builder:
         self.error = max(self.error, missed / self.largest if self.largest > 0 else missed)
 
     def _children(
-        self,
-        parent: dict[str, Any],
-        side: Side,
-        values: Mapping[Any, float],
-        about: Mapping[Any, Mapping[str, Any]],
-        rest: Mapping[str, Any],
+        self, parent: dict[str, Any], side: Side, every: list[tuple[Any, float, dict[str, Any]]], **rest: Any
     ) -> list[tuple[Any, dict[str, Any]]]:
-        """The largest children of a node, and all others as one."""
-        order = sorted(values, key=lambda name: -abs(values[name]))
-        shown = [name for name in order[: self.width] if abs(values[name]) >= self.smallest * abs(self.root)]
+        """The largest children of a node, each a name, a value and its columns; all others are one row."""
+        every = sorted(every, key=lambda child: -abs(child[1]))
+        shown = [child for child in every[: self.width] if abs(child[1]) >= self.smallest * abs(self.root)]
         kind = "why" if parent["kind"] == "why" else "content"
-        rows = [(name, self._add(parent, kind, side, values[name], **about[name])) for name in shown]
-        if len(shown) < len(values):
-            left = sum(value for name, value in values.items() if name not in shown)
-            self._add(parent, kind, side, left, writer=REST, **rest)
+        rows = [(name, self._add(parent, kind, side, value, **about)) for name, value, about in shown]
+        if left := every[len(shown) :]:
+            self._add(parent, kind, side, sum(value for _, value, _ in left), writer=REST, **rest)
         return rows
 
     def _add(
@@ -189,7 +182,7 @@ class _Builder:
 
 
 def sources_of(
-    batches: Iterable[HeadRows], writers: Mapping[str, Sequence[str]], width: int = 3
+    batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]], width: int = 3
 ) -> list[dict[str, Any]]:
     """Which tokens a head's writers read, over many prompts.
 
@@ -208,24 +201,22 @@ def sources_of(
         offset.
     """
     named = {side: [other for name in names if (other := Writer.parse(name).head)] for side, names in writers.items()}
-    total, sums, tokens = 0.0, dict[tuple[Side, Head], Counter[int | str]](), dict[tuple[Side, int], Counter[int]]()
+    total, sums, tokens = 0.0, defaultdict[Any, Any](Counter), defaultdict[Any, Counter[int]](Counter)
     for batch in batches:
         run = batch.run
         total += float(batch.logit().double().sum())
         ids, mask = (run.inputs[name][run.row] for name in ("input_ids", "attention_mask"))
         right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
         for side, direction in batch.directions.items():
-            if not named.get(side):
-                continue
             answer = run.answer(direction)
             for other in named[side]:
                 along = run.on_output(answer, other)
                 brought = run.attention(other, direction.slots) * run.brought(other, along)
                 read = _by_offset(brought, run.columns[:, direction.slots], mask.argmax(dim=1))
-                sums.setdefault((side, other), Counter()).update(read)
+                sums[side, other].update(read)
             places = (run.columns[:, 0] if side == "query" else right).tolist()
             for (row, column), token in zip(mask.nonzero().tolist(), ids[mask.bool()].tolist(), strict=True):
-                tokens.setdefault((side, column - places[row]), Counter())[token] += 1  # by their distance
+                tokens[side, column - places[row]][token] += 1  # by their distance
     rows = []
     for (side, other), offsets in sums.items():
         largest = sorted(offsets, key=lambda at: -abs(offsets[at]))[:width]
@@ -233,7 +224,7 @@ def sources_of(
         shares[SOURCE_REST] = sum(value for at, value in offsets.items() if at not in largest)
         for at, value in shares.items():
             text, often = str(at), None
-            if there := tokens.get((side, at)):  # type: ignore[arg-type]
+            if there := tokens.get((side, at)):
                 (token, count), *_ = there.most_common(1)
                 text, often = token_texts(run.reader.scope, [token])[0], count / there.total()
             rows.append({

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,13 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.trace.rows import ATTENDED, SIDES, HeadRows, Tally
+from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.attention import soft
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
+from qkscope.change.rows import mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -32,7 +34,7 @@ from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.neurons import first_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run, Side
-from qkscope.maths.writers import different, draw_alike, first_by
+from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)
 _SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
@@ -83,10 +85,6 @@ class Question:
         return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
 
 
-def _cut_seed(seed: int, size: int, side: str, draw: int) -> int:
-    return derived_seed(seed, "cut", side, size, draw)
-
-
 def checked_place(place: int, length: int, what: str) -> int:
     """A place from the start, also where it was counted from the end."""
     if not -length <= place < length:
@@ -122,24 +120,20 @@ class PromptTrace(HeadRows):
         if not self.others:
             raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
         self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
-        if versus is None:
-            self.against = [i for i in self.others if i != self.key]
-        else:
+        self.against = [i for i in self.others if i != self.key]
+        if versus is not None:
             self.against = [self._checked(i, "versus") for i in ([versus] if isinstance(versus, int) else versus)]
-            if self.key in self.against:
-                raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
+        if self.key in self.against:
+            raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
         self.signs[0, self.key] = 1
 
     def _checked(self, place: int, what: str) -> int:
         place = checked_place(place, len(self.asked.tokens), what)
-        if place > self.asked.query and place not in self.seen:
-            raise BadInput(
-                f"token {place} stands after the query (token {self.asked.query}), and this model looks back only:"
-                " name an earlier key, or a later query."
-            )
         if place not in self.seen:
-            raise BadInput(f"token {place} is out of sight of {self.head}, which looks only so far back: name another.")
+            after = f"stands after the query (token {self.asked.query}), and this model looks back only"
+            why = after if place > self.asked.query else f"is out of sight of {self.head}, which looks only so far back"
+            raise BadInput(f"token {place} {why}: name another token.")
         return place
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
@@ -181,17 +175,17 @@ class PromptTrace(HeadRows):
 
     # ------------------------------------------------------------------ cuts
 
-    def _at(self, *tokens: int) -> HeadRows:
-        """The query with some tokens alone as keys, to be changed there."""
-        run = self.run.slots([1 + i for i in (self.asked.query, *tokens)])
-        return HeadRows(run, self.head, torch.ones_like(run.columns[:, 1:]))
+    def _gains(self, side: Side, token: int, instead: Float[Tensor, "c d_model"]) -> Float[Tensor, "c d"]:
+        """What the query, or the key of a token, gains where each writer's part of the stream is another one."""
+        own = self.rows.q[0, 0] if side == "query" else self.rows.k[0, 0, token]
+        each = [[name] for name in self.writers[:-1]]
+        return vectors_with(self.run, self.head, side, token, instead, each, "frozen") - own
 
     @cached_property
     def _lost(self) -> dict[str, Float[Tensor, "c d"]]:
         """What each writer's part of the query and of the key is, less its mean over the prompt's other tokens."""
-        mean = self.mean_stream([1 + i for i in self.free or self.others])[:, :, None]
-        rows = self._at(self.key)
-        return {side: rows.lost(side, mean)[0, :, 0] for side in SIDES}
+        mean, places = mean_parts(self.run, self.head.layer, self.free or self.others), (self.asked.query, self.key)
+        return {side: -self._gains(side, token, mean) for side, token in zip(SIDES, places, strict=True)}
 
     def away(self, writers: Mapping[str, Sequence[int]]) -> dict[str, Float[Tensor, " d"]]:
         """By side, what cutting some writers takes from the vector at its place."""
@@ -204,8 +198,9 @@ class PromptTrace(HeadRows):
 
     def exchanged(self, other: int) -> Float[Tensor, "c 2 d"]:
         """What the key, and another token's key, gain where a writer's parts of the stream there change places."""
-        rows = self._at(self.key, other)
-        return -rows.lost("key", rows.stream("key").flip(2))[0]
+        pairs = ((self.key, other), (other, self.key))
+        gains = [self._gains("key", at, mean_parts(self.run, self.head.layer, [of])) for at, of in pairs]
+        return torch.stack(gains, dim=1)
 
     def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
         """The attention row with vectors added to some keys, and to the query."""
@@ -233,11 +228,7 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def beside(
-        self,
-        chosen: Mapping[Any, Sequence[int]],
-        effect: Callable[[Mapping[Any, list[int]]], Tensor],
-        draws: int,
-        seed_of: Callable[[str, int], int],
+        self, chosen: Mapping[Any, list[int]], effect: Callable[[Any], Tensor], draws: int, seed_of: Callable[..., int]
     ) -> Float[Tensor, " sets"]:
         """What the different sets do among writers drawn at random, of the kinds and layers of those chosen."""
         writers = parse_writers(self.writers[:-1])
@@ -250,25 +241,25 @@ class PromptTrace(HeadRows):
     def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
         """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
         made, before = [], float(self.attention[self.key])
-        for side in ("key", "query", "both"):
-            for size in (size for size in CUTS if size < len(self.writers) - 1):
-                chosen: dict[Any, list[int]] = {
-                    one: self.strongest(one, size) for one in SIDES if side in (one, "both")
-                }
-                if any(len(own) < size for own in chosen.values()):
-                    continue
-                row = self.cut(chosen)
-                seed_of = partial(_cut_seed, seed, size)
-                random = self.beside(chosen, lambda drawn: self.cut(drawn)[self.key], draws, seed_of)
-                after, top = float(row[self.key]), self.most_attended(self.others, row)
-                made.append({
-                    "head": str(self.head), "side": side, "k": size,
-                    "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
-                    "before": before, "after": after, "control": float(random.mean()),
-                    "control_low": float(random.min()), "control_high": float(random.max()), "first": float(row[0]),
-                    "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
-                    "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
-                })  # fmt: skip
+        for side, size in product(("key", "query", "both"), CUTS):
+            chosen: dict[Any, list[int]] = {one: self.strongest(one, size) for one in SIDES if side in (one, "both")}
+            if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
+                continue
+
+            def seed_of(one: str, draw: int, size: int = size) -> int:
+                return derived_seed(seed, "cut", one, size, draw)
+
+            row = self.cut(chosen)
+            random = self.beside(chosen, lambda drawn: self.cut(drawn)[self.key], draws, seed_of)
+            after, top = float(row[self.key]), self.most_attended(self.others, row)
+            made.append({
+                "head": str(self.head), "side": side, "k": size,
+                "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
+                "before": before, "after": after, "control": float(random.mean()),
+                "control_low": float(random.min()), "control_high": float(random.max()), "first": float(row[0]),
+                "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
+                "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
+            })  # fmt: skip
         return made
 
     # ------------------------------------------------------------------ tables
@@ -276,12 +267,12 @@ class PromptTrace(HeadRows):
     @cached_property
     def tally(self) -> Tally:
         """What the writers give, without pairs."""
-        return Tally.of_prompt(*self.given())
+        return Tally.of_prompt(self.given())
 
     @property
     def error(self) -> float:
         """How far the parts are from summing to the logit, as a share of the largest of them."""
-        return float(self.tally.error)
+        return self.tally.error
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
         """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
@@ -324,6 +315,8 @@ class Probe:
     query : the token that asks; the last one by default, or the one marked.
     chat : whether it goes into the chat template.
     last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
+    logits : whether the model runs on to its logits.
+    options : more of `Reader.record`.
 
     Examples
     --------
@@ -339,11 +332,17 @@ class Probe:
         query: int | None = None,
         chat: bool = False,
         last: int | None = None,
+        *,
+        logits: bool = True,
+        **options: Any,
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
-        self.run = self.reader.record(self.asked.inputs, self.asked.places, deep=True, logits=True, last=last)
+        inputs, places = self.asked.inputs, self.asked.places
+        self.run = self.reader.record(inputs, places, deep=True, logits=logits, last=last, **options)
 
-    def head(self, head: str | Head, key: int | None = None) -> PromptTrace:
+    def head(
+        self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None
+    ) -> PromptTrace:
         """One head, asked about one token; see `PromptTrace`."""
-        return PromptTrace(self.run, self.asked, self.scope.check(head), key)
+        return PromptTrace(self.run, self.asked, self.scope.check(head), key, versus, projector)

@@ -8,33 +8,40 @@ on, beside rivals of the same size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import check_same_model, made_with
-from qkscope.analyses.trace.edges import DRAWS
-from qkscope.analyses.trace.features import check_dictionary, features_of_prompt, made_by
-from qkscope.analyses.trace.graph import trace_graph
-from qkscope.analyses.trace.many import TEXTS, Texts, trace_many
-from qkscope.analyses.trace.prompt import PromptTrace, Question
-from qkscope.analyses.trace.rows import Pass, Tables, Tally, join_tables, strongest_pairs
-from qkscope.analyses.trace.task import trace_task
-from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, that_sum
+from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
+from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
+from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
+from qkscope.analyses.trace.graph import sources_of, trace_graph
+from qkscope.analyses.trace.many import TEXTS, Texts, first_writers, text_units, told
+from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
+from qkscope.analyses.trace.rows import ATTENDED, Pass, Tables, answer_signs, join_tables
+from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, Writer, parse_heads, parse_writers
+from qkscope.heads import Head, parse_heads, parse_writers
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.linear.neurons import check_neurons
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
+from qkscope.maths.writers import SIDES, Tally, first_by, strongest_pairs
+from qkscope.runs.provenance import provenance
 from qkscope.runs.result import Result
 from qkscope.runs.verb import current_work, verb
-from qkscope.tasks.task import Task
+from qkscope.tasks.task import Task, Unit
+from qkscope.tasks.texts import text_hash
+
+_SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
+_BATCH = 16
 
 
 @checked_class
@@ -113,71 +120,63 @@ def trace(
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
     ('L0H2', True)
     """
-    named, alone = head != "all", isinstance(what, str | Example)
-    if named:
-        _check_layers(parse_heads(head))
-    if (feature is not None or dictionary is not None) and not (named and (alone or isinstance(what, Task))):
+    named, alone, of_task = head != "all", isinstance(what, str | Example), isinstance(what, Task)
+    for h in parse_heads(head) if named else ():
+        if h.layer == 0:
+            raise BadInput(f"{h} is in the first layer, where only the embedding writes: trace a later head.")
+    if (feature is not None or dictionary is not None) and not (named and (alone or of_task)):
         raise BadInput("a feature or a dictionary is for a task or a prompt, at heads that are named: name them.")
     if neurons and (dictionary is not None or not alone):
         raise BadInput("neurons are named of one prompt, and not beside a dictionary: give a prompt alone.")
     for name, value in {"query": query, "key": key, "versus": versus, "chat": chat}.items():
         if value is not None and not alone:
-            given = "a task" if isinstance(what, Task) else "texts"
+            given = "a task" if of_task else "texts"
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
-    heads = _checked_heads(scope, head)
-    if dictionary is not None:
-        check_dictionary(scope, heads, dictionary)
-    projectors = {} if feature is None else {one: _projector(scope, one, feature) for one in heads}
-    if isinstance(what, str | Example):
-        query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
-        asked = Question.of(scope, what, query, bool(chat))
-        layers = [] if dictionary is None else [dictionary.layer]
-        run = Reader(scope, heads).record(
-            asked.inputs, asked.places, deep=dictionary is None, layers=layers, neurons=bool(neurons)
-        )
-        every = []
-        for one in (PromptTrace(run, asked, h, key, versus, projectors.get(h)) for h in heads):
-            if dictionary is None:
-                own, sentence = _writers_of(one, depth, draws, seed)
-            else:
-                own, sentence = features_of_prompt(one, dictionary, draws, seed, len(heads) == 1)
-            if neurons:
-                wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
-                without = check_neurons(run, one.head, wanted)
-                own["neurons"] = one.neuron_rows(wanted)
-                sentence += _says_neurons(own["neurons"], without)
-            every.append((own, sentence))
-        about = {"heads": [str(h) for h in heads], **asked.told(what)}
-        about |= {} if dictionary is None else made_by(dictionary, draws)
-        fields: dict[str, Any] = {
-            "experiment": "trace/prompt",
-            "answer": " ".join(sentence for _, sentence in every),
-            "tables": join_tables(own for own, _ in every),
-            "seed": seed,
-        }
-        fields |= made_with(scope, tokenizer=scope.tokenizer_hash, **about)
-    else:
-        run_as = (what.chat, batch_size) if isinstance(what, Task) else (False, TEXTS)
-        how = Pass(Reader(scope, heads), *run_as, seed, projectors, (), current_work(), progress)
-        if isinstance(what, Task) and named:
-            fields = trace_task(how, what, n, whole=whole, depth=depth, draws=draws, dictionary=dictionary)
-        else:
-            fields = trace_many(how, what, n)
-    return that_sum(Trace(**fields), scope.model.dtype)
-
-
-def _checked_heads(scope: Scope, head: Any) -> list[Head]:
-    heads = [one for one in scope.parse(head) if head != "all" or one.layer > 0]
+    heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
         raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
-    return heads
-
-
-def _check_layers(heads: Sequence[Head]) -> None:
-    """Refuse heads that nobody but the embedding writes for."""
-    for one in heads:
-        if one.layer == 0:
-            raise BadInput(f"{one} is in the first layer, where only the embedding writes: trace a later head.")
+    asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
+    if dictionary is not None:
+        check_dictionary(scope, heads, dictionary)
+        dictionary = dictionary.to(scope.device)
+        asked |= {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint}
+    projectors = {} if feature is None else {h: _projector(scope, h, feature) for h in heads}
+    about: dict[str, Any] = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
+    if isinstance(what, str | Example):
+        query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
+        layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
+        last = max(h.layer for h in heads)
+        probe = Probe(scope, what, query, bool(chat), last, logits=False, layers=layers, neurons=bool(neurons))
+        every = []
+        for h in heads:
+            at = probe.head(h, key, versus, projectors.get(h))
+            if dictionary is None:
+                every.append(_prompt_writers(at, depth, draws, seed, neurons))
+            else:
+                every.append(prompt_features(at, dictionary, draws, seed))
+        answer, tables = " ".join(sentence for sentence, _ in every), join_tables(rows for _, rows in every)
+        name, about = "prompt", about | probe.asked.told(what)
+    else:
+        how = Pass(Reader(scope, heads), False, TEXTS, seed, projectors, (), current_work(), progress)
+        choosing: Sequence[Unit] = ()
+        if isinstance(what, Task):
+            how = replace(how, chat=what.chat, batch_size=batch_size)
+            choosing, units = what.choose(n) if named else (), what.test(n)
+            name, about = what.name, made_from(scope, what)
+        else:
+            units, name, about = text_units(scope, what, n, seed), "text", about | {"texts": text_hash(what)}
+        asked |= {"batch_size": how.batch_size, "feature": {str(h): float(p.sum()) for h, p in projectors.items()}}
+        how.job.begin(scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked)
+        asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
+        if not (named and of_task):
+            answer, tables = told(how.reader, first_writers(how, units, named=of_task))
+        elif dictionary is None:
+            answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
+        else:
+            answer, tables = _task_features(how, choosing, units, dictionary, draws)
+    origin, answer = provenance(**about, **asked, trace_seed=seed), with_notes(answer, about)
+    result = Trace(f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=origin)
+    return that_sum(result, scope.model.dtype)
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
@@ -189,17 +188,18 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     if space != "post_rope":
         raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
     basis = feature.basis("query").float()
-    if basis.shape[0] != scope.facts.layers[head.layer].d_head:
-        raise BadInput(
-            f"the feature has width {basis.shape[0]}, but {head} has {scope.facts.layers[head.layer].d_head}."
-        )
+    if len(basis) != (width := scope.facts.layers[head.layer].d_head):
+        raise BadInput(f"the feature has width {len(basis)}, but {head} has {width}.")
     return basis @ basis.T
 
 
-def _writers_of(one: PromptTrace, depth: int, draws: int, seed: int) -> tuple[Tables, str]:
-    """Tables and the answer of one head on one prompt."""
+# ---------------------------------------------------------------------- one prompt
+
+
+def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons: Any) -> tuple[str, Tables]:
+    """The answer and tables of one head on one prompt."""
     pairs = strongest_pairs(one.pairs[0])
-    tally, cuts, graph = Tally.of_prompt(*one.given(pairs)), one.cut_rows(draws, seed), trace_graph(one, depth)
+    tally, cuts, graph = Tally.of_prompt(one.given(pairs)), one.cut_rows(draws, seed), trace_graph(one, depth)
     tables = {
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
@@ -212,25 +212,116 @@ def _writers_of(one: PromptTrace, depth: int, draws: int, seed: int) -> tuple[Ta
             first=float(one.attention[0]),
         )],
     }  # fmt: skip
-    if not one.attends:
-        return tables, one.where()
-    key, query = (
-        " and ".join(
-            f"{one.writers[i]} ({float(one.marginals[side][0, i]) / one.total:.0%})" for i in one.strongest(side, 2)
-        )
-        for side in ("key", "query")
-    )
-    said = f"{one.where()} Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
-    if (cut := named_cut(cuts)) is not None:
-        said += (
-            f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
-            f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
-        )
-    return tables, said
+    said = one.where()
+    if one.attends:
+        named = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, 2)}
+        giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
+        key, query = (written_by(giving, side) for side in ("key", "query"))
+        said += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
+        if (cut := named_cut(cuts)) is not None:
+            said += (
+                f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
+                f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
+            )
+    if neurons:
+        wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
+        without = ", ".join(map(str, check_neurons(one.run, one.head, wanted)))
+        tables["neurons"] = one.neuron_rows(wanted)
+        first = {
+            row["side"]: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
+            for row in reversed(tables["neurons"])
+        }
+        said += f" The first neuron of its key is {first['key']}, of its query {first['query']}."
+        said += f" {without}: no neurons to name." if without else ""
+    return said, tables
 
 
-def _says_neurons(rows: Sequence[Mapping[str, Any]], without: Sequence[Writer]) -> str:
-    key, query = (next(row for row in rows if row["side"] == side) for side in ("key", "query"))
-    told = [f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for row in (key, query)]
-    missing = f" {', '.join(map(str, without))}: no neurons to name." if without else ""
-    return f" The first neuron of its key is {told[0]}, of its query {told[1]}.{missing}"
+# ---------------------------------------------------------------------- a task
+
+
+def _task_writers(
+    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], draws: int, depth: int, whole: bool
+) -> tuple[str, Tables]:
+    """Writers chosen on some words, edges and whole heads taken out on others, and what the first writers read."""
+    reader, chosen = how.reader, choose_writers(how, choosing)
+    tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads}
+    tallies, _ = how.add_up("testing", units, {h: test.measure for h, test in tests.items()}, last=True)
+    every = [test.tables(tallies[head]) for head, test in tests.items()]
+    answer = " ".join((_answer if len(tests) == 1 else _in_short)(own) for own in every)
+    for head in reader.heads if whole else ():
+        run = partial(whole_heads, how, head, chosen[head], choosing, units)
+        every.append({"whole": how.job.once(f"whole {head}", run)})
+    every.append(how.job.once(f"sources {depth}", partial(_sources, how, units, chosen, depth)))
+    return answer, join_tables(every)
+
+
+def _task_features(
+    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], dictionary: Dictionary, draws: int
+) -> tuple[str, Tables]:
+    """Pairs of features chosen on some words, all else on others."""
+    how = replace(how, layers=[dictionary.layer])
+    chosen = choose_features(how, choosing, dictionary)
+    tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
+    tallies, kept = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
+    every = [
+        test.tables(tallies[head], torch.cat(needed)) for (head, test), needed in zip(tests.items(), kept, strict=True)
+    ]
+    said = [says_pairs(says_right(own["check"][0]), own) for own in every]
+    return " ".join(said), join_tables(every)
+
+
+def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
+    """Which tokens the first writers read, on some prompts; and one prompt's graph."""
+    reader, every = how.reader, []
+    firsts = [unit[:1] for unit in units[:_SOURCES]]
+    deep = replace(how, projectors={}, layers=range(max(reader.layers)))
+    prompt = reader.scope.encode(firsts[0], chat=how.chat)
+    asked = Question.first_of(reader.scope, prompt)
+    right, others = (prompt.places.keys[0][answer_signs(prompt)[0] == sign].tolist() for sign in (1, -1))
+    run = reader.record(asked.inputs, asked.places, deep=True)
+    for i, head in enumerate(reader.heads):
+        names, scores = reader.writers(head.layer), chosen[head].scores
+        writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
+        batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
+        graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
+        every.append({"sources": sources_of(batches, writers), "graph": graph.rows, "prompt": graph.prompt})
+    return join_tables(every)
+
+
+def _answer(tables: Tables) -> str:
+    """One head alone."""
+    (check,) = tables["check"]
+    cells = (("key", "cut", "share", 2), ("key", "cut", "random", 2), ("both", "keep", "share", 5))
+    cut, beside, keep = (_edge(tables, *cell) for cell in cells)
+    text = says_right(check)
+    if check["attention"] < ATTENDED:
+        only = f"only {check['attention']:.1%} of its attention"
+        text = f"{check['head']} gives its right key {only}: there is little to trace."
+    key, query = (written_by(tables["writers"], side) for side in ("key", "query"))
+    text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
+    if cut and beside:
+        text += (
+            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
+            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
+        )
+    if keep:
+        over = ", which overshoots" if keep["overshoots"] else ""
+        text += (
+            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
+            f" the logit{over}."
+        )
+    return text
+
+
+def _in_short(tables: Tables) -> str:
+    """One head among several: its key's writers, and what is left without them."""
+    (check,) = tables["check"]
+    cut = _edge(tables, "key", "cut", "share", 2)
+    left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    return f"{check['head']}: key written by {written_by(tables['writers'], 'key')}{left}."
+
+
+def _edge(tables: Tables, side: str, kind: str, by: str, k: int) -> dict[str, Any] | None:
+    """A row of edges, replaced by means, norms held."""
+    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
+    return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)

@@ -40,15 +40,15 @@ def no_sum(head: object, error: float, dtype: object) -> str | None:
 
 def that_sum(result: R, dtype: object) -> R:
     """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
-    said = {row["head"]: no_sum(row["head"], row["sum_error"], dtype) for row in result.tables["check"]}
-    wrong = {head: why for head, why in said.items() if why is not None}
+    checks = result.tables["check"]
+    wrong = {row["head"]: said for row in checks if (said := no_sum(row["head"], row["sum_error"], dtype))}
     if not wrong:
         return result
     kept = {
         name: rows if name in _MEASURED else [row for row in rows if row["head"] not in wrong]
         for name, rows in result.tables.items()
     }
-    others = "" if len(wrong) == len(said) else f" The tables hold the other {len(said) - len(wrong)} heads."
+    others = f" The tables hold the other {len(checks) - len(wrong)} heads." if len(wrong) < len(checks) else ""
     return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
 
 
@@ -100,15 +100,13 @@ def says_right(check: Mapping[str, Any]) -> str:
 
 def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
     """A sentence for each side of one head's writers whose shares cancel, with a blank before it; none elsewhere."""
-    said = ""
-    for side in ("key", "query"):
-        sizes = sum(abs(row["share"]) for row in rows if row["side"] == side)
-        if sizes > CANCELS:
-            said += (
-                f" Shares of its {side} cancel: without their signs they sum to {sizes:.1f} times the logit, so that"
-                " one share alone says little."
-            )
-    return said
+    sizes = {side: sum(abs(row["share"]) for row in rows if row["side"] == side) for side in ("key", "query")}
+    return "".join(
+        f" Shares of its {side} cancel: without their signs they sum to {size:.1f} times the logit, so that one share"
+        " alone says little."
+        for side, size in sizes.items()
+        if size > CANCELS
+    )
 
 
 def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:

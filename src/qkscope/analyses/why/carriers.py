@@ -18,7 +18,7 @@ from torch import Tensor
 from qkscope.analyses.because import Because, Reason
 from qkscope.capture.pick import Places
 from qkscope.change.again import prompt_of
-from qkscope.change.rows import attention_with, parts_at, vectors_with
+from qkscope.change.rows import attention_with, mean_parts, vectors_with
 from qkscope.change.words import Word
 from qkscope.draws import derived_seed
 from qkscope.heads import parse_writers
@@ -124,7 +124,7 @@ class Carriers:
     def _put_back(self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]) -> Float[Tensor, " x"]:
         """Attention on the key with some writers' parts of another run in this head's key or query."""
         token = self.key if side == "key" else self.query
-        made = vectors_with(run, self.head, side, token, parts_at(source, self.head.layer, token), sets)
+        made = vectors_with(run, self.head, side, token, mean_parts(source, self.head.layer, [token]), sets)
         keys, q = ({token: made}, None) if side == "key" else (None, made)
         return attention_with(run, self.head, self.query, q=q, keys=keys)[:, self.key]
 
