@@ -1,6 +1,6 @@
 """An atlas on documents, timed, and what its induction heads are worth: ablated together, beside random sets of their layers.
 
-    python papers/scripts/atlas_measure.py [TEXTS] --out atlas.json [--model MODEL] [--device cuda] [--n 40]
+python papers/scripts/atlas_measure.py [TEXTS] --out atlas.json [--model MODEL] [--device cuda] [--n 40]
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def main() -> None:
     for name, own in (("no offset", other), ("all", scores)):
         better = sum(s["low"] > 0 for s in own) / max(len(own), 1)
         less = sum(s["loss_high"] < 0 for s in own) / max(len(own), 1)
-        mean = {k: round(sum(s[k] for s in own) / max(len(own), 1), 3) for k in ("name", "offset", "previous", "itself", "tokens", "log_loss", "with_name")}
+        mean = {
+            k: round(sum(s[k] for s in own) / max(len(own), 1), 3)
+            for k in ("name", "offset", "previous", "itself", "tokens", "log_loss", "with_name")
+        }
         print(name, len(own), f"better than the offset {better:.2f}, lower log-loss {less:.2f}", mean)
 
 
@@ -68,8 +71,15 @@ def ablated(scope: qk.Scope, heads: list[str]) -> dict[str, object]:
     before = accuracy(scope, ids, [])
     sets = []
     for _ in range(20 if heads else 0):
-        sets.append(accuracy(scope, ids, [f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads]))
-    return {"before": before, "induction": accuracy(scope, ids, heads), "random": sorted(sets), "L16H0": accuracy(scope, ids, ["L16H0"])}
+        sets.append(
+            accuracy(scope, ids, [f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads])
+        )
+    return {
+        "before": before,
+        "induction": accuracy(scope, ids, heads),
+        "random": sorted(sets),
+        "L16H0": accuracy(scope, ids, ["L16H0"]),
+    }
 
 
 def labels(scope: qk.Scope, rows: list[dict]) -> dict[str, float]:
@@ -90,8 +100,19 @@ def labels(scope: qk.Scope, rows: list[dict]) -> dict[str, float]:
     out = {}
     for name in ("previous token", "duplicate token", "induction"):
         truth = [float(scored[row["layer"]][name][row["index"]]) > 0.3 for row in rows]
-        share = [next((float(part.split()[-1].rstrip("%")) for part in row["name"].split(", ") if part.startswith(name)), 0.0) for row in rows]
-        pairs = [(a > b) + 0.5 * (a == b) for a, t in zip(share, truth, strict=True) if t for b, u in zip(share, truth, strict=True) if not u]
+        share = [
+            next(
+                (float(part.split()[-1].rstrip("%")) for part in row["name"].split(", ") if part.startswith(name)), 0.0
+            )
+            for row in rows
+        ]
+        pairs = [
+            (a > b) + 0.5 * (a == b)
+            for a, t in zip(share, truth, strict=True)
+            if t
+            for b, u in zip(share, truth, strict=True)
+            if not u
+        ]
         out[name] = round(sum(pairs) / max(len(pairs), 1), 3)
         out[f"{name} heads"] = sum(truth)
     return out

@@ -1,4 +1,4 @@
-"""Bench rows of tracing and naming: registered under their names, and timed on a model of ours."""
+"""Bench rows of tracing and of reasons: registered under their names, and timed on a model of ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 import qkscope as qk
-from named_heads import passages
+from qkscope.analyses.because import Look
 from qkscope.analyses.prompts import batches_of
 from qkscope.heads import Head
 from qkscope_papers.bench import harness, models
@@ -44,16 +44,17 @@ def test_the_plain_side_ends_where_queries_and_keys_exist() -> None:
     assert ran == ["L0"]
 
 
-def test_naming_gives_a_finite_ratio() -> None:
+def test_reasons_give_a_finite_ratio() -> None:
     scope = qk.Scope.load("nano:mixed", device="cpu")
-    seconds = models.names_seconds(scope, passages(120, 32, seed=1), passages(8, 32, seed=2), repeats=1)
-    assert math.isfinite(seconds.overhead("")["ratio"])
-    assert seconds.ours > seconds.plain > 0
+    ids = scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0]
+    seconds = models.because_seconds(scope, ids, [Look(Head(2, 3), 8, 7)], 8, 2)
+    assert math.isfinite(seconds.faster("")["ratio"])
+    assert seconds.ours > 0 < seconds.plain
     assert _hooks(scope) == 0
 
 
-def test_tracing_and_naming_have_rows() -> None:
-    assert {"trace_one", "trace_all", "discover_overhead"} <= set(harness._ROWS)
+def test_tracing_and_reasons_have_rows() -> None:
+    assert {"trace_one", "trace_all", "because", "atlas_overhead"} <= set(harness._ROWS)
     assert Head(18, 6) in qk.Scope.load("smollm2-135m", device="cpu").heads()
 
 

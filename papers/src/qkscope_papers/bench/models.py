@@ -13,12 +13,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from qkscope.analyses.names.look import fit_factors, look
-from qkscope.analyses.names.readings import Readings
-from qkscope.analyses.names.sight import Options, Text, by_length
 from torch import Tensor
 
 from qkscope import tasks
+from qkscope.analyses.atlas import Sight
+from qkscope.analyses.because import SCREEN, WORDS, Because, Look
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import batches_of
@@ -26,6 +25,7 @@ from qkscope.analyses.swap import Features, capture_rows, draw_pairs
 from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
+from qkscope.change.again import Again
 from qkscope.heads import Head, parse_heads
 from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
@@ -33,8 +33,7 @@ from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys
 from qkscope.maths.writers import relative_weights
-from qkscope.runs.work import Work
-from qkscope.tasks.sides import LENGTH, Passage
+from qkscope.tasks.sides import Passage
 from qkscope.tasks.task import ANSWER, Unit
 from qkscope.tasks.texts import python_texts
 from qkscope_papers.bench.harness import Row, Seconds, compare, hardware, row
@@ -99,43 +98,50 @@ def early_stop() -> Row:
     return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
 
 
-def names_seconds(scope: Scope, fitted: Sequence[Passage], tested: Sequence[Passage], repeats: int) -> Seconds:
-    """Both passes behind names, of all heads, against the same passages through the model's body; CPU seconds on one.
-
-    What tokens are by themselves is read before: it is done once, however much text there is.
-    """
-    readings = Readings.of(scope, [p.ids for p in fitted], [p.ids for p in tested])
-    text = Text(scope, scope.heads(), readings)
-    sides = [(side, part) for side in (fitted, tested) for part in by_length(side, _BATCH)]
-    batches = [text.batch(side, part, [0] * len(part)) for side, part in sides]
+def because_seconds(scope: Scope, ids: Tensor, looks: Sequence[Look], count: int, screen: int) -> Seconds:
+    """What decides some looks, against every word changed into as many others with plain forwards; CPU seconds on one."""
+    again = Again.of(scope, ids)
+    every = Because(again, looks, count=count, screen=screen)
+    prompts = [every.put((word, other)) for word in every.words for other in every.others.of(word, count)]
 
     @torch.no_grad()
     def plain() -> None:
-        for batch in batches:
-            scope.model.base_model(**batch.inputs, use_cache=False)
-
-    quiet = Options(progress=False)
+        for some in torch.stack(prompts).to(scope.device).split(_BATCH):
+            scope.model.base_model(input_ids=some, use_cache=False)
 
     def ours() -> None:
-        look(text, fit_factors(text, fitted, Work(), quiet), tested, Work(), quiet)
+        Because(Again.of(scope, ids), looks, count=count, screen=screen).reasons()
 
     if scope.device.type == "cpu":
-        return compare(plain, ours, repeats, warm=False, clock=time.process_time)
-    return compare(plain, ours, repeats)
+        return compare(plain, ours, 1, warm=False, clock=time.process_time)
+    return compare(plain, ours, 3)
+
+
+def _passage(scope: Scope, length: int) -> Tensor:
+    assert scope.tokenizer is not None
+    return torch.tensor(scope.tokenizer(python_texts()[3].text)["input_ids"][:length], device=scope.device)
 
 
 @row
-def discover_overhead() -> Row:
-    """All heads named on passages of Python's topics, three to fit on for each to test on, as `atlas` has them."""
+def because() -> Row:
+    """The words that decide one look of an induction head, against every word changed eight times."""
     scope = _scope()
-    count = 32 if scope.device.type == "cpu" else 256
-    assert scope.tokenizer is not None
-    encoded = [scope.tokenizer(topic.text, verbose=False)["input_ids"] for topic in python_texts()]
-    whole = [(i, ids[at : at + LENGTH]) for i, ids in enumerate(encoded) for at in range(0, len(ids) - LENGTH, LENGTH)]
-    passages = [Passage(f"topic {i}", i, tuple(ids)) for i, ids in whole[:count]]
-    seconds = names_seconds(scope, passages[count // 4 :], passages[: count // 4], repeats=1 if count == 32 else 5)
-    note = f"{len(scope.heads())} heads, {count - count // 4} + {count // 4} passages of {LENGTH} tokens"
-    return seconds.overhead(f"{note}; {hardware(scope.device)}")
+    ids = _passage(scope, 48)
+    ids = torch.cat([ids, ids[8:16]])  # a copy, so that there is a reason
+    seconds = because_seconds(scope, ids, [Look(Head(17, 3), len(ids) - 1, 16)], WORDS, SCREEN)
+    return seconds.faster(f"one look of L17H3, {len(ids)} tokens; {hardware(scope.device)}")
+
+
+@row
+def atlas_overhead() -> Row:
+    """One passage of the atlas, a look of each of 270 heads, against plain forwards of its changed passages."""
+    scope = _scope()
+    ids = _passage(scope, 64)
+    sight = Sight.of(scope, scope.heads(), Passage("topic", 0, tuple(ids.tolist())))
+    places = [(h, q) for h, own in enumerate(sight.looks) for q in own.nonzero()[:1, 0].tolist()]
+    looks = [Look(scope.heads()[h], q, int(sight.keys[h, q])) for h, q in places]
+    seconds = because_seconds(scope, ids, looks, 4, 4)
+    return seconds.overhead(f"{len(looks)} looks in {len(ids)} tokens; {hardware(scope.device)}")
 
 
 # ---------------------------------------------------------------- who wrote the query and the key
