@@ -10,8 +10,9 @@ import qkscope as qk
 from batches import look, residual_parts
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.patch import Edit
-from qkscope.change.rows import Rerun, restore
+from qkscope.change.again import Again
 from qkscope.change.whole import Batch
+from qkscope.change.writers import restore
 from qkscope.heads import Head
 from qkscope_papers.families import two_prompts
 
@@ -167,7 +168,7 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
     inputs = {name: value[:1] for name, value in two_prompts(scope)[0].items()}
     run = Probe(scope, qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))).run
     query, edges = inputs["input_ids"].shape[1] - 1, [(Head(0, 1), 3), (Head(1, 0), 5)]
-    again = Rerun(scope, run.inputs, run.calls)
+    again = Again(scope, run.inputs, run.calls)
     again._alone = alone
     ours = again.hidden(query, edges)
     for found, (head, key) in zip(ours, edges, strict=True):

@@ -26,7 +26,7 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
-from qkscope.change.rows import mean_parts, vectors_with
+from qkscope.change.writers import mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example

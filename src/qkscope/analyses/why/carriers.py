@@ -18,8 +18,8 @@ from torch import Tensor
 from qkscope.analyses.because import Because, Reason
 from qkscope.capture.pick import Places
 from qkscope.change.again import prompt_of
-from qkscope.change.rows import attention_with, mean_parts, vectors_with
 from qkscope.change.words import Word
+from qkscope.change.writers import attention_with, mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.heads import parse_writers
 from qkscope.linear.run import Run, Side

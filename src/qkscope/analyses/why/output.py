@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.capture.tokens import PIECE, token_texts
-from qkscope.change.rows import Rerun
+from qkscope.change.again import Again
 from qkscope.change.words import shape_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -86,9 +86,9 @@ class Output:
         return token_texts(self.scope, ids)[0]
 
     @cached_property
-    def again(self) -> Rerun:
+    def again(self) -> Again:
         """The prompt, ready to run again from the token that asks."""
-        return Rerun(self.scope, self.asked.inputs, self.run.calls)
+        return Again(self.scope, self.asked.inputs, self.run.calls)
 
     def hidden(self, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at its key."""

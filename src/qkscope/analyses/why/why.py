@@ -28,7 +28,7 @@ from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call
 from qkscope.change.again import Again, prompt_of
-from qkscope.change.rows import Rerun, attention_with, mean_parts, vectors_with
+from qkscope.change.writers import attention_with, mean_parts, vectors_with
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
@@ -272,7 +272,7 @@ def _returns(
     for ids in because.others.of(word, because.count)[:count]:
         inputs, calls = prompt_of(output.scope, because.put((word, ids))[None]), dict[int, Call]()
         output.scope.watch(inputs, lambda call, calls=calls: calls.__setitem__(call.layer, call))
-        logits = Rerun(output.scope, inputs, calls).run(one.asked.query, [None, (one.head, row)]).logits
+        logits = Again(output.scope, inputs, calls).run_rows(one.asked.query, [None, (one.head, row)]).logits
         chances.append(logits.float().softmax(-1)[:, output.best])
     changed, restored = torch.stack(chances).mean(0).tolist()
     return {

@@ -21,7 +21,7 @@ from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_o
 from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe
 from qkscope.capture.scope import Scope
-from qkscope.change.rows import Rerun
+from qkscope.change.again import Again
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.linear.run import Run
@@ -49,7 +49,7 @@ class LiveRun:
 
     asked: Question
     run: Run
-    again: Rerun
+    again: Again
     probe: Probe | None
 
 
@@ -165,7 +165,7 @@ class Session:
             else:
                 probe = Probe(self.scope, prompt, asked.query)
                 asked, run = probe.asked, probe.run
-            kept[name] = LiveRun(asked, run, Rerun(self.scope, asked.inputs, run.calls), probe)
+            kept[name] = LiveRun(asked, run, Again(self.scope, asked.inputs, run.calls), probe)
         kept[name] = kept.pop(name)  # the newest last
         return kept[name]
 

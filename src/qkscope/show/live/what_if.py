@@ -26,7 +26,7 @@ from qkscope.analyses.trace.prompt import PromptTrace
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
-from qkscope.change.rows import Rerun, Row
+from qkscope.change.again import Again, Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import parse_writers
@@ -74,7 +74,7 @@ class WhatIf:
     features : of the head, by name, as the dot product sees them.
     """
 
-    def __init__(self, trace: PromptTrace, again: Rerun, features: Mapping[str, Subspace]) -> None:
+    def __init__(self, trace: PromptTrace, again: Again, features: Mapping[str, Subspace]) -> None:
         self.trace, self.again, self.features = trace, again, features
 
     def result(self, scope: Scope, texts: Sequence[str]) -> tuple[Result, Float[Tensor, "h t"]]:
@@ -82,7 +82,7 @@ class WhatIf:
         trace, changes = self.trace, [Change.parse(text) for text in texts]
         query, key = trace.asked.query, trace.key
         row, controls = self.row(changes), self.controls(changes)
-        run = self.again.run(query, [None, (trace.head, row), *controls[:_RUN]])
+        run = self.again.run_rows(query, [None, (trace.head, row), *controls[:_RUN]])
         after, before = trace.attend(row), float(trace.attention[key])
         random = [float(trace.attend(logits)[key]) for head, logits in controls if head == trace.head]
         chances = run.logits.softmax(-1)
