@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,20 +36,11 @@ def chromium():
         browser.close()
 
 
-@contextmanager
 def served(session):
-    """The live page of a session, served from a thread."""
+    """The live page of a session, served while the block lasts."""
     from qkscope.show.live.server import Server
 
-    server = Server(session)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return Server(session)
 
 
 class Watched:

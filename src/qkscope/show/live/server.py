@@ -11,6 +11,9 @@ import hmac
 import json
 import logging
 import secrets
+import socket
+import threading
+import time
 import webbrowser
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -88,10 +91,11 @@ def view(
         return url
     there = "smollm2-135m" if fit is None else model_of(fit)  # a folder without features is refused first
     scope = Scope.load(model or there)
-    with Server(Session(scope, None if fit is None else FeatureStore.read(fit, scope)), port) as server:
+    session = Session(scope, None if fit is None else FeatureStore.read(fit, scope))
+    with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
         _open(server.url, browser, say)
-        with suppress(KeyboardInterrupt):  # how one stops it
-            server.serve_forever()
+        while True:
+            time.sleep(60)
     return server.url
 
 
@@ -102,19 +106,57 @@ def _open(url: str, browser: bool, say: Callable[[str], object]) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one session; its address is `url`."""
+    """Serves one session from a thread while it is open; its address is `url`.
 
-    daemon_threads = True
+    A thread that is still inside torch when Python ends aborts the whole process. So all threads are joined at the end:
+    connections are closed, idle ones with them, and questions that wait for their turn are not asked any more.
+    """
+
+    daemon_threads = False
 
     def __init__(self, session: Session, port: int = 0) -> None:
         self.session, self.token = session, secrets.token_urlsafe(18)
+        self.turn = threading.Lock()  # the model answers one question at a time
+        self._connections: set[Any] = set()
+        self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            "look": session.look, "why": session.why, "change": session.change, "save": session.save,
-        }  # fmt: skip
+            f"api/{ask.__name__}": ask for ask in (session.look, session.why, session.change, session.save)
+        }
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
+
+    def __enter__(self) -> Server:
+        self._loop.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self._loop.join()
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, and remember the connection."""
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Close every connection, and wait for the threads."""
+        self.questions = {}
+        for connection in list(self._connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Note a connection that its reader broke."""
+        log.debug("a connection broke", exc_info=True)
 
     @property
     def url(self) -> str:
@@ -155,11 +197,13 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if self.headers.get_content_type() != "application/json":
             return self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "questions are asked in JSON.")
-        question = self.server.questions.get(name.removeprefix("api/")) if name.startswith("api/") else None
-        if question is None:
-            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
         try:
-            return self._answer(HTTPStatus.OK, question(**_fields(body)))
+            with self.server.turn:
+                question = self.server.questions.get(name)
+                answer = question(**_fields(body)) if question else None
+            if answer is None:
+                return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
+            return self._answer(HTTPStatus.OK, answer)
         except BadInput as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:

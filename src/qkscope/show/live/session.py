@@ -8,7 +8,6 @@ page's address is the whole state.
 from __future__ import annotations
 
 import base64
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,14 +54,13 @@ class LiveRun:
 
 @checked_class
 class Session:
-    """A model that is looked into by several requests, one at a time."""
+    """A model that is looked into; its server asks one question at a time."""
 
     def __init__(self, scope: Scope, features: FeatureStore | None = None) -> None:
         if scope.tokenizer is None:
             raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
         self.scope = scope
         self.features = features or FeatureStore()
-        self._lock = threading.Lock()
         self._questions: dict[tuple[str, int], LiveRun] = {}
         self._answer: tuple[tuple[Any, ...], tuple[Result, WhatIf]] | None = None
         try:
@@ -85,59 +83,55 @@ class Session:
 
     def look(self, prompt: str, query: int | None = None) -> dict[str, Any]:
         """Tokens, the attention of every head from one of them (a byte each), and which heads matter there."""
-        with self._lock:
-            start, question = time.perf_counter(), self._ask(prompt, query)
-            at, heads = question.asked.query, list(self.scope.heads())
-            rows = [question.again.row(at, head).attention()[0].cpu() for head in heads]
-            attention = torch.cat(rows)[:, : at + 1]
-            try:
-                if question.probe is None:
-                    raise BadInput(self._no_writers)
-                result: Result = answer_probe(question.probe)
-                first = result.tables["heads"][0]
-            except BadInput as error:  # of some families it cannot be said which heads matter
-                result = Result("why", {"heads": []}, answer=str(error))
-                elsewhere = attention[:, 1:].max(dim=1)  # many heads rest on the first token
-                best = int(elsewhere.values.argmax())
-                first = {"head": str(heads[best]), "key": 1 + int(elsewhere.indices[best])}
-            return {
-                "tokens": question.asked.tokens, "query": at, "attention": _bytes(attention),
-                "result": result.to_json(), "first": {name: first[name] for name in ("head", "key")},
-                "seconds": time.perf_counter() - start,
-            }  # fmt: skip
+        start, question = time.perf_counter(), self._ask(prompt, query)
+        at, heads = question.asked.query, list(self.scope.heads())
+        rows = [question.again.row(at, head).attention()[0].cpu() for head in heads]
+        attention = torch.cat(rows)[:, : at + 1]
+        try:
+            if question.probe is None:
+                raise BadInput(self._no_writers)
+            result: Result = answer_probe(question.probe)
+            first = result.tables["heads"][0]
+        except BadInput as error:  # of some families it cannot be said which heads matter
+            result = Result("why", {"heads": []}, answer=str(error))
+            elsewhere = attention[:, 1:].max(dim=1)  # many heads rest on the first token
+            best = int(elsewhere.values.argmax())
+            first = {"head": str(heads[best]), "key": 1 + int(elsewhere.indices[best])}
+        return {
+            "tokens": question.asked.tokens, "query": at, "attention": _bytes(attention),
+            "result": result.to_json(), "first": {name: first[name] for name in ("head", "key")},
+            "seconds": time.perf_counter() - start,
+        }  # fmt: skip
 
     def why(self, prompt: str, query: int, head: str, key: int | None = None) -> dict[str, Any]:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
-        with self._lock:
-            result, what_if = self._why(prompt, query, head, key)
-            trace, store = what_if.trace, self.features
-            python = (
-                "import qkscope as qk\n\n"
-                f"scope = qk.Scope.load({self.scope.name!r})\n"
-                f'print(qk.why(scope, {prompt!r}, "{trace.head}", query={trace.asked.query}, key={trace.key}))\n'
-            )
-            return {
-                **_shown(result), "head": str(trace.head), "key": trace.key, "python": python,
-                "row": trace.attention[: trace.asked.query + 1].tolist(), "fitted": list(what_if.features),
-                "about": store.sentences.get(trace.head, ""), "texts": store.texts.get(trace.head, [])[:_TEXTS],
-            }  # fmt: skip
+        result, what_if = self._why(prompt, query, head, key)
+        trace, store = what_if.trace, self.features
+        python = (
+            "import qkscope as qk\n\n"
+            f"scope = qk.Scope.load({self.scope.name!r})\n"
+            f'print(qk.why(scope, {prompt!r}, "{trace.head}", query={trace.asked.query}, key={trace.key}))\n'
+        )
+        return {
+            **_shown(result), "head": str(trace.head), "key": trace.key, "python": python,
+            "row": trace.attention[: trace.asked.query + 1].tolist(), "fitted": list(what_if.features),
+            "about": store.sentences.get(trace.head, ""), "texts": store.texts.get(trace.head, [])[:_TEXTS],
+        }  # fmt: skip
 
     def change(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str]) -> dict[str, Any]:
         """The head's row with some changes made, all heads after it and the next token, beside random changes."""
-        with self._lock:
-            if not 0 < len(changes) <= _CHANGES:
-                raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
-            what_if = self._why(prompt, query, head, key)[1]
-            result, attention = what_if.result(self.scope, changes)
-            row = attention[list(self.scope.heads()).index(what_if.trace.head)].tolist()
-            words = list(map(what_if.words, changes))
-            return {**_shown(result), "row": row, "attention": _bytes(attention), "words": words}
+        if not 0 < len(changes) <= _CHANGES:
+            raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
+        what_if = self._why(prompt, query, head, key)[1]
+        result, attention = what_if.result(self.scope, changes)
+        row = attention[list(self.scope.heads()).index(what_if.trace.head)].tolist()
+        words = list(map(what_if.words, changes))
+        return {**_shown(result), "row": row, "attention": _bytes(attention), "words": words}
 
     def save(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = ()) -> dict[str, Any]:
         """One offline page of the answer, and of the changes."""
-        with self._lock:
-            result, what_if = self._why(prompt, query, head, key)
-            changed = [what_if.result(self.scope, changes)[0]] if changes else []
+        result, what_if = self._why(prompt, query, head, key)
+        changed = [what_if.result(self.scope, changes)[0]] if changes else []
         name = f"why {what_if.trace.head}"
         return {"html": report_html([result, *changed], title=name), "name": f"{name.replace(' ', '-')}.html"}
 
