@@ -168,7 +168,7 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
 
 def scripts_of(blocks: Sequence[Block]) -> list[str]:
     """The scripts that draw these blocks, in the order in which they are to run."""
-    own = (name for block in blocks for name in SCRIPTS[block.kind])
+    own = (name for block in blocks for name in SCRIPTS.get(block.kind, [f"{block.kind}.js"]))
     return [*dict.fromkeys(["base.js", "colours.js", *own, "page.js"])]
 
 
