@@ -38,7 +38,7 @@ def chromium():
 
 def served(session):
     """The live page of a session, served while the block lasts."""
-    from qkscope.show.live.server import Server
+    from qkscope.show.live import Server
 
     return Server(session)
 

@@ -13,9 +13,8 @@ from browser import Watched, served
 from qkscope.show.blocks import blocks_of
 from qkscope.show.discovered import FAMILIES, family_of
 from qkscope.show.figures import colours_of
-from qkscope.show.live.features import FeatureStore
-from qkscope.show.live.session import Session
 from qkscope.show.page import report_html, write_report
+from qkscope.show.session import FeatureStore, Session
 
 # which key, of a list of tokens: said again here, so that the page is not tested by what made it
 KEEPS = {

@@ -17,7 +17,6 @@ import time
 import webbrowser
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +25,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.kinds import Interval, checked_call
 from qkscope.runs.result import plain_value
-from qkscope.show.live.features import FeatureStore, model_of
-from qkscope.show.live.session import Session
 from qkscope.show.page import asset, page_of
+from qkscope.show.session import FeatureStore, Session, features_result
 
 log = logging.getLogger(__name__)
 
@@ -85,24 +83,21 @@ def view(
         raise BadInput("name a run folder to view, or ask for the live page to look into a model.")
     if not live and (fit is not None or model is not None or port):
         raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
+    show = webbrowser.open if browser else str
     if folder is not None:
         url = page_of(folder).absolute().as_uri()
-        _open(url, browser, say)
+        say(url)
+        show(url)
         return url
-    there = "smollm2-135m" if fit is None else model_of(fit)  # a folder without features is refused first
-    scope = Scope.load(model or there)
+    there = None if fit is None else features_result(fit).model  # a folder without features is refused first
+    scope = Scope.load(model or there or "smollm2-135m")
     session = Session(scope, None if fit is None else FeatureStore.read(fit, scope))
     with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
-        _open(server.url, browser, say)
+        say(server.url)
+        show(server.url)
         while True:
             time.sleep(60)
     return server.url
-
-
-def _open(url: str, browser: bool, say: Callable[[str], object]) -> None:
-    say(url)
-    if browser:
-        webbrowser.open(url)
 
 
 class Server(ThreadingHTTPServer):
@@ -178,57 +173,60 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self._allowed()
         if name == "api/model":
-            self._answer(HTTPStatus.OK, self.server.session.describe())
+            self._answer(200, self.server.session.describe())
         elif name == "" or name in _FILES:
             file = name or "live.html"
-            self._send(HTTPStatus.OK, asset(file).encode(), _TYPES[Path(file).suffix])
+            self._send(200, asset(file).encode(), _TYPES[Path(file).suffix])
         elif name is not None:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing at this address.")
+            self._refuse(404, "there is nothing at this address.")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        size = int(length) if length.isascii() and length.isdigit() and len(length) < 9 else -1
-        body = self.rfile.read(size) if size >= 0 else b""  # read though too long: who still sends hears no answer
-        if not 0 <= size <= _LARGEST:
-            self.close_connection = True  # what was not read would pass for the next request
-            return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the prompt is too long to be sent: shorten it.")
+        body = self.rfile.read(int(length) if length.isdecimal() else 0)
+        if len(body) > _LARGEST:
+            return self._refuse(413, "the prompt is too long to be sent: shorten it.")
         name = self._allowed()
         if name is None:
             return None
         if self.headers.get_content_type() != "application/json":
-            return self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "questions are asked in JSON.")
+            return self._refuse(415, "questions are asked in JSON.")
         try:
+            asked = json.loads(body)
+            if not isinstance(asked, dict):
+                raise BadInput("the question is not a JSON object.")
             with self.server.turn:
                 question = self.server.questions.get(name)
-                answer = question(**_fields(body)) if question else None
+                answer = question(**asked) if question else None
             if answer is None:
-                return self._refuse(HTTPStatus.NOT_FOUND, "there is no such question.")
-            return self._answer(HTTPStatus.OK, answer)
+                return self._refuse(404, "there is no such question.")
+            return self._answer(200, answer)
+        except (json.JSONDecodeError, RecursionError):
+            return self._refuse(400, "the question is not JSON.")
         except BadInput as error:
-            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return self._refuse(400, str(error))
         except Exception:
             log.exception("a question failed")
-            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this went wrong; the terminal says more.")
+            return self._refuse(500, "this went wrong; the terminal says more.")
 
     def _allowed(self) -> str | None:
         """The path behind the token, if the request may be answered."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
-            self._refuse(HTTPStatus.FORBIDDEN, "this page is served to this machine only.")
+            self._refuse(403, "this page is served to this machine only.")
             return None
         token, slash, name = self.path.split("?", 1)[0].removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
-            self._refuse(HTTPStatus.NOT_FOUND, "the address lacks its token: open the one that qkscope view printed.")
+            self._refuse(404, "the address lacks its token: open the one that qkscope view printed.")
             return None
         return name
 
-    def _answer(self, status: HTTPStatus, value: Any) -> None:
+    def _answer(self, status: int, value: Any) -> None:
         self._send(status, json.dumps(plain_value(value), allow_nan=False).encode(), "application/json")
 
-    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+    def _refuse(self, status: int, sentence: str) -> None:
         self._answer(status, {"error": sentence})
 
-    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+    def _send(self, status: int, body: bytes, kind: str) -> None:
         headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
         self.send_response(status)
         for name, value in headers.items():
@@ -241,14 +239,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    """What a question names; the session knows which names and kinds it takes."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict):
-        raise BadInput("the question is not a JSON object.")
-    return asked
