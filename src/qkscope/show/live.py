@@ -25,15 +25,12 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.kinds import Interval, checked_call
 from qkscope.runs.result import plain_value
-from qkscope.show.page import asset, page_of
+from qkscope.show.page import STATIC, asset, page_of
 from qkscope.show.session import FeatureStore, Session, features_result
 
 log = logging.getLogger(__name__)
 
-_FILES = (
-    "page.css", "live.css", "base.js", "colours.js", "map.js", "passage.js", "prompt.js", "why.js", "graph.js",
-    "page.js", "live.js",
-)  # fmt: skip
+_FILES = {path.name for kind in ("css", "js") for path in STATIC.glob(f"*.{kind}")}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 20  # bytes of a question
 _HEADERS = {
@@ -164,6 +161,10 @@ class Server(ThreadingHTTPServer):
         return (f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}")
 
 
+class _Refusal(Exception):
+    """A status, and a sentence."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
@@ -171,66 +172,65 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        name = self._allowed()
-        if name == "api/model":
-            self._answer(200, self.server.session.describe())
-        elif name == "" or name in _FILES:
-            file = name or "live.html"
-            self._send(200, asset(file).encode(), _TYPES[Path(file).suffix])
-        elif name is not None:
-            self._refuse(404, "there is nothing at this address.")
+        self._reply(self._get)
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         body = self.rfile.read(int(length) if length.isdecimal() else 0)
+        self._reply(lambda name: self._post(name, body))
+
+    def _get(self, name: str) -> Any:
+        if name == "api/model":
+            return self.server.session.describe()
+        if name and name not in _FILES:
+            raise _Refusal(404, "there is nothing at this address.")
+        file = name or "live.html"
+        return asset(file).encode(), _TYPES[Path(file).suffix]
+
+    def _post(self, name: str, body: bytes) -> Any:
         if len(body) > _LARGEST:
-            return self._refuse(413, "the prompt is too long to be sent: shorten it.")
-        name = self._allowed()
-        if name is None:
-            return None
+            raise _Refusal(413, "the prompt is too long to be sent: shorten it.")
         if self.headers.get_content_type() != "application/json":
-            return self._refuse(415, "questions are asked in JSON.")
+            raise _Refusal(415, "questions are asked in JSON.")
         try:
             asked = json.loads(body)
-            if not isinstance(asked, dict):
-                raise BadInput("the question is not a JSON object.")
-            with self.server.turn:
-                question = self.server.questions.get(name)
-                answer = question(**asked) if question else None
-            if answer is None:
-                return self._refuse(404, "there is no such question.")
-            return self._answer(200, answer)
-        except (json.JSONDecodeError, RecursionError):
-            return self._refuse(400, "the question is not JSON.")
-        except BadInput as error:
-            return self._refuse(400, str(error))
-        except Exception:
-            log.exception("a question failed")
-            return self._refuse(500, "this went wrong; the terminal says more.")
+        except (ValueError, RecursionError):
+            asked = None
+        if not isinstance(asked, dict):
+            raise _Refusal(400, "the question is not a JSON object.")
+        with self.server.turn:
+            if name not in self.server.questions:
+                raise _Refusal(404, "there is no such question.")
+            return self.server.questions[name](**asked)
 
-    def _allowed(self) -> str | None:
+    def _allowed(self) -> str:
         """The path behind the token, if the request may be answered."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
-            self._refuse(403, "this page is served to this machine only.")
-            return None
+            raise _Refusal(403, "this page is served to this machine only.")
         token, slash, name = self.path.split("?", 1)[0].removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
-            self._refuse(404, "the address lacks its token: open the one that qkscope view printed.")
-            return None
+            raise _Refusal(404, "the address lacks its token: open the one that qkscope view printed.")
         return name
 
-    def _answer(self, status: int, value: Any) -> None:
-        self._send(status, json.dumps(plain_value(value), allow_nan=False).encode(), "application/json")
-
-    def _refuse(self, status: int, sentence: str) -> None:
-        self._answer(status, {"error": sentence})
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+    def _reply(self, answer: Callable[[str], Any]) -> None:
+        """Send a file with its type, an answer as JSON, or the sentence of a refusal."""
+        try:
+            status, value = 200, answer(self._allowed())
+        except _Refusal as refusal:
+            status, value = refusal.args[0], {"error": refusal.args[1]}
+        except BadInput as error:
+            status, value = 400, {"error": str(error)}
+        except Exception:
+            log.exception("a question failed")
+            status, value = 500, {"error": "this went wrong; the terminal says more."}
+        if not isinstance(value, tuple):
+            value = json.dumps(plain_value(value), allow_nan=False).encode(), "application/json"
+        body, kind = value
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, text in {**_HEADERS, **own}.items():
+            self.send_header(name, text)
         try:
             self.end_headers()
             self.wfile.write(body)
