@@ -72,19 +72,3 @@ class Watched:
     def fits(self) -> bool:
         """Whether nothing but what scrolls by itself is wider than the window."""
         return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-    def median_cost(self, selector: str, event: str, count: int = 25) -> float:
-        """Median milliseconds from an event on one of many elements to the layout that follows it."""
-        return self.page.evaluate(
-            """([selector, event, count]) => {
-              const all = [...document.querySelectorAll(selector)], times = [];
-              for (let i = 0; i < count; i += 1) {
-                const one = all[(i * 97) % all.length], start = performance.now();
-                one.dispatchEvent(new PointerEvent(event, { bubbles: true, clientX: 60, clientY: 60 }));
-                document.body.getBoundingClientRect();
-                times.push(performance.now() - start);
-              }
-              return times.sort((a, b) => a - b)[count >> 1];
-            }""",
-            [selector, event, count],
-        )
