@@ -121,10 +121,8 @@ def seen_from(page):
 
 def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page = report.page
-    page.emulate_media(reduced_motion="reduce")
     stage = page.locator(".cloud .stage")
     stage.scroll_into_view_if_needed()
-    page.wait_for_timeout(1600)  # it has come to rest
     start, box = seen_from(page), stage.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)

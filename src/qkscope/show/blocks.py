@@ -95,9 +95,6 @@ def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> C
     return register
 
 
-# ---------------------------------------------------------------------- contrasts
-
-
 @drawing("map", "head", "accuracy", "row_accuracy", "chance")
 def _map(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.

@@ -69,8 +69,7 @@ class FeatureStore:
     def __init__(self, fit: Fit | None = None, folder: str = "") -> None:
         self.folder = folder
         self.of: dict[Head, dict[str, Subspace]] = {}
-        self.names: dict[Head, str] = {}
-        self.sentences: dict[Head, str] = {}
+        self.about: dict[Head, dict[str, Any]] = {}  # its name and its sentence, with more
         self.texts: dict[Head, list[dict[str, Any]]] = {}
         self._framed = False  # whether directions are of the query's frame, and turn with the token that asks
         if fit is not None:
@@ -92,8 +91,7 @@ class FeatureStore:
                 basis = torch.linalg.qr(torch.as_tensor(value).float())[0]
                 store.of[Head.parse(head)] = {"discovered": _spanned(basis)}
         for row in [*result.tables.get("heads", []), *result.tables.get("atlas", [])]:
-            named = Head.parse(row["head"])
-            store.names[named], store.sentences[named] = row["name"], row["sentence"]
+            store.about[Head.parse(row["head"])] = dict(row)
         for row in result.tables.get("examples", []):
             store.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
         return store
@@ -164,7 +162,7 @@ class Session:
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()],
             "fitted": [str(head) for head in store.of], "examples": EXAMPLES, "folder": store.folder,
-            "names": {str(head): name for head, name in store.names.items()},
+            "names": {str(head): row["name"] for head, row in store.about.items()},
         }  # fmt: skip
 
     def look(self, prompt: str, query: int | None = None) -> dict[str, Any]:
@@ -198,7 +196,7 @@ class Session:
         )
         return {
             **_shown(result), "head": str(at), "key": trace.key, "python": python, "fitted": list(features),
-            "row": trace.attention[: trace.asked.query + 1].tolist(), "about": store.sentences.get(at, ""),
+            "row": trace.attention[: trace.asked.query + 1].tolist(), "about": store.about.get(at, {}).get("sentence", ""),
             "texts": store.texts.get(at, [])[:_TEXTS],
         }  # fmt: skip
 
