@@ -196,8 +196,8 @@ class Session:
         )
         return {
             **_shown(result), "head": str(at), "key": trace.key, "python": python, "fitted": list(features),
-            "row": trace.attention[: trace.asked.query + 1].tolist(), "about": store.about.get(at, {}).get("sentence", ""),
-            "texts": store.texts.get(at, [])[:_TEXTS],
+            "row": trace.attention[: trace.asked.query + 1].tolist(), "texts": store.texts.get(at, [])[:_TEXTS],
+            "about": store.about.get(at, {}).get("sentence", ""),
         }  # fmt: skip
 
     def change(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str]) -> dict[str, Any]:
