@@ -156,14 +156,6 @@ def test_what_discover_found_opens_here(nano, tmp_path):
     assert changed(session, 10, "L1H1", answer["key"], ["swap 3 discovered"])[1]["verdict"] != "vacuous"
 
 
-def test_a_folder_without_features_is_refused_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(BadInput, match="decompose, discover or atlas wrote"):
-        qk.view(live=True, fit=tmp_path, browser=False)
-    Result("heads", {"heads": []}).write(tmp_path / "run")
-    with pytest.raises(BadInput, match="was written by heads"):
-        qk.view(live=True, fit=tmp_path / "run", browser=False)
-
-
 def test_a_model_whose_writers_cannot_be_told_apart_is_still_looked_into(scope, monkeypatch):
     def refuse(_scope):
         raise BadInput("its writers cannot be told apart.")
@@ -252,7 +244,12 @@ def test_questions_at_once_are_answered_one_after_the_other(server):
         assert answers[prompt] == server.session.why(prompt, 7, "L1H3")["row"]
 
 
-def test_what_cannot_be_asked_about_is_refused(scope):
+def test_what_cannot_be_asked_about_is_refused(scope, tmp_path):
+    with pytest.raises(BadInput, match="decompose, discover or atlas wrote"):
+        qk.view(live=True, fit=tmp_path, browser=False)
+    Result("heads", {"heads": []}).write(tmp_path / "run")
+    with pytest.raises(BadInput, match="was written by heads"):
+        qk.view(live=True, fit=tmp_path / "run", browser=False)
     fit = qk.decompose(scope, qk.tasks.binding(4), "L1H3", 8, contrasts=["order"], space="pre_rope", replicates=9)
     with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
         FeatureStore(fit)
