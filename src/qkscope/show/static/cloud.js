@@ -9,10 +9,7 @@
 
   // a row for each point, with its label in every colouring
   function* pointsOf({ name, unit, keys, queries }, colourings) {
-    for (const [side, flat, of] of [
-      ["key", keys, "keys"],
-      ["query", queries, "queries"],
-    ])
+    for (const [side, flat, of] of [["key", keys, "keys"], ["query", queries, "queries"]])
       for (let i = 0; 3 * i < flat.length; i += 1) {
         const [x, y, z] = flat.slice(3 * i, 3 * i + 3).map((value) => Number((value * unit).toPrecision(4)));
         const labels = Object.entries(colourings).map(([by, each]) => [by, each.names[each[of][i]] ?? null]);
@@ -37,12 +34,10 @@
       role: "application",
       "aria-label": "Keys and queries in three dimensions. Arrow keys turn, plus and minus zoom, 0 turns back.",
     });
-    const zoomed = (title, by) => make("button", { type: "button", "aria-label": title, title, onclick: () => zoom(by) });
-    const [nearer, farther] = [zoomed("Nearer", 1.25), zoomed("Farther", 0.8)];
-    const back = make("button", { type: "button", title: "As at first", onclick: home }, "reset");
-    nearer.textContent = "+";
-    farther.textContent = "−";
-    const stage = make("div", { class: "stage" }, canvas, make("div", { class: "zoom" }, nearer, farther, back));
+    const button = (title, text, onclick) => make("button", { type: "button", "aria-label": title, title, onclick }, text);
+    const [nearer, farther] = [button("Nearer", "+", () => zoom(1.25)), button("Farther", "−", () => zoom(0.8))];
+    const buttons = make("div", { class: "zoom" }, nearer, farther, button("As at first", "reset", home));
+    const stage = make("div", { class: "stage" }, canvas, buttons);
     const bar = make("div", { class: "choices" }),
       legend = make("div", { class: "legend" });
     element.replaceChildren(bar, legend, stage);
