@@ -118,6 +118,8 @@ class Server(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
+        self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]  # what Host may say
+        self.url = f"http://{self.hosts[0]}/{self.token}/"
 
     def __enter__(self) -> Server:
         self._loop.start()
@@ -149,16 +151,6 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Note a connection that its reader broke."""
         log.debug("a connection broke", exc_info=True)
-
-    @property
-    def url(self) -> str:
-        """Where to look."""
-        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
-
-    @property
-    def hosts(self) -> tuple[str, str]:
-        """What the Host header may say."""
-        return (f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}")
 
 
 class _Refusal(Exception):
